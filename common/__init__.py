@@ -1,0 +1,1 @@
+"""The ground floor that both services stand on; it knows neither of them."""
