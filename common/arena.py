@@ -1,0 +1,142 @@
+"""Shared memory without names: a memfd that child processes inherit, and a range allocator over it.
+
+The kernel frees a memfd when the last process that has it mapped is gone, so no crash can leave a segment behind.
+The allocator knows ranges, not what they hold; who keeps what, and what is evicted, is its owner's business.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+"""Ranges start on a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`size` bytes from `offset` in an arena."""
+
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+class SharedBuffer:
+    """`size` bytes of memory that this process and its children map.
+
+    The creator holds the file descriptor until `close`; a child maps the same memory with `attach`.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self._map = mmap.mmap(fd, size)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, label: str, size: int) -> SharedBuffer:
+        """A new buffer of `size` zero bytes; pages take memory when they are first written."""
+        fd = os.memfd_create(label)
+        os.ftruncate(fd, size)
+        return cls(fd, size)
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> SharedBuffer:
+        """Maps a buffer whose descriptor was inherited."""
+        return cls(fd, size)
+
+    def slice(self, span: Range) -> memoryview:
+        """The bytes of a range, without a copy."""
+        return self.view[span.offset : span.end]
+
+    def close(self) -> None:
+        """Unmaps. Views that others still hold keep the memory until they are gone."""
+        self.view.release()
+        try:
+            self._map.close()
+        except BufferError:  # a reader still holds a slice: the map goes when the slice does
+            pass
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class RangeAllocator:
+    """First-fit ranges in [0, capacity), kept aligned; neighbours merge when they are freed.
+
+    Whoever is given a range owns it until `free`. Freeing what was not allocated raises ValueError.
+
+    >>> ranges = RangeAllocator(256)
+    >>> first, second = ranges.allocate(100), ranges.allocate(100)
+    >>> (first.offset, second.offset)
+    (0, 128)
+    >>> ranges.allocate(1) is None
+    True
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity - capacity % ALIGNMENT
+        self._starts: list[int] = [0] if self.capacity else []
+        self._sizes: dict[int, int] = {0: self.capacity} if self.capacity else {}
+        self._owned: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Bytes given out, alignment included."""
+        return sum(self._owned.values())
+
+    @property
+    def largest_free(self) -> int:
+        """The greatest size that `allocate` can serve now."""
+        return max(self._sizes.values(), default=0)
+
+    def allocate(self, size: int) -> Range | None:
+        """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""
+        if size <= 0:
+            raise ValueError("a range needs a size above 0")
+        need = -(-size // ALIGNMENT) * ALIGNMENT
+        for index, start in enumerate(self._starts):
+            gap = self._sizes[start]
+            if gap < need:
+                continue
+            del self._sizes[start]
+            if gap == need:
+                del self._starts[index]
+            else:
+                self._starts[index] = start + need
+                self._sizes[start + need] = gap - need
+            self._owned[start] = need
+            return Range(start, size)
+        return None
+
+    def free(self, span: Range) -> None:
+        """Takes a range back and merges it with the gaps beside it."""
+        size = self._owned.pop(span.offset, None)
+        if size is None:
+            raise ValueError("this range is not allocated")
+        start, index = span.offset, bisect.bisect_left(self._starts, span.offset)
+        if index < len(self._starts) and start + size == self._starts[index]:
+            size += self._sizes.pop(self._starts.pop(index))
+        if index > 0 and (before := self._starts[index - 1]) + self._sizes[before] == start:
+            self._sizes[before] += size
+        else:
+            self._starts.insert(index, start)
+            self._sizes[start] = size
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless gaps and owned ranges tile the arena exactly, with no two gaps side by side."""
+        pieces = sorted([(start, size, "gap") for start, size in self._sizes.items()]
+                        + [(start, size, "owned") for start, size in self._owned.items()])  # fmt: skip
+        at, previous = 0, ""
+        for start, size, kind in pieces:
+            assert start == at and size > 0, f"a hole or an overlap at {at}"
+            assert not (kind == previous == "gap"), f"two gaps side by side at {at}"
+            at, previous = start + size, kind
+        assert at == self.capacity, "the pieces do not fill the arena"
+        assert self._starts == sorted(self._sizes)

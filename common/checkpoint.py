@@ -1,0 +1,110 @@
+"""A checkpoint folder in the Hugging Face format: its JSON files and the index of its tensors, without torch.
+
+Both layouts are read: one `model.safetensors`, or shards with `model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100 << 20
+
+
+class CheckpointError(ValueError):
+    """The folder does not hold a usable checkpoint; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: its file, element type (safetensors' word), shape, and byte range in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """A checkpoint folder, read as it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} has no config.json")
+
+    @classmethod
+    def resolve(cls, model: str) -> Checkpoint:
+        """Opens a folder, or downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct` first."""
+        folder = Path(model)
+        if not folder.is_dir():
+            if model.count("/") != 1 or model.startswith((".", "/", "~")):
+                raise CheckpointError(f"{model} is neither a folder nor a hub name")
+            from huggingface_hub import snapshot_download
+
+            patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+            folder = Path(snapshot_download(model, allow_patterns=patterns))
+        return cls(folder)
+
+    @property
+    def name(self) -> str:
+        """The folder's own name, without the way to it."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return self.json("config.json")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; an empty object where it is not there."""
+        path = self.folder / name
+        if not path.is_file():
+            return {}
+        value = json.loads(path.read_text("utf-8"))
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{name} is not a JSON object")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """A text file of the folder, or None."""
+        path = self.folder / name
+        return path.read_text("utf-8") if path.is_file() else None
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor by its name in the files."""
+        index = self.json(INDEX)
+        names = sorted(set(index["weight_map"].values())) if index else [SINGLE]
+        found: dict[str, TensorInfo] = {}
+        for name in names:
+            path = self.folder / name
+            if path.parent != self.folder or not path.is_file():
+                raise CheckpointError(f"{self.folder} has no {name}")
+            with path.open("rb") as file:
+                found.update(_read_header(path, file))
+        return found
+
+
+def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
+    """The table at the start of a safetensors file: 8 bytes of length, then JSON, then data."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > _MAX_HEADER:
+        raise CheckpointError(f"{path.name} is not a safetensors file")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = 8 + length
+    return {
+        name: TensorInfo(
+            path, entry["dtype"], tuple(entry["shape"]),
+            data + entry["data_offsets"][0], data + entry["data_offsets"][1],
+        )  # fmt: skip
+        for name, entry in header.items()
+    }

@@ -1,0 +1,135 @@
+"""Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment.
+
+A field is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`. A flag wins
+over a variable, a variable over the default. A value that cannot be read, or a variable with the prefix that names no
+option, ends the program with one line that says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Reads a number of bytes such as `512MiB`, `2g` or `1048576`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError("expected a size such as 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def boolean(text: str) -> bool:
+    """Reads yes or no in the usual spellings."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected true or false")
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Reads a comma-separated list; empty items are dropped."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    parse: Callable[[str], Any] | None = None,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown."""
+    metadata = {
+        "help": help, "parse": parse, "choices": tuple(choices),
+        "minimum": minimum, "maximum": maximum, "secret": secret,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load(
+    kind: type[ConfigT],
+    prefix: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ConfigT:
+    """Builds a configuration of class `kind` from flags (`argv`, default: the command line) and the environment.
+
+    A class may define `validate()`, which raises ValueError where options contradict each other. Any bad value prints
+    one line and exits with status 2, as argparse does.
+    """
+    environ = os.environ if environ is None else environ
+    parser = argparse.ArgumentParser(prog=_program(kind), description=description)
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known = {f"{prefix}_{field.name.upper()}": field.name for field in fields}
+    for name in environ:
+        if name.startswith(prefix + "_") and name not in known:
+            parser.error(f"the environment variable {name} names no option")
+    for field in fields:
+        _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
+    # A variable is read as a flag that stands before all real ones, so that both are checked alike and the flag wins.
+    stated = [f"{_flag(known[name])}={value}" for name, value in environ.items() if name in known]
+    given = vars(parser.parse_args([*stated, *(sys.argv[1:] if argv is None else argv)]))
+    config = kind(**{name: value for name, value in given.items() if value is not None})
+    try:
+        getattr(config, "validate", lambda: None)()
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _program(kind: type) -> str:
+    return f"python -m {kind.__module__.split('.')[0]}"
+
+
+def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, variable: str) -> None:
+    about = field.metadata
+    shown = "hidden" if about["secret"] and field.default else field.default
+    if isinstance(shown, tuple):
+        shown = ",".join(map(str, shown))
+    text = f"{about['help']} (default: {'none' if shown in ('', None) else shown}; {variable})"
+    parser.add_argument(
+        _flag(field.name), type=_reader(hint, about), choices=about["choices"] or None, default=None,
+        help=text.replace("%", "%%"), metavar=None if about["choices"] else field.name.upper(),
+        **({"nargs": "?", "const": True} if hint is bool else {}),
+    )  # fmt: skip
+
+
+def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
+    plain = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
+    read = about["parse"] or {bool: boolean, int: int, float: float, tuple: words}.get(
+        typing.get_origin(hint) or plain, str
+    )
+
+    def reader(text: str) -> Any:
+        try:
+            value = read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid: {error}") from error
+        low, high = about["minimum"], about["maximum"]
+        if (low is not None and value < low) or (high is not None and value > high) or value != value:
+            raise argparse.ArgumentTypeError(f"{text} is outside {low} to {'any' if high is None else high}")
+        return value
+
+    return reader

@@ -1,0 +1,185 @@
+"""What surrounds every call: the token, the deadline, the request id in the logs, and errors turned into statuses.
+
+Handlers just raise; here, and nowhere else, an error becomes a gRPC status with its `google.rpc` details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from common import errors, log
+from twinlens.v1 import media_pb2
+
+DOMAIN = "twinlens"
+"""The domain of our `ErrorInfo` reasons."""
+
+MAX_ID = 128
+"""Characters of the longest request id."""
+
+_OURS = "/twinlens.v1."
+_log = log.get("rpc")
+
+
+class CallFrame(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The one interceptor. An empty `token` lets every caller in."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self.open_calls = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wraps the handler of a call; without the right token, none is reached."""
+        if not self._admits(details):
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(_OURS):
+            return handler
+        method = details.method.rpartition("/")[2]
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **codecs)
+        return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
+
+    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
+        if not self._token:
+            return True
+        given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+        if isinstance(given, str):
+            given = given.encode()
+        return hmac.compare_digest(given, b"Bearer " + self._token)
+
+    def _unary(self, method: str, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._guarded(method, request, context, lambda: behavior(request, context))
+
+        return call
+
+    def _stream(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+        """Drives a handler's generator with `context.write`, so that it is closed the moment a caller goes away."""
+
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async def pump() -> None:
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
+
+            await self._guarded(method, request, context, pump)
+
+        return call
+
+    async def _guarded(
+        self,
+        method: str,
+        request: Any,
+        context: grpc.aio.ServicerContext[Any, Any],
+        run: Callable[[], Awaitable[Any]],
+    ) -> Any:
+        started, code = time.perf_counter(), "OK"
+        self.open_calls += 1
+        with log.bound(method=method, request_id=_name(request)):
+            try:
+                _check(request, context)
+                return await run()
+            except errors.TwinlensError as error:
+                code = error.reason
+                await fail(context, error)
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
+            except Exception as error:
+                if isinstance(error, grpc.aio.AbortError):
+                    raise
+                code = "INTERNAL"
+                _log.exception("a handler failed")
+                await fail(context, errors.Internal("the service failed to handle this call"))
+            finally:
+                self.open_calls -= 1
+                seconds = round(time.perf_counter() - started, 4)
+                _log.info("call", outcome=code, seconds=seconds)
+
+
+def _name(request: Any) -> str:
+    """The request's id; one is made up, and written into the request, where it has the field and left it empty."""
+    if not hasattr(request, "request_id"):
+        return ""
+    if not request.request_id:
+        request.request_id = uuid.uuid4().hex
+    return str(request.request_id)[:MAX_ID]
+
+
+def _check(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    for field in ("request_id", "cache_salt", "session_id"):
+        if len(getattr(request, field, "")) > MAX_ID:
+            raise errors.InvalidInput(f"{field} is longer than {MAX_ID} characters", reason="ID_TOO_LONG", field=field)
+    remaining = context.time_remaining()
+    if remaining is not None and remaining <= 0:
+        raise errors.DeadlineExceeded("the deadline had passed when the call arrived")
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    await fail(context, errors.Unauthenticated("a valid bearer token is needed"))
+
+
+async def fail(context: grpc.aio.ServicerContext[Any, Any], error: errors.TwinlensError) -> NoReturn:
+    """Ends a call with an error's status, its standard details, and the short form for callers without them."""
+    trailers = (
+        ("grpc-status-details-bin", rich_status(error).SerializeToString()),
+        ("twinlens-status-bin", plain_status(error).SerializeToString()),
+    )
+    await context.abort(errors.outcome(error).grpc, error.message, trailers)
+    raise AssertionError("abort always raises")
+
+
+def plain_status(error: errors.TwinlensError) -> media_pb2.Status:
+    """An error as our own message, as it also stands in `EncodeError`."""
+    status = media_pb2.Status(
+        code=errors.code_number(error), message=error.message, reason=error.reason, field=error.field
+    )
+    if error.retry_after is not None:
+        status.retry_after_ms = round(error.retry_after * 1000)
+    return status
+
+
+def from_plain_status(status: media_pb2.Status) -> errors.TwinlensError:
+    """The error that a `Status` message stands for."""
+    retry_after = status.retry_after_ms / 1000 if status.HasField("retry_after_ms") else None
+    return errors.from_code(
+        status.code, status.message, reason=status.reason, field=status.field, retry_after=retry_after
+    )
+
+
+def rich_status(error: errors.TwinlensError) -> status_pb2.Status:
+    """An error in the standard error model: ErrorInfo, BadRequest for a field, RetryInfo where a retry can help."""
+    status = status_pb2.Status(code=errors.code_number(error), message=error.message)
+    _attach(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after * 1000))
+        _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _attach(status: status_pb2.Status, detail: Any) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)

@@ -1,0 +1,71 @@
+"""A long-lived channel to another service: TLS, token, keepalive, and foreign statuses turned into our errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from common import errors
+from common.grpc_calls import from_plain_status
+from twinlens.v1 import media_pb2
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", 68 << 20),
+    ("grpc.max_send_message_length", 68 << 20),
+    # A frozen peer answers no ping; without ping_timeout_ms it would be noticed only after a minute.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSecurity:
+    """How to speak to the other side: PEM files (empty: no TLS, no client certificate) and a bearer token."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token: str = ""
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """What every call carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+def open_channel(target: str, security: ChannelSecurity) -> grpc.aio.Channel:
+    """A channel to `target`; it connects when it is first used and reconnects by itself."""
+    if not security.ca:
+        return grpc.aio.insecure_channel(target, options=OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        Path(security.ca).read_bytes(),
+        Path(security.key).read_bytes() if security.key else None,
+        Path(security.cert).read_bytes() if security.cert else None,
+    )
+    return grpc.aio.secure_channel(target, credentials, options=OPTIONS)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TwinlensError:
+    """The error that a failed call stands for. A peer's free text is not passed on; our own fixed sentences are."""
+    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
+    if packed := trailers.get("twinlens-status-bin"):
+        return from_plain_status(media_pb2.Status.FromString(packed))
+    number: int = error.code().value[0]
+    if packed := trailers.get("grpc-status-details-bin"):
+        rich = status_pb2.Status.FromString(packed)
+        info = error_details_pb2.ErrorInfo()
+        if any(detail.Unpack(info) for detail in rich.details):
+            return errors.from_code(number, rich.message, reason=info.reason)
+    return errors.from_code(number, "the other service could not be reached or failed", retry_after=1.0)

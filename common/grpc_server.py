@@ -1,0 +1,148 @@
+"""The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service.
+
+A service is started in three steps: `bind` opens the port, the owner gets its parts ready, `announce` turns health to
+SERVING and prints `ready grpc=HOST:PORT`. `wait` returns on SIGTERM or SIGINT; `drain` lets running calls finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common import log
+from common.config import option, size
+from common.grpc_calls import CallFrame
+
+_log = log.get("server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options that every server has."""
+
+    listen: str = option("127.0.0.1:0", "address to serve gRPC on; port 0 picks a free one")
+    tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
+    tls_key: str = option("", "PEM private key of --tls-cert")
+    tls_client_ca: str = option("", "PEM roots; callers must then show a certificate signed by one of them")
+    auth_token: str = option("", "callers must send `authorization: Bearer TOKEN`", secret=True)
+    auth_token_file: str = option("", "file that holds the token, in place of --auth-token")
+    grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0)
+    max_message_bytes: int = option(68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20)
+    max_concurrent_calls: int = option(1024, "calls served at once; further ones are refused", minimum=1)
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def check_server(self) -> None:
+        """Raises ValueError where server options contradict each other."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("--tls-client-ca needs --tls-cert")
+        if self.auth_token and self.auth_token_file:
+            raise ValueError("give --auth-token or --auth-token-file, not both")
+
+    def token(self) -> str:
+        """The token that callers must send; empty when none is asked for."""
+        return read_token(self.auth_token, self.auth_token_file)
+
+
+def read_token(token: str, file: str) -> str:
+    """A token given directly or in a file; raises ValueError for a file that holds none."""
+    if not file:
+        return token
+    if not (text := Path(file).read_text("utf-8").strip()):
+        raise ValueError(f"{file} holds no token")
+    return text
+
+
+class GrpcServer:
+    """One listening gRPC server; `names` are the full names of the services that the owner adds to `server`."""
+
+    def __init__(self, config: ServerConfig, names: Sequence[str]) -> None:
+        self._config = config
+        self._names = tuple(names)
+        self._stop = asyncio.Event()
+        self._frame = CallFrame(config.token())
+        self.server = grpc.aio.server(
+            interceptors=[self._frame],
+            maximum_concurrent_rpcs=config.max_concurrent_calls,
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(
+            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
+        )
+        self.address = ""
+
+    async def bind(self) -> None:
+        """Opens the port and answers health checks (NOT_SERVING). Raises OSError where the port cannot be had."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        host = self._config.listen.rpartition(":")[0]
+        try:
+            if credentials := self._credentials():
+                port = self.server.add_secure_port(self._config.listen, credentials)
+            else:
+                port = self.server.add_insecure_port(self._config.listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._config.listen}") from error
+        self.address = f"{host}:{port}"
+        for name in self._names:
+            await self.set_ready(name, False)
+        await self.server.start()
+
+    async def announce(self) -> None:
+        """Turns every service to SERVING and says so on standard output."""
+        for name in ("", *self._names):
+            await self.set_ready(name, True)
+        print(f"ready grpc={self.address}", flush=True)
+        _log.info("ready", address=self.address)
+
+    async def set_ready(self, name: str, ready: bool) -> None:
+        """Sets what health checks say of one service."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(name, status)
+
+    async def wait(self) -> None:
+        """Returns on SIGTERM, SIGINT or `stop`."""
+        await self._stop.wait()
+
+    def stop(self) -> None:
+        """Makes `wait` return."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """A signal has come, or `stop` was called."""
+        return self._stop.is_set()
+
+    async def drain(self) -> None:
+        """Health turns NOT_SERVING, new calls are refused, running ones get the grace time; then the port is closed."""
+        _log.info("draining", grace_seconds=self._config.grace_seconds, open_calls=self._frame.open_calls)
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(self._config.grace_seconds)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        config = self._config
+        if not config.tls_cert:
+            return None
+        chain = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
+        roots = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
+        return grpc.ssl_server_credentials([chain], roots, require_client_auth=roots is not None)

@@ -1,0 +1,173 @@
+"""Child processes that speak msgpack over a socket pair and never outlive their parent.
+
+The parent starts `python -m MODULE`, passes a socket (and shared-memory descriptors) by inheritance, and exchanges
+`msgspec` structs with it, each after its length. Either side sees the other's death as the end of the socket; a child
+is also killed by the kernel when its parent dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+MAX_MESSAGE = 256 << 20
+"""Bytes of the largest message that either side accepts."""
+
+ReceiveT = TypeVar("ReceiveT")
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends; exits at once if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if str(os.getppid()) != os.environ.get("TWINLENS_PARENT", str(os.getppid())):
+        raise SystemExit("the parent process has ended")
+
+
+class Child(Generic[ReceiveT]):
+    """The parent's end of one child process. Owned by whoever starts it, ended by `stop`.
+
+    `receive` raises `ChildDied` when the child is gone, whatever the cause.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        received: Any,
+    ) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(received).decode
+
+    @classmethod
+    async def start(
+        cls, module: str, *, receives: Any, fds: Sequence[int] = (), environ: dict[str, str] | None = None
+    ) -> Child[Any]:
+        """Starts `python -m module SOCKET_FD FD…`; `receives` is the type (or union) of the child's messages."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", module, str(theirs.fileno()), *map(str, fds),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds),
+                env={**os.environ, **(environ or {}), "TWINLENS_PARENT": str(os.getpid())},
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        return cls(process, reader, writer, receives)
+
+    def send(self, message: Any) -> None:
+        """Queues a message; the child's death is reported by `receive`, not here."""
+        if not self._writer.is_closing():
+            body = self._encode(message)
+            self._writer.write(_LENGTH.pack(len(body)))
+            self._writer.write(body)
+
+    async def receive(self) -> ReceiveT:
+        """The child's next message; raises ChildDied when there will be none."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MAX_MESSAGE:
+                raise ChildDied("a message is too long")
+            message: ReceiveT = self._decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise ChildDied("the process has ended") from error
+        except msgspec.MsgspecError as error:
+            raise ChildDied("a message cannot be read") from error
+        return message
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """Ends the child: closes the socket (it exits), then kills it after `grace` seconds. Returns when it is gone."""
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), grace)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+
+    def kill(self) -> None:
+        """Kills the child at once."""
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+class ChildDied(Exception):
+    """A child process is gone, or no longer makes sense."""
+
+
+class ParentLink(Generic[ReceiveT]):
+    """The child's end: blocking, for a process that computes in one thread.
+
+    `receive` raises EOFError when the parent is gone, and the child should then exit.
+    """
+
+    def __init__(self, fd: int, receives: Any) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(True)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(receives).decode
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Sends a message; raises EOFError when the parent is gone."""
+        body = self._encode(message)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except (BrokenPipeError, ConnectionError) as error:
+            raise EOFError("the parent process has ended") from error
+
+    def receive(self) -> ReceiveT:
+        """Waits for the parent's next message."""
+        while (message := self._take()) is None:
+            self._fill(0)
+        return message
+
+    def poll(self) -> ReceiveT | None:
+        """The parent's next message if one is here, else None."""
+        message = self._take()
+        while message is None and self._fill(socket.MSG_DONTWAIT):
+            message = self._take()
+        return message
+
+    def _take(self) -> ReceiveT | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message: ReceiveT = self._decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+        del self._buffer[:end]
+        return message
+
+    def _fill(self, flags: int) -> bool:
+        """Reads what has come; False where nothing has."""
+        try:
+            piece = self._socket.recv(1 << 20, flags)
+        except BlockingIOError:
+            return False
+        except ConnectionError as error:
+            raise EOFError("the parent process has ended") from error
+        if not piece:
+            raise EOFError("the parent process has ended")
+        self._buffer += piece
+        return True

@@ -1,0 +1,51 @@
+"""Rows on the wire: element types, checksums, and how a block is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import google_crc32c
+
+CHUNK_BYTES = 1 << 20
+"""Rows travel in chunks of about this size: large enough to amortise a message, small enough for flow control."""
+
+
+class DType(str, Enum):
+    """An element type, by the name that torch and safetensors users know."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What one row looks like: `levels` (1 + deepstack levels) times `width` elements of `dtype`."""
+
+    levels: int
+    width: int
+    dtype: DType
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with all its levels."""
+        return self.levels * self.width * self.dtype.itemsize
+
+    def chunks(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Cuts rows [first, end) into (first row, row count) runs of at most CHUNK_BYTES, at least one row each."""
+        step = max(1, CHUNK_BYTES // self.row_bytes)
+        for start in range(first, end, step):
+            yield start, min(step, end - start)
+
+
+def crc32c(data: bytes | memoryview) -> int:
+    """CRC-32C (Castagnoli, RFC 3720) of `data`."""
+    value: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
+    return value
