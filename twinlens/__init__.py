@@ -1,5 +1,44 @@
-"""What users of Twinlens import: the client, its errors, and the generated stubs in `twinlens.v1`."""
+"""What users of Twinlens import: the clients, their errors, and builders of prompts.
+
+    from twinlens import LlmClient, image
+
+    with LlmClient("127.0.0.1:7002") as llm:
+        print(llm.ask("What is in the picture?", image("cat.png")).text)
+
+The messages, enums and stubs themselves are in `twinlens.v1`.
+"""
 
 from twinlens._version import __version__
+from twinlens.aio import AsyncEncoderClient, AsyncLlmClient
+from twinlens.answers import Answer, Completion
+from twinlens.channel import Endpoint, Tls
+from twinlens.client import EncoderClient, LlmClient
+from twinlens.errors import NotReachableError, TwinlensError
+from twinlens.prompts import Prompt, assistant, generate_request, image, message, system, user, video
+from twinlens.streams import AsyncStream, Stream
+from twinlens.v1 import SamplingParams
 
-__all__ = ["__version__"]
+__all__ = [
+    "Answer",
+    "AsyncEncoderClient",
+    "AsyncLlmClient",
+    "AsyncStream",
+    "Completion",
+    "EncoderClient",
+    "Endpoint",
+    "LlmClient",
+    "NotReachableError",
+    "Prompt",
+    "SamplingParams",
+    "Stream",
+    "Tls",
+    "TwinlensError",
+    "__version__",
+    "assistant",
+    "generate_request",
+    "image",
+    "message",
+    "system",
+    "user",
+    "video",
+]

@@ -1,0 +1,7 @@
+"""`python -m twinlens`: the same as the `twinlens` command."""
+
+import sys
+
+from twinlens.cli import main
+
+sys.exit(main())

@@ -1,0 +1,159 @@
+"""The client for an event loop: `twinlens.client`, awaited, with the same deadlines and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from twinlens import v1
+from twinlens.answers import Answer
+from twinlens.channel import Endpoint
+from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
+from twinlens.errors import error_from
+from twinlens.prompts import Prompt, user
+from twinlens.streams import AsyncStream
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class _AsyncClient:
+    """A channel to one service, closed with the client."""
+
+    def __init__(self, endpoint: Endpoint | str, *, timeout: float = STREAM_TIMEOUT) -> None:
+        self.endpoint = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
+        self.timeout = timeout
+        self._channel = self.endpoint.open_async()
+        self._metadata = self.endpoint.metadata
+
+    async def close(self) -> None:
+        """Ends every call under way and the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    async def _unary(
+        self, method: Callable[..., Awaitable[Reply]], request: Message, timeout: float = UNARY_TIMEOUT
+    ) -> Reply:
+        try:
+            return await method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+
+
+class AsyncLlmClient(_AsyncClient):
+    """Calls an LLM service. Made, used and closed in one event loop."""
+
+    def __init__(
+        self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT
+    ) -> None:
+        super().__init__(endpoint, timeout=timeout)
+        self._stub = v1.LlmServiceStub(self._channel)
+
+    async def ask(
+        self,
+        question: str,
+        *media: v1.Media,
+        sampling: v1.SamplingParams | None = None,
+        timeout: float | None = None,
+    ) -> Answer:
+        """Asks about pictures and videos and waits for the whole answer."""
+        answer = Answer()
+        async with self.generate(user(*media, question), sampling, timeout=timeout) as events:
+            async for event in events:
+                answer.add(event)
+        return answer
+
+    def generate(
+        self,
+        prompt: Prompt | v1.GenerateRequest,
+        sampling: v1.SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> AsyncStream[v1.GenerateResponse]:
+        """Streams a generation: `started`, then `delta`s, then one `finished` for each choice.
+
+        A `GenerateRequest` (see `twinlens.prompts.generate_request`) names salt, priority and the rest; its
+        own sampling stands, so giving `sampling` too is a ValueError.
+        """
+        request = as_request(prompt, sampling)
+        return AsyncStream(
+            self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata)
+        )
+
+    async def abort(self, *request_ids: str) -> int:
+        """Ends requests by name; returns how many of them were running."""
+        return (await self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids))).aborted
+
+    async def tokenize(
+        self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False
+    ) -> list[int]:
+        """The token ids of a text, or of messages as the chat template lays them out."""
+        return list((await self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special))).ids)
+
+    async def get_info(self) -> v1.LlmServiceGetInfoResponse:
+        """What the service is."""
+        return await self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())
+
+    async def get_load(self) -> v1.LlmServiceGetLoadResponse:
+        """Its queues and counters."""
+        return await self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest())
+
+    async def flush_cache(self) -> v1.LlmServiceFlushCacheResponse:
+        """Makes it forget cached KV blocks and rows that no request uses."""
+        return await self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest())
+
+
+class AsyncEncoderClient(_AsyncClient):
+    """Calls an encoder service. Made, used and closed in one event loop."""
+
+    def __init__(
+        self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT
+    ) -> None:
+        super().__init__(endpoint, timeout=timeout)
+        self._stub = v1.EncoderServiceStub(self._channel)
+
+    def encode(
+        self, request: v1.EncodeRequest | v1.Media, *, timeout: float | None = None
+    ) -> AsyncStream[v1.EncodeResponse]:
+        """Streams an encode: for each item `header`, `rows`, `done`; or an `error` for that item alone."""
+        request = as_encode_request(request)
+        return AsyncStream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._metadata))
+
+    async def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
+        """Which content keys are in the store, in the order asked."""
+        return list(
+            (await self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt))).present
+        )
+
+    async def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
+        """Starts encoding into the store; returns headers without waiting for rows."""
+        return await self._unary(self._stub.Prefetch, request, self.timeout)
+
+    async def release(self, *leases: str) -> int:
+        """Gives leases back; returns how many were still held."""
+        return (await self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases))).released
+
+    async def get_info(self) -> v1.EncoderServiceGetInfoResponse:
+        """What the service is."""
+        return await self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest())
+
+    async def get_load(self) -> v1.EncoderServiceGetLoadResponse:
+        """Its queues, counters and store."""
+        return await self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest())
+
+    async def flush_cache(self) -> v1.EncoderServiceFlushCacheResponse:
+        """Makes it forget every entry that no one is reading."""
+        return await self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest())

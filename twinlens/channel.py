@@ -1,0 +1,124 @@
+"""How a client reaches a service: TLS, token, message sizes, keepalive. It knows no message and no RPC."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from twinlens._version import __version__
+
+MAX_MESSAGE_BYTES = 70 * 1024 * 1024
+"""The largest message either way: a 64 MiB video and room for the rest of its request."""
+
+_SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+
+_OPTIONS: list[tuple[str, str | int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # The transport's own ping timeout, a minute by default, decides when a silent peer is given up.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.service_config", _SERVICE_CONFIG),
+    ("grpc.primary_user_agent", f"twinlens/{__version__}"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What a TLS connection needs, as PEM files. `Tls()` trusts the public roots.
+
+    `ca_file` holds the roots to trust instead. `cert_file` and `key_file`, given together, present a client
+    certificate. `server_name` is the name expected in the service's certificate where it is not the address's
+    host.
+    """
+
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file must be given together")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises OSError for one that cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file),
+            private_key=_read(self.key_file),
+            certificate_chain=_read(self.cert_file),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A service's address, and how to talk to it.
+
+    `address` is whatever gRPC resolves: host:port, dns:///name:port, unix:/path. `token` is sent with every
+    call as `authorization: Bearer …`; without TLS it is refused (ValueError) for another machine, unless
+    `plaintext_token` says that the network is trusted. `tls` None means plaintext.
+    """
+
+    address: str
+    token: str | None = None
+    tls: Tls | None = None
+    plaintext_token: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            raise ValueError("an address is needed, for example 127.0.0.1:7002")
+        if self.token and self.tls is None and not self.plaintext_token and not is_local(self.address):
+            raise ValueError(
+                "a token would cross the network unencrypted: "
+                "use TLS, or plaintext_token for a network that you trust"
+            )
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def open(self) -> grpc.Channel:
+        """A channel for threads. Nothing connects until the first call."""
+        if self.tls is None:
+            return grpc.insecure_channel(self.address, options=self._options())
+        return grpc.secure_channel(self.address, self.tls.credentials(), options=self._options())
+
+    def open_async(self) -> grpc.aio.Channel:
+        """A channel for the running event loop. Nothing connects until the first call."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(self.address, options=self._options())
+        return grpc.aio.secure_channel(self.address, self.tls.credentials(), options=self._options())
+
+    def _options(self) -> list[tuple[str, str | int]]:
+        if self.tls is None or self.tls.server_name is None:
+            return _OPTIONS
+        return [*_OPTIONS, ("grpc.ssl_target_name_override", self.tls.server_name)]
+
+
+def is_local(address: str) -> bool:
+    """Whether an address can only mean this machine.
+
+    >>> is_local("127.0.0.1:7002"), is_local("dns:///localhost:7002"), is_local("encoder:7001")
+    (True, True, False)
+    """
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.removeprefix("dns:").removeprefix("ipv4:").removeprefix("ipv6:").lstrip("/")
+    host = host.rpartition(":")[0] or host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

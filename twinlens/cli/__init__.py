@@ -1,0 +1,55 @@
+"""The command line: `twinlens ask`, `twinlens status`, `twinlens health`.
+
+Exit codes: 0 done; 1 the service refused or failed the request; 2 the command was not understood, or names a
+file that cannot be read; 3 no service answered; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from twinlens._version import __version__
+from twinlens.cli import ask, health, status
+from twinlens.errors import NotReachableError, TwinlensError
+
+DONE, FAILED, MISUSED, NOT_REACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line (default: the process's own) and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except NotReachableError as error:
+        return _fail(NOT_REACHABLE, f"no service answers at {arguments.address}: {error.message}")
+    except TwinlensError as error:
+        hint = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
+        return _fail(FAILED, f"{error}{hint}")
+    except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        return _fail(MISUSED, str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _fail(code: int, text: str) -> int:
+    print(f"twinlens: {text}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="twinlens",
+        description="Asks a Twinlens service about pictures and videos, and shows how it is doing.",
+        epilog="Exit codes: 0 done, 1 refused or failed, 2 misused, 3 no service answered, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"twinlens {__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for command in (ask, status, health):
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,176 @@
+"""`twinlens ask`: streams an answer to standard output as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from twinlens.answers import Answer
+from twinlens.cli.connection import add_flags, bounded, endpoint
+from twinlens.cli.tables import milliseconds
+from twinlens.client import STREAM_TIMEOUT, LlmClient
+from twinlens.errors import TwinlensError
+from twinlens.prompts import generate_request, image, system, user, video
+from twinlens.v1 import ChatMessage, FinishReason, GenerateRequest, GenerateResponse, Media, SamplingParams
+
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("ask", help="ask about pictures and videos", description=__doc__)
+    parser.set_defaults(run=run)
+    parser.add_argument("question", help="the question; - reads it from standard input")
+    for kind, article in (("image", "an"), ("video", "a")):
+        parser.add_argument(
+            f"--{kind}",
+            dest="media",  # one list for both, so that their order on the command line is kept
+            type=partial(_named, kind),
+            action="append",
+            default=[],
+            metavar="F",
+            help=f"{article} {kind}: a file, or an http(s) address; repeatable",
+        )
+    parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
+    parser.add_argument(
+        "--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
+    parser.add_argument(
+        "--timings", action="store_true", help="then print tokens and stage times to standard error"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=bounded(float, 0.001),
+        default=STREAM_TIMEOUT,
+        metavar="SECONDS",
+        help="for the whole answer (default: %(default)g)",
+    )
+    _add_sampling(
+        parser.add_argument_group("sampling", "what is not given is left to the model's own settings")
+    )
+    _add_preprocessing(parser.add_argument_group("preprocessing"))
+    add_flags(parser)
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to generate")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this mass")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep this many of the likeliest tokens")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest"
+    )
+    for name in ("repetition", "presence", "frequency"):
+        group.add_argument(f"--{name}-penalty", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
+
+
+def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--min-pixels", type=int, metavar="N", help="least area of a picture after resizing")
+    group.add_argument(
+        "--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing"
+    )
+    group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")
+    group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Asks, and prints the answer while it comes."""
+    request = _request(arguments)
+    answer = Answer()
+    with LlmClient(endpoint(arguments.address, arguments)) as llm:
+        try:
+            with llm.generate(request, timeout=arguments.timeout) as events:
+                for event in events:
+                    answer.add(event)
+                    _show(event, arguments.json)
+        except TwinlensError as error:
+            if arguments.json:
+                print(json.dumps({"error": _error(error)}), flush=True)
+            elif answer.text:
+                print()
+            raise
+    if not arguments.json:
+        print()
+    if arguments.timings:
+        _show_timings(answer)
+    return 0
+
+
+def _named(kind: str, source: str) -> tuple[str, str]:
+    return kind, source
+
+
+def _request(arguments: argparse.Namespace) -> GenerateRequest:
+    _check_preprocessing(arguments)
+    question = sys.stdin.read() if arguments.question == "-" else arguments.question
+    messages: list[ChatMessage] = [system(arguments.system)] if arguments.system else []
+    messages.append(user(*(_media(kind, source, arguments) for kind, source in arguments.media), question))
+    return generate_request(messages, _sampling(arguments))
+
+
+def _check_preprocessing(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for an option that nothing given could obey."""
+    kinds = {kind for kind, _ in arguments.media}
+    for kind, names in (("image", ("min_pixels", "max_pixels")), ("video", ("fps", "max_frames"))):
+        for name in names:
+            if getattr(arguments, name) is not None and kind not in kinds:
+                raise ValueError(f"--{name.replace('_', '-')} needs --{kind}")
+
+
+def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
+    if kind == "image":
+        return image(source, min_pixels=arguments.min_pixels, max_pixels=arguments.max_pixels)
+    return video(source, fps=arguments.fps, max_frames=arguments.max_frames)
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(arguments, name) for name in _SAMPLING}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _show(event: GenerateResponse, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(MessageToDict(event, preserving_proto_field_name=True)), flush=True)
+    elif event.HasField("delta"):
+        print(event.delta.text, end="", flush=True)
+
+
+def _show_timings(answer: Answer) -> None:
+    usage = answer.usage
+    reason = FinishReason.Name(answer.choices[0].reason) if answer.choices else "no choice"
+    print(
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{usage.completion_tokens} generated, {reason}",
+        file=sys.stderr,
+    )
+    for stage, seconds in answer.timings.items():
+        print(f"  {stage:<16} {milliseconds(seconds):>12}", file=sys.stderr)
+
+
+def _error(error: TwinlensError) -> dict[str, object]:
+    return {
+        "code": error.code.name,
+        "reason": error.reason,
+        "message": error.message,
+        "field": error.field,
+        "retry_after": error.retry_after,
+    }

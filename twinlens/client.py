@@ -1,0 +1,185 @@
+"""The client for threads: one class for each service, over the generated stubs.
+
+Every call has a deadline: `timeout` seconds of the client for a stream, from its first byte to its last, and
+10 seconds for anything else; each call can name its own. Every failure is a TwinlensError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from twinlens import v1
+from twinlens.answers import Answer
+from twinlens.channel import Endpoint
+from twinlens.errors import FailedCall, error_from
+from twinlens.prompts import Prompt, chat, generate_request, user
+from twinlens.streams import Stream
+
+STREAM_TIMEOUT = 600.0
+"""Seconds that a stream may take in all, unless the client or the call says otherwise."""
+
+UNARY_TIMEOUT = 10.0
+"""Seconds that any other call may take, unless it says otherwise."""
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class _Client:
+    """A channel to one service, closed with the client."""
+
+    def __init__(self, endpoint: Endpoint | str, *, timeout: float = STREAM_TIMEOUT) -> None:
+        self.endpoint = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
+        self.timeout = timeout
+        self._channel = self.endpoint.open()
+        self._metadata = self.endpoint.metadata
+
+    def close(self) -> None:
+        """Ends every call under way and the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    def _unary(self, method: Callable[..., Reply], request: Message, timeout: float = UNARY_TIMEOUT) -> Reply:
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from(cast(FailedCall, error)) from None
+
+
+class LlmClient(_Client):
+    """Calls an LLM service. Safe to use from several threads."""
+
+    def __init__(
+        self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT
+    ) -> None:
+        super().__init__(endpoint, timeout=timeout)
+        self._stub = v1.LlmServiceStub(self._channel)
+
+    def ask(
+        self,
+        question: str,
+        *media: v1.Media,
+        sampling: v1.SamplingParams | None = None,
+        timeout: float | None = None,
+    ) -> Answer:
+        """Asks about pictures and videos and waits for the whole answer."""
+        answer = Answer()
+        with self.generate(user(*media, question), sampling, timeout=timeout) as events:
+            for event in events:
+                answer.add(event)
+        return answer
+
+    def generate(
+        self,
+        prompt: Prompt | v1.GenerateRequest,
+        sampling: v1.SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Stream[v1.GenerateResponse]:
+        """Streams a generation: `started`, then `delta`s, then one `finished` for each choice.
+
+        A `GenerateRequest` (see `twinlens.prompts.generate_request`) names salt, priority and the rest; its
+        own sampling stands, so giving `sampling` too is a ValueError.
+        """
+        request = as_request(prompt, sampling)
+        return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
+
+    def abort(self, *request_ids: str) -> int:
+        """Ends requests by name; returns how many of them were running."""
+        return self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids)).aborted
+
+    def tokenize(
+        self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False
+    ) -> list[int]:
+        """The token ids of a text, or of messages as the chat template lays them out."""
+        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special)).ids)
+
+    def get_info(self) -> v1.LlmServiceGetInfoResponse:
+        """What the service is."""
+        return self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())
+
+    def get_load(self) -> v1.LlmServiceGetLoadResponse:
+        """Its queues and counters."""
+        return self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest())
+
+    def flush_cache(self) -> v1.LlmServiceFlushCacheResponse:
+        """Makes it forget cached KV blocks and rows that no request uses."""
+        return self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest())
+
+
+class EncoderClient(_Client):
+    """Calls an encoder service. Safe to use from several threads."""
+
+    def __init__(
+        self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT
+    ) -> None:
+        super().__init__(endpoint, timeout=timeout)
+        self._stub = v1.EncoderServiceStub(self._channel)
+
+    def encode(
+        self, request: v1.EncodeRequest | v1.Media, *, timeout: float | None = None
+    ) -> Stream[v1.EncodeResponse]:
+        """Streams an encode: for each item `header`, `rows`, `done`; or an `error` for that item alone."""
+        request = as_encode_request(request)
+        return Stream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._metadata))
+
+    def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
+        """Which content keys are in the store, in the order asked."""
+        return list(self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt)).present)
+
+    def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
+        """Starts encoding into the store; returns headers without waiting for rows."""
+        return self._unary(self._stub.Prefetch, request, self.timeout)
+
+    def release(self, *leases: str) -> int:
+        """Gives leases back; returns how many were still held."""
+        return self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases)).released
+
+    def get_info(self) -> v1.EncoderServiceGetInfoResponse:
+        """What the service is."""
+        return self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest())
+
+    def get_load(self) -> v1.EncoderServiceGetLoadResponse:
+        """Its queues, counters and store."""
+        return self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest())
+
+    def flush_cache(self) -> v1.EncoderServiceFlushCacheResponse:
+        """Makes it forget every entry that no one is reading."""
+        return self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest())
+
+
+def as_request(prompt: Prompt | v1.GenerateRequest, sampling: v1.SamplingParams | None) -> v1.GenerateRequest:
+    """The request that a `generate` call means."""
+    if not isinstance(prompt, v1.GenerateRequest):
+        return generate_request(prompt, sampling)
+    if sampling is not None:
+        raise ValueError("sampling belongs inside the GenerateRequest")
+    return prompt
+
+
+def as_encode_request(request: v1.EncodeRequest | v1.Media) -> v1.EncodeRequest:
+    """The request that an `encode` call means: one item by itself is a request of its own."""
+    return v1.EncodeRequest(items=[request]) if isinstance(request, v1.Media) else request
+
+
+def tokenize_request(
+    prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], allow_special: bool
+) -> v1.TokenizeRequest:
+    """The request that a `tokenize` call means."""
+    if isinstance(prompt, str):
+        return v1.TokenizeRequest(text=prompt, allow_special=allow_special)
+    return v1.TokenizeRequest(chat=chat(prompt), allow_special=allow_special)

@@ -1,0 +1,99 @@
+"""What a client sees when a call fails.
+
+    TwinlensError            the service refused or failed the call, with a stable reason
+    └── NotReachableError    nothing that speaks for Twinlens answered at the address
+
+A service sends its reason in the trailer `twinlens-status-bin`, a serialized `twinlens.v1.Status`. A call
+that has no such trailer failed on the way: its gRPC status is all that is known.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from twinlens.v1 import Status
+
+STATUS_TRAILER = "twinlens-status-bin"
+
+_NUMBERS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_OVERLOAD = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+
+
+class FailedCall(Protocol):
+    """What `grpc.RpcError` and `grpc.aio.AioRpcError` have in common, though no shared type says so."""
+
+    def code(self) -> grpc.StatusCode | None:
+        """The gRPC status code."""
+
+    def details(self) -> str | None:
+        """The text of the status."""
+
+
+class TwinlensError(Exception):
+    """A call that did not succeed.
+
+    `code` is the gRPC status code, `reason` a stable upper-case word such as IMAGE_TOO_LARGE ("" if the
+    service gave none), `field` the path of the request field at fault ("" if no single one), `retry_after`
+    seconds after which a retry can help (None: the service did not suggest one).
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        field: str = "",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.field = field
+        self.retry_after = retry_after
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request can succeed later."""
+        return self.retry_after is not None or self.code in _OVERLOAD
+
+    def __str__(self) -> str:
+        where = f" (field {self.field})" if self.field else ""
+        return f"{self.reason or self.code.name}: {self.message}{where}"
+
+
+class NotReachableError(TwinlensError):
+    """No service answered: wrong address, not started, gone, or a TLS handshake that failed."""
+
+
+def error_from(call: FailedCall) -> TwinlensError:
+    """Turns a failed gRPC call into the error that says most about it."""
+    code = call.code() or grpc.StatusCode.UNKNOWN
+    status = _status_of(call)
+    if status is not None:
+        return TwinlensError(
+            _NUMBERS.get(status.code, code),
+            status.message,
+            reason=status.reason,
+            field=status.field,
+            retry_after=status.retry_after_ms / 1000 if status.HasField("retry_after_ms") else None,
+        )
+    message = call.details() or "the service gave no reason"
+    kind = NotReachableError if code is grpc.StatusCode.UNAVAILABLE else TwinlensError
+    return kind(code, message)
+
+
+def _status_of(call: FailedCall) -> Status | None:
+    """The service's own words, or None where the trailer is missing or not ours."""
+    trailers = getattr(call, "trailing_metadata", lambda: None)() or ()
+    for key, value in trailers:
+        if key == STATUS_TRAILER and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                return None
+    return None

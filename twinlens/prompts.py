@@ -1,0 +1,150 @@
+"""Builds what a client sends: media from files, bytes or addresses; messages; requests. No network here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from twinlens.v1 import (
+    MODALITY_IMAGE,
+    MODALITY_VIDEO,
+    ChatInput,
+    ChatMessage,
+    ChatPart,
+    GenerateRequest,
+    Media,
+    MediaOptions,
+    Modality,
+    SamplingParams,
+    TextInput,
+    TokensInput,
+)
+
+Source: TypeAlias = "str | Path | bytes"
+"""A file's path, its content, or an http(s) address."""
+
+Prompt: TypeAlias = "str | ChatMessage | Sequence[ChatMessage] | ChatInput | TextInput | TokensInput"
+"""A question; one message; a conversation; or a prompt that is laid out or tokenized already."""
+
+
+def image(
+    source: Source,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    mime_type: str | None = None,
+) -> Media:
+    """A picture. Raises OSError for a file that cannot be read.
+
+    `min_pixels` and `max_pixels` bound the area after resizing (None: the model's settings). `mime_type` is
+    what the bytes are said to be; the service refuses bytes that contradict it (None: they speak for
+    themselves).
+    """
+    options = MediaOptions(min_pixels=min_pixels, max_pixels=max_pixels)
+    return _media(MODALITY_IMAGE, source, options, mime_type)
+
+
+def video(
+    source: Source,
+    *,
+    fps: float | None = None,
+    max_frames: int | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    pruning_rate: float | None = None,
+    mime_type: str | None = None,
+) -> Media:
+    """A video. Raises OSError for a file that cannot be read.
+
+    `fps` frames are taken of each second, at most `max_frames` in all; `max_pixels` bounds all frames
+    together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
+    `mime_type` as in `image`.
+    """
+    options = MediaOptions(
+        fps=fps,
+        max_frames=max_frames,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        video_pruning_rate=pruning_rate,
+    )
+    return _media(MODALITY_VIDEO, source, options, mime_type)
+
+
+def message(role: str, *parts: str | Media) -> ChatMessage:
+    """One message of a conversation: texts and media in the order in which the model reads them."""
+    return ChatMessage(role=role, parts=[_part(part) for part in parts])
+
+
+def user(*parts: str | Media) -> ChatMessage:
+    """A message from the user."""
+    return message("user", *parts)
+
+
+def system(text: str) -> ChatMessage:
+    """An instruction that stands over the conversation."""
+    return message("system", text)
+
+
+def assistant(text: str) -> ChatMessage:
+    """An earlier answer of the model."""
+    return message("assistant", text)
+
+
+def generate_request(
+    prompt: Prompt,
+    sampling: SamplingParams | None = None,
+    *,
+    request_id: str = "",
+    model: str = "",
+    cache_salt: str = "",
+    priority: int = 0,
+    session_id: str = "",
+) -> GenerateRequest:
+    """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset."""
+    request = GenerateRequest(
+        request_id=request_id,
+        model=model,
+        sampling=sampling,
+        cache_salt=cache_salt,
+        priority=priority,
+        session_id=session_id,
+    )
+    match prompt:
+        case TextInput():
+            request.text.CopyFrom(prompt)
+        case TokensInput():
+            request.tokens.CopyFrom(prompt)
+        case _:
+            request.chat.CopyFrom(chat(prompt))
+    return request
+
+
+def chat(prompt: str | ChatMessage | Sequence[ChatMessage] | ChatInput) -> ChatInput:
+    """A conversation: a bare text is one user message."""
+    match prompt:
+        case ChatInput():
+            return prompt
+        case ChatMessage():
+            return ChatInput(messages=[prompt])
+        case str():
+            return ChatInput(messages=[user(prompt)])
+        case _:
+            return ChatInput(messages=prompt)
+
+
+def _part(part: str | Media) -> ChatPart:
+    return ChatPart(text=part) if isinstance(part, str) else ChatPart(media=part)
+
+
+def _media(modality: Modality, source: Source, options: MediaOptions, mime_type: str | None) -> Media:
+    media = Media(modality=modality, mime_type=mime_type)
+    if options.ListFields():
+        media.options.CopyFrom(options)
+    if isinstance(source, bytes):
+        media.data = source
+    elif isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+        media.url = source
+    else:
+        media.data = Path(source).read_bytes()
+    return media
