@@ -1,0 +1,150 @@
+"""The reference: the `transformers` library's own processors and models, as parity tests compare with.
+
+Import this module before anything that imports `transformers`: torchvision, which the library's video
+processors need, has no CPU build, so its ordinary wheel stands beside a CPU torch with its two compiled
+operators declared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+if not hasattr(torch.ops.torchvision, "nms"):
+    _OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A decoded video: frames [T, H, W, 3] uint8 and its rate in frames per second."""
+
+    frames: np.ndarray
+    fps: float
+
+
+@lru_cache(maxsize=8)
+def processor(directory: Path) -> Any:
+    """The library's processor of a checkpoint."""
+    return AutoProcessor.from_pretrained(directory, local_files_only=True)
+
+
+@lru_cache(maxsize=8)
+def model(directory: Path) -> Any:
+    """The library's model of a checkpoint, float32 on the CPU."""
+    loaded = AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    )
+    return loaded.eval()
+
+
+def images_inputs(directory: Path, images: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches [sum(t·h·w), dim] float32 and grids [n, 3] of pictures."""
+    out = processor(directory).image_processor(images=list(images), return_tensors="pt")
+    return out["pixel_values"], out["image_grid_thw"]
+
+
+def video_inputs(
+    directory: Path, video: Video, *, fps: float = 2.0, **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Patches [t·h·w, dim] float32, grid [1, 3] and metadata of a video that is sampled at `fps`."""
+    out = processor(directory).video_processor(
+        videos=[video.frames],
+        video_metadata=[_metadata(video)],
+        do_sample_frames=True,
+        fps=fps,
+        return_metadata=True,
+        return_tensors="pt",
+        **settings,
+    )
+    return out["pixel_values_videos"], out["video_grid_thw"], out["video_metadata"][0]
+
+
+@torch.no_grad()
+def rows(directory: Path, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    """Embedding rows [tokens, levels, width] float32 of all items together."""
+    out = model(directory).model.visual(patches, grid_thw=grids)
+    return torch.stack([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=1)
+
+
+def reference_inputs(
+    directory: Path,
+    messages: list[dict[str, Any]],
+    images: Sequence[Image.Image] = (),
+    videos: Sequence[Video] = (),
+    *,
+    fps: float = 2.0,
+) -> dict[str, torch.Tensor]:
+    """Everything that the library's model takes for a chat, plus `position_ids` [3, 1, n] and `rope_deltas`
+    [1, 1].
+
+    `messages` hold parts {"type": "image"}, {"type": "video"} and {"type": "text", "text": …}; the media are
+    given beside them, in order.
+    """
+    whole = processor(directory)
+    text = whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    media: dict[str, Any] = {}
+    if images:
+        media["images"] = list(images)
+    if videos:
+        media |= {
+            "videos": [video.frames for video in videos],
+            "do_sample_frames": True,
+            "fps": fps,
+            "video_metadata": [_metadata(video) for video in videos],
+        }
+    inputs = dict(whole(text=[text], return_tensors="pt", **media))
+    positions, deltas = model(directory).model.get_rope_index(
+        **{name: inputs[name] for name in _ROPE_INPUTS if name in inputs}
+    )
+    return {**inputs, "position_ids": positions, "rope_deltas": deltas}
+
+
+_ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
+
+@torch.no_grad()
+def reference_generate(directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64) -> list[int]:
+    """Greedy token ids, exactly `max_tokens` of them: stops are ignored."""
+    given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
+    loaded = model(directory)
+    stops = loaded.generation_config.eos_token_id
+    loaded.generation_config.eos_token_id = None
+    try:
+        out = loaded.generate(**given, max_new_tokens=max_tokens, do_sample=False)
+    finally:
+        loaded.generation_config.eos_token_id = stops
+    return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
+
+
+@torch.no_grad()
+def reference_logits(directory: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [n, vocabulary] of a whole prompt."""
+    given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
+    logits: torch.Tensor = model(directory)(**given).logits[0]
+    return logits
+
+
+def _metadata(video: Video) -> dict[str, Any]:
+    count, height, width = video.frames.shape[:3]
+    return {
+        "total_num_frames": count,
+        "fps": video.fps,
+        "width": width,
+        "height": height,
+        "duration": count / video.fps,
+    }
