@@ -28,10 +28,12 @@ class Health(IntEnum):
 
 def check(endpoint: Endpoint, service: str = "", *, timeout: float = 5.0) -> Health:
     """How a service is, within `timeout` seconds; "" asks for the server as a whole. Raises TwinlensError."""
+    request = _request(service)
     with endpoint.open() as channel:
-        call = channel.unary_unary(_METHOD, request_serializer=_request, response_deserializer=_response)
+        call: grpc.UnaryUnaryMultiCallable[bytes, Health]
+        call = channel.unary_unary(_METHOD, response_deserializer=_response)
         try:
-            return call(service, timeout=timeout, metadata=endpoint.metadata)
+            return call(request, timeout=timeout, metadata=endpoint.metadata)
         except grpc.RpcError as error:
             raise error_from(cast(FailedCall, error)) from None
 

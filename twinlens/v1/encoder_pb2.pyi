@@ -62,7 +62,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[EncodeHeader, _Mapping]] = ..., rows: _Optional[_Union[EncodeRows, _Mapping]] = ..., done: _Optional[_Union[EncodeDone, _Mapping]] = ..., error: _Optional[_Union[EncodeError, _Mapping]] = ..., progress: _Optional[_Union[EncodeProgress, _Mapping]] = ...) -> None: ...
 
 class EncodeHeader(_message.Message):
-    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached")
+    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached", "seconds_per_grid")
     ITEM_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     MODALITY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class EncodeHeader(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_GRID_FIELD_NUMBER: _ClassVar[int]
     item: int
     key: bytes
     modality: _media_pb2.Modality
@@ -83,7 +84,8 @@ class EncodeHeader(_message.Message):
     dtype: _media_pb2.DataType
     timestamps: _containers.RepeatedScalarFieldContainer[float]
     cached: bool
-    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ...) -> None: ...
+    seconds_per_grid: float
+    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ...) -> None: ...
 
 class EncodeRows(_message.Message):
     __slots__ = ("item", "first_row", "count", "data", "handle", "crc32c")

@@ -1,0 +1,110 @@
+"""Servicers that answer from a script, and remember what they were asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import grpc
+
+from twinlens import v1
+
+WORDS = ("A red", " circle", ".")
+
+
+def refuse(context: grpc.ServicerContext, code: grpc.StatusCode, status: v1.Status) -> NoReturn:
+    """Fails a call as the services do: with the status and the trailer that explains it."""
+    context.set_trailing_metadata((("twinlens-status-bin", status.SerializeToString()),))
+    context.abort(code, status.message)
+    raise AssertionError
+
+
+def script(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+    """A generation that says WORDS."""
+    yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, request_id=request.request_id))
+    yield v1.GenerateResponse()  # an event of a newer service
+    for number, word in enumerate(WORDS):
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word, token_ids=[number]))
+    usage = v1.Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=3)
+    timings = [v1.StageTiming(stage="prefill", seconds=0.0123456)]
+    finished = v1.GenerateFinished(reason=v1.FINISH_REASON_STOP, usage=usage, timings=timings)
+    yield v1.GenerateResponse(finished=finished)
+
+
+class FakeLlm(v1.LlmServiceServicer):
+    """An LLM service. `play` makes the events of a generation; a test may put its own there."""
+
+    def __init__(self) -> None:
+        self.requests: list[v1.GenerateRequest] = []
+        self.metadata: dict[str, str | bytes] = {}
+        self.remaining = 0.0
+        self.encoders: list[str] = []
+        self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
+        self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
+        self.ended = threading.Event()
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        self.remaining = context.time_remaining()
+        context.add_callback(self.ended.set)
+        yield from self.play(request)
+        if self.refusal is not None:
+            refuse(context, *self.refusal)
+
+    def Abort(self, request, context):
+        return v1.AbortResponse(aborted=len(request.request_ids))
+
+    def Tokenize(self, request, context):
+        if request.WhichOneof("input") == "text":
+            return v1.TokenizeResponse(ids=[len(request.text), int(request.allow_special)])
+        return v1.TokenizeResponse(ids=[len(request.chat.messages)])
+
+    def GetInfo(self, request, context):
+        self.remaining = context.time_remaining()
+        return v1.LlmServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
+
+    def GetLoad(self, request, context):
+        encoders = [v1.EncoderStatus(address=address, usable=True) for address in self.encoders]
+        stages = [v1.StageTiming(stage="prefill", seconds=1.5)]
+        return v1.LlmServiceGetLoadResponse(
+            prompt_tokens=200, prefix_hit_tokens=50, encoders=encoders, stage_totals=stages
+        )
+
+    def FlushCache(self, request, context):
+        return v1.LlmServiceFlushCacheResponse(kv_blocks=7)
+
+
+class FakeEncoder(v1.EncoderServiceServicer):
+    """An encoder service."""
+
+    def Encode(self, request, context):
+        for item, media in enumerate(request.items):
+            if media.data == b"broken":
+                status = v1.Status(code=3, message="the picture is broken", reason="IMAGE_BROKEN")
+                yield v1.EncodeResponse(error=v1.EncodeError(item=item, status=status))
+                continue
+            yield v1.EncodeResponse(header=v1.EncodeHeader(item=item, key=bytes(32), tokens=4))
+            yield v1.EncodeResponse(rows=v1.EncodeRows(item=item, count=4, data=b"rows"))
+            yield v1.EncodeResponse(done=v1.EncodeDone(item=item))
+
+    def Probe(self, request, context):
+        return v1.ProbeResponse(present=[key == bytes(32) for key in request.keys])
+
+    def Prefetch(self, request, context):
+        return v1.PrefetchResponse(headers=[v1.EncodeHeader(item=i) for i in range(len(request.items))])
+
+    def Release(self, request, context):
+        return v1.ReleaseResponse(released=len(request.leases))
+
+    def GetInfo(self, request, context):
+        return v1.EncoderServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
+
+    def GetLoad(self, request, context):
+        return v1.EncoderServiceGetLoadResponse(
+            vit_calls=3, store_hits=3, store_misses=1, store_bytes=3 << 20
+        )
+
+    def FlushCache(self, request, context):
+        return v1.EncoderServiceFlushCacheResponse(entries=2, bytes=64)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from tests.unit.twinlens.fakes import FakeLlm
+from twinlens import __version__, v1
+from twinlens.cli import main
+from twinlens.cli.tables import milliseconds, share, size, table
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "cat.png"
+    path.write_bytes(b"png")
+    return str(path)
+
+
+def ask(address: str, *arguments: str) -> int:
+    return main(["ask", "--llm", address, *arguments])
+
+
+class TestAsk:
+    def test_the_answer_is_all_of_standard_output(self, llm_address: str, capsys) -> None:
+        assert ask(llm_address, "what?") == 0
+        out, err = capsys.readouterr()
+        assert (out, err) == ("A red circle.\n", "")
+
+    def test_media_keep_their_order_before_the_question(
+        self, llm: FakeLlm, llm_address: str, picture
+    ) -> None:
+        clip = "https://host/clip.mp4"
+        assert ask(llm_address, "--video", clip, "--image", picture, "--system", "be brief", "what?") == 0
+        system, user = llm.requests[0].chat.messages
+        assert system.role == "system"
+        kinds = [part.media.WhichOneof("source") or part.text for part in user.parts]
+        assert kinds == ["url", "data", "what?"]
+
+    def test_sampling_flags_are_sent_and_others_stay_unset(self, llm: FakeLlm, llm_address: str) -> None:
+        flags = ["--max-tokens", "5", "--temperature", "0", "--seed", "7", "--stop", "a", "--stop", "b"]
+        assert ask(llm_address, "what?", *flags) == 0
+        expected = v1.SamplingParams(max_tokens=5, temperature=0, seed=7, stop=["a", "b"])
+        assert llm.requests[0].sampling == expected
+
+    def test_preprocessing_flags_go_to_the_media_that_they_mean(
+        self, llm: FakeLlm, llm_address: str, picture
+    ) -> None:
+        flags = ["--max-pixels", "100", "--fps", "1", "--max-frames", "4"]
+        assert ask(llm_address, "what?", "--image", picture, "--video", picture, *flags) == 0
+        image, video, _ = llm.requests[0].chat.messages[0].parts
+        assert image.media.options == v1.MediaOptions(max_pixels=100)
+        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4)
+
+    def test_a_flag_that_nothing_could_obey_is_refused(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        assert ask(llm_address, "what?", "--fps", "1") == 2
+        assert "--fps needs --video" in capsys.readouterr().err
+        assert llm.requests == []
+
+    def test_json_gives_one_event_a_line(self, llm_address: str, capsys) -> None:
+        assert ask(llm_address, "--json", "what?") == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert "".join(event["delta"]["text"] for event in events if "delta" in event) == "A red circle."
+        assert events[-1]["finished"]["usage"]["cached_tokens"] == 4
+
+    def test_timings_go_to_standard_error(self, llm_address: str, capsys) -> None:
+        assert ask(llm_address, "--timings", "what?") == 0
+        out, err = capsys.readouterr()
+        assert out == "A red circle.\n"
+        assert "9 prompt tokens (4 cached), 3 generated, FINISH_REASON_STOP" in err
+        assert "12.3 ms" in err
+
+    def test_a_dash_reads_the_question(self, llm: FakeLlm, llm_address: str, monkeypatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+        assert ask(llm_address, "-") == 0
+        assert llm.requests[0].chat.messages[0].parts[0].text == "from a pipe"
+
+    def test_a_refusal_says_why_and_exits_with_1(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        status = v1.Status(code=8, message="the queue is full", reason="QUEUE_FULL", retry_after_ms=2000)
+        llm.play = lambda request: iter(())
+        llm.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, status)
+        assert ask(llm_address, "what?") == 1
+        assert capsys.readouterr().err == "twinlens: QUEUE_FULL: the queue is full; try again in 2 s\n"
+
+    def test_a_refusal_in_json_is_an_event_too(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        llm.refusal = (grpc.StatusCode.NOT_FOUND, v1.Status(code=5, message="no", reason="NO_MODEL"))
+        assert ask(llm_address, "--json", "what?") == 1
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (last["error"]["code"], last["error"]["reason"]) == ("NOT_FOUND", "NO_MODEL")
+
+    def test_a_service_that_is_not_up_exits_with_3_and_names_the_address(self, capsys) -> None:
+        assert ask("127.0.0.1:1", "what?") == 3
+        assert "no service answers at 127.0.0.1:1" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--image", "/no/such/file"],
+            ["--max-tokens", "99999999999"],
+            ["--seed", "-1"],
+            ["--cert-file", "c.pem"],
+            ["--token-file", "/no/such/file"],
+        ],
+    )
+    def test_misuse_exits_with_2(self, llm: FakeLlm, llm_address: str, arguments: list[str], capsys) -> None:
+        assert ask(llm_address, "what?", *arguments) == 2
+        assert capsys.readouterr().err.startswith("twinlens: ")
+        assert llm.requests == []
+
+    @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "soon"])
+    def test_a_timeout_that_is_no_time_is_refused(self, timeout: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            ask("127.0.0.1:1", "what?", "--timeout", timeout)
+        assert caught.value.code == 2
+
+    def test_the_token_comes_from_a_file_or_the_environment(
+        self, llm: FakeLlm, llm_address: str, tmp_path, monkeypatch
+    ) -> None:
+        monkeypatch.setenv("TWINLENS_TOKEN", "outer")
+        assert ask(llm_address, "what?") == 0
+        assert llm.metadata["authorization"] == "Bearer outer"
+        (tmp_path / "token").write_text("inner\n")
+        assert ask(llm_address, "what?", "--token-file", str(tmp_path / "token")) == 0
+        assert llm.metadata["authorization"] == "Bearer inner"
+
+    def test_an_empty_token_file_is_refused(self, llm_address: str, tmp_path) -> None:
+        (tmp_path / "token").write_text("\n")
+        assert ask(llm_address, "what?", "--token-file", str(tmp_path / "token")) == 2
+
+
+class TestStatus:
+    def test_it_shows_both_services(
+        self, llm: FakeLlm, llm_address: str, encoder_address: str, capsys
+    ) -> None:
+        llm.encoders = [encoder_address]
+        assert main(["status", "--llm", llm_address]) == 0
+        out = capsys.readouterr().out
+        assert f"LLM {llm_address}: demo (Qwen3VL) on cpu" in out
+        assert "50 tokens (25%)" in out
+        assert "1,500 ms" in out
+        assert f"encoder {encoder_address}: demo (Qwen3VL) on cpu" in out
+        assert "3 / 1 (75%)" in out
+
+    def test_encoders_may_be_named(self, llm_address: str, encoder_address: str, capsys) -> None:
+        assert main(["status", "--llm", llm_address, "--encoder", encoder_address, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["llm"]["load"]["prompt_tokens"] == "200"
+        assert report["encoders"][0]["load"]["vit_calls"] == "3"
+
+    def test_an_encoder_that_is_down_is_shown_as_such(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        llm.encoders = ["127.0.0.1:1"]
+        assert main(["status", "--llm", llm_address]) == 1
+        out, err = capsys.readouterr()
+        assert "encoder 127.0.0.1:1: UNAVAILABLE" in out
+        assert "1 of the encoders did not answer" in err
+
+
+def test_python_m_twinlens_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "twinlens", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"twinlens {__version__}\n"
+
+
+def test_a_reader_that_leaves_is_no_error(llm_address: str) -> None:
+    command = f"{sys.executable} -m twinlens ask --llm {llm_address} --json what? | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_a_table_lines_up() -> None:
+    assert table([("stage", "ms"), ("vit", "123.4"), ("decode", "1")]).splitlines() == [
+        "stage      ms",
+        "-------------",
+        "vit     123.4",
+        "decode      1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (milliseconds(0), "0 ms"),
+        (milliseconds(0.0123456), "12.3 ms"),
+        (milliseconds(2.5), "2,500 ms"),
+        (share(0, 0), "–"),
+        (share(1, 3), "33%"),
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1536), "1.5 KiB"),
+        (size(5 << 40), "5.0 TiB"),
+    ],
+)
+def test_units(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from twinlens import SamplingParams, assistant, generate_request, image, system, user, v1, video
+
+
+def test_bytes_become_data() -> None:
+    media = image(b"png")
+    assert (media.modality, media.data) == (v1.MODALITY_IMAGE, b"png")
+    assert not media.HasField("options")
+
+
+def test_a_file_is_read(tmp_path) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(b"frames")
+    assert video(path).data == video(str(path)).data == b"frames"
+    assert video(path).modality == v1.MODALITY_VIDEO
+
+
+@pytest.mark.parametrize("address", ["http://host/a.png", "https://host/a.png", "HTTPS://host/a.png"])
+def test_an_http_address_is_left_to_the_encoder(address: str) -> None:
+    assert image(address).url == address
+
+
+def test_a_missing_file_is_an_os_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        image("/no/such/file.png")
+
+
+def test_options_that_are_not_given_stay_unset() -> None:
+    options = video(b"x", fps=0.5, max_frames=8).options
+    assert (options.fps, options.max_frames) == (0.5, 8)
+    assert not options.HasField("max_pixels")
+    assert not options.HasField("video_pruning_rate")
+
+
+def test_a_text_is_one_user_message() -> None:
+    request = generate_request("hello")
+    assert list(request.chat.messages) == [user("hello")]
+    assert not request.HasField("sampling")
+
+
+def test_parts_keep_their_order() -> None:
+    parts = user("before", image(b"1"), "between", image(b"2")).parts
+    assert [part.WhichOneof("part") for part in parts] == ["text", "media", "text", "media"]
+
+
+def test_a_conversation_keeps_its_roles() -> None:
+    request = generate_request([system("be brief"), user("hi"), assistant("hello"), user("bye")])
+    assert [message.role for message in request.chat.messages] == ["system", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "form"),
+    [
+        (v1.TextInput(prompt="a"), "text"),
+        (v1.TokensInput(ids=[1]), "tokens"),
+        (v1.ChatInput(messages=[user("a")]), "chat"),
+        (user("a"), "chat"),
+    ],
+)
+def test_every_form_of_prompt_lands_in_its_field(prompt, form: str) -> None:
+    assert generate_request(prompt).WhichOneof("input") == form
+
+
+def test_names_and_sampling_are_carried_over() -> None:
+    request = generate_request(
+        "q",
+        SamplingParams(max_tokens=3),
+        request_id="r",
+        cache_salt="s",
+        priority=2,
+        session_id="t",
+        model="m",
+    )
+    assert request.sampling.max_tokens == 3
+    assert (request.request_id, request.cache_salt, request.priority) == ("r", "s", 2)
+    assert (request.session_id, request.model) == ("t", "m")
