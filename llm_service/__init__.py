@@ -1,0 +1,1 @@
+"""The LLM service: prompts with media in, streamed tokens out."""

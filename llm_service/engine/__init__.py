@@ -1,0 +1,1 @@
+"""Decides what runs when. Nothing here imports torch."""

@@ -1,0 +1,158 @@
+"""KV blocks: who holds which, and which computed ones can be used again.
+
+A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
+salt is in the first. A block is given its identity only once its KV is computed. Blocks in use are never evicted; free
+ones that still hold something are, least recently freed first, a sequence's tail before its head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from common.identity import framed
+
+
+@dataclass(slots=True)
+class Block:
+    """One KV block. `refs` counts the sequences that hold it; `identity` is None until it is full and computed."""
+
+    number: int
+    refs: int = 0
+    identity: bytes | None = None
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks that one sequence holds, owned by it until `BlockManager.free`. Identities cover its full blocks."""
+
+    blocks: list[int] = field(default_factory=list)
+    identities: list[bytes] = field(default_factory=list)
+
+
+def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
+    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and (key, first row) of each media
+    run in it. A run's length and place follow from the tokens."""
+    parts = [part for key, row in media for part in (key, row.to_bytes(8, "little"))]
+    return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
+
+
+def root_identity(salt: str) -> bytes:
+    """The parent of a first block: tenants with different salts share nothing."""
+    return hashlib.sha256(framed(b"twinlens kv root", salt.encode())).digest()
+
+
+class BlockManager:
+    """All KV blocks of one engine, each of `block_size` tokens."""
+
+    def __init__(self, count: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._blocks = [Block(number) for number in range(count)]
+        # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
+        self._by_identity: dict[bytes, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Blocks in all."""
+        return len(self._blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be taken, cached ones included."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.total - len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens need."""
+        return -(-tokens // self.block_size)
+
+    def match(self, identities: Seq[bytes]) -> int:
+        """How many of the leading identities are cached."""
+        if not self.prefix_cache:
+            return 0
+        for count, identity in enumerate(identities):
+            if identity not in self._by_identity:
+                return count
+        return len(identities)
+
+    def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
+        """Gives an empty table the cached blocks of these identities, all of which `match` has found."""
+        for identity in identities:
+            block = self._blocks[self._by_identity[identity]]
+            if block.refs == 0:
+                del self._free[block.number]
+            block.refs += 1
+            table.blocks.append(block.number)
+            table.identities.append(identity)
+
+    def can_grow(self, table: BlockTable, tokens: int) -> bool:
+        """Whether `grow` would succeed."""
+        return self.blocks_for(tokens) - len(table.blocks) <= len(self._free)
+
+    def grow(self, table: BlockTable, tokens: int) -> bool:
+        """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
+        if not self.can_grow(table, tokens):
+            return False
+        for _ in range(self.blocks_for(tokens) - len(table.blocks)):
+            number, _ = self._free.popitem(last=False)
+            block = self._blocks[number]
+            self._forget(block)
+            block.refs = 1
+            table.blocks.append(number)
+        return True
+
+    def commit(self, table: BlockTable, identity: bytes) -> None:
+        """Gives the table's next unnamed block, now full and computed, its identity.
+
+        Where another block has that identity already, that one stays the one that is found.
+        """
+        block = self._blocks[table.blocks[len(table.identities)]]
+        table.identities.append(identity)
+        if self.prefix_cache and identity not in self._by_identity and block.identity is None:
+            block.identity = identity
+            self._by_identity[identity] = block.number
+
+    def free(self, table: BlockTable) -> None:
+        """Gives back all blocks of a table, the tail first, so that the head is evicted last."""
+        for number in reversed(table.blocks):
+            block = self._blocks[number]
+            block.refs -= 1
+            if block.refs == 0:
+                self._free[number] = None
+                if block.identity is None:
+                    self._free.move_to_end(number, last=False)
+        table.blocks.clear()
+        table.identities.clear()
+
+    def flush(self) -> int:
+        """Forgets every cached block that no sequence holds; the number forgotten."""
+        cached = [number for number in self._free if self._blocks[number].identity is not None]
+        for number in cached:
+            self._forget(self._blocks[number])
+        return len(cached)
+
+    def _forget(self, block: Block) -> None:
+        if block.identity is not None:
+            del self._by_identity[block.identity]
+            block.identity = None
+
+    def check_integrity(self, tables: Seq[BlockTable] = ()) -> None:
+        """Raises AssertionError unless reference counts equal what `tables` hold and every block is free or held."""
+        held: dict[int, int] = {}
+        for table in tables:
+            assert len(table.identities) <= len(table.blocks)
+            for number in table.blocks:
+                held[number] = held.get(number, 0) + 1
+        for block in self._blocks:
+            assert block.refs == held.get(block.number, 0), f"block {block.number} has a wrong count"
+            assert (block.refs == 0) == (block.number in self._free), f"block {block.number} is lost"
+        for identity, number in self._by_identity.items():
+            assert self._blocks[number].identity == identity

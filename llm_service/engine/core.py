@@ -1,0 +1,76 @@
+"""The engine's loop: take in messages, schedule, run, postprocess. One thread, no event loop."""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import Protocol
+
+from common.processes import ParentLink
+from llm_service.engine.messages import (
+    Abort, Add, Flush, Flushed, FromEngine, Inspect, Landed, ToEngine, Tokens,
+)  # fmt: skip
+from llm_service.engine.scheduler import Scheduler
+from llm_service.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Whatever runs a plan: one rank, a group of them, or a fake in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes one step."""
+        ...
+
+
+class EngineCore:
+    """Drives a scheduler and an executor from the front's messages."""
+
+    def __init__(self, link: ParentLink[ToEngine], scheduler: Scheduler, executor: Executor) -> None:
+        self._link = link
+        self._scheduler = scheduler
+        self._executor = executor
+
+    def run(self) -> None:
+        """Serves until the front goes away (EOFError)."""
+        while True:
+            while (message := self._link.poll()) is not None:
+                self._take(message)
+            for failed in self._scheduler.expire(time.monotonic()):
+                self._link.send(failed)
+            if not self.step():
+                self._rest()
+
+    def step(self) -> bool:
+        """Schedules, runs and postprocesses one step; False where there was nothing to compute."""
+        step, started = self._scheduler.schedule()
+        for event in started:
+            self._link.send(event)
+        if step is None:
+            return False
+        result = self._executor.run(step.plan)
+        if tokens := self._scheduler.finish(step, result):
+            self._link.send(Tokens(tokens))
+        return True
+
+    def _rest(self) -> None:
+        """Waits for a message or for the next deadline. An idle engine proves that it has lost nothing."""
+        self._scheduler.check_integrity()
+        deadline = self._scheduler.next_deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        select.select([self._link.fileno()], [], [], timeout)
+
+    def _take(self, message: ToEngine) -> None:
+        answer: FromEngine | None = None
+        match message:
+            case Add():
+                self._scheduler.add(message)
+            case Landed(id, item, rows):
+                self._scheduler.landed(id, item, rows)
+            case Abort(id, choice):
+                self._scheduler.abort(id, choice)
+            case Flush():
+                answer = Flushed(self._scheduler.blocks.flush())
+            case Inspect():
+                answer = self._scheduler.state()
+        if answer is not None:
+            self._link.send(answer)

@@ -1,0 +1,141 @@
+"""What passes between the front and the engine process. Request ids here are numbers that the front gives."""
+
+from __future__ import annotations
+
+import msgspec
+
+from llm_service.plan import TokenLogprobs
+from llm_service.request import Sampling
+
+
+class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message to an engine: what to load and how much to hold. Sizes are in bytes."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    kv_cache_bytes: int
+    block_size: int
+    max_context: int
+    max_running: int
+    max_step_tokens: int
+    prefix_cache: bool
+    row_bytes: int
+    row_levels: int
+    log_level: str
+
+
+class ItemRows(msgspec.Struct, frozen=True, array_like=True):
+    """An item of a prompt: its content key, where its rows are (or will land) in the row arena, and its runs.
+
+    A run is (first prompt position, first row, count).
+    """
+
+    key: bytes
+    offset: int
+    runs: list[tuple[int, int, int]]
+    landed: int
+
+
+class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock."""
+
+    id: int
+    token_ids: bytes
+    positions: bytes
+    delta: int
+    items: list[ItemRows]
+    sampling: Sampling
+    salt: str
+    priority: int
+    deadline: float | None
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """The first `rows` rows of an item have landed."""
+
+    id: int
+    item: int
+    rows: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a request, or one choice of it (-1: all); no more is to be said of it."""
+
+    id: int
+    choice: int = -1
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """Forget cached blocks that no request uses."""
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Report `State`."""
+
+
+ToEngine = EngineSettings | Add | Landed | Abort | Flush | Inspect
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The model is loaded and warm."""
+
+    context: int
+    kv_blocks: int
+    device: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A request's first choice runs; `cached` prompt tokens came from the prefix cache."""
+
+    id: int
+    cached: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A token of one choice; `ended` is empty, stop or length."""
+
+    id: int
+    choice: int
+    token: int
+    ended: str
+    logprobs: TokenLogprobs | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """What one step produced."""
+
+    tokens: list[Token]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request ended without success; `code` is a google.rpc.Code number."""
+
+    id: int
+    code: int
+    reason: str
+    message: str
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """How many blocks were forgotten."""
+
+    blocks: int
+
+
+class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Queues as of now; counters are totals since start."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+FromEngine = Ready | Started | Tokens | Failed | Flushed | State

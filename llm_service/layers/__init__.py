@@ -1,0 +1,1 @@
+"""Parts that text decoders share."""

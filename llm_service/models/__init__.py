@@ -1,0 +1,1 @@
+"""Text decoders, one small file for each family."""

@@ -1,0 +1,69 @@
+"""A text decoder's shape, read from config.json in any of the layouts that checkpoints have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """Shape of a dense decoder. Sizes count elements; `mrope_sections` counts rotary pairs for time, height, width."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    mrope_sections: tuple[int, int, int]
+    mrope_interleaved: bool
+    tied: bool
+    max_position: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> TextConfig:
+        """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer
+        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside.
+
+        Raises CheckpointError where a field is missing or asks for something that is not supported.
+        """
+        text = {**config, **(config.get("text_config") or {})}
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise CheckpointError(f"rotary scaling {kind} is not supported")
+        if text.get("use_sliding_window"):
+            raise CheckpointError("sliding-window attention is not supported")
+        if text.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(f"activation {text['hidden_act']} is not supported")
+        try:
+            heads = int(text["num_attention_heads"])
+            head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
+            sections = tuple(rope.get("mrope_section") or (head_dim // 2, 0, 0))
+            if len(sections) != 3 or sum(sections) != head_dim // 2:
+                raise CheckpointError("mrope_section does not fill the head")
+            return cls(
+                architecture=(config.get("architectures") or ["?"])[0],
+                vocab_size=int(text["vocab_size"]),
+                hidden_size=int(text["hidden_size"]),
+                intermediate_size=int(text["intermediate_size"]),
+                layers=int(text["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(text.get("num_key_value_heads") or heads),
+                head_dim=head_dim,
+                norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta") or text["rope_theta"]),
+                mrope_sections=(sections[0], sections[1], sections[2]),
+                mrope_interleaved=bool(rope.get("mrope_interleaved", "Qwen3" in str(config.get("architectures")))),
+                tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                max_position=int(text.get("max_position_embeddings", 32768)),
+            )
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error.args[0]}") from error

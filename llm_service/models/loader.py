@@ -1,0 +1,78 @@
+"""Fills a decoder from a checkpoint, reading text weights alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.weights import load_tensors
+from llm_service.layers.linear import PackedLinear
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.models.registry import decoder_class
+
+# Where the text side stands in checkpoints: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
+_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
+_HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
+_PACKED = {
+    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o",
+    "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down",
+}  # fmt: skip
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Builds the checkpoint's decoder on a device. Raises CheckpointError where a weight is missing or does not fit."""
+    config = TextConfig.of(checkpoint.config)
+    decoder = decoder_class(config.architecture)(config, dtype, device)
+    missing = set(_expected(decoder))
+    for name, tensor in load_tensors(checkpoint, lambda name: _own_name(name, tied=config.tied)):
+        try:
+            _place(decoder, name, tensor)
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{name} does not fit the model: {error}") from error
+        missing.discard(name)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+    return decoder.eval()
+
+
+def _own_name(name: str, *, tied: bool) -> str | None:
+    """The decoder's name for a checkpoint tensor; None for vision weights and for a head that is tied anyway."""
+    if _HEAD.match(name):
+        return None if tied else "lm_head.lm_head.weight"
+    return _TEXT.sub("", name) if _TEXT.match(name) else None
+
+
+def _expected(decoder: Decoder) -> Iterator[str]:
+    """The names, as `_own_name` gives them, of all tensors that the decoder needs."""
+    packed: set[str] = set()
+    for path, module in decoder.named_modules():
+        if isinstance(module, PackedLinear):
+            packed.add(path)
+            if path == "lm_head" and decoder.config.tied:
+                continue
+            owner = path if path == "lm_head" else path.rpartition(".")[0]
+            for kind, _ in module.named_parameters():
+                yield from (f"{owner}.{part}.{kind}" for part in module.parts)
+    for name, _ in decoder.named_parameters():
+        if name.rpartition(".")[0] not in packed:
+            yield name
+
+
+def _place(decoder: Decoder, name: str, tensor: torch.Tensor) -> None:
+    """Copies a tensor to its place in the decoder."""
+    path, _, kind = name.rpartition(".")
+    owner, _, part = path.rpartition(".")
+    if part in _PACKED or part == "lm_head":
+        packed = decoder.get_submodule(f"{owner}.{_PACKED[part]}" if part in _PACKED else owner)
+        if not isinstance(packed, PackedLinear):
+            raise AttributeError(f"{owner} has no packed {part}")
+        packed.place(part, kind, tensor)
+        return
+    parameter = decoder.get_parameter(name)
+    if parameter.shape != tensor.shape:
+        raise ValueError(f"it is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
+    parameter.data.copy_(tensor)

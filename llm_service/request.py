@@ -1,0 +1,191 @@
+"""The nouns of a request. They import nobody and know neither protobuf nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Modality: TypeAlias = Literal["image", "video", "audio"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """How an item is preprocessed; None leaves the model's own setting. Pixels are counted after resizing."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    video_pruning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded file."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """An address that the encoder fetches."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The content key of an item that an encoder has, 32 bytes."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Pixels or rows, in the wire's own form: this service only passes them on. `kind` is the field's name."""
+
+    kind: Literal["pixels", "embedding"]
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One picture, video or clip of a request; `index` counts them in prompt order."""
+
+    index: int
+    modality: Modality
+    source: Encoded | Url | Key | Opaque
+    options: MediaOptions = MediaOptions()
+    mime_type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A chat message; a part is text, or the item that stands there."""
+
+    role: str
+    parts: tuple[str | MediaItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages, to be laid out by the chat template."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A text that is laid out already, with one placeholder for each item."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, with one placeholder token for each item."""
+
+    ids: tuple[int, ...]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    n: int = 1
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Logits depend on the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request. `deadline` is on the monotonic clock, None where the caller set none."""
+
+    id: str
+    prompt: ChatPrompt | TextPrompt | TokenPrompt
+    media: tuple[MediaItem, ...]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    salt: str = ""
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaHeader:
+    """What an encoder says of an item before its rows exist; `grid` is (t, h, w) in patches."""
+
+    key: bytes
+    modality: Modality
+    grid: tuple[int, int, int]
+    tokens: int
+    width: int
+    levels: int
+    dtype: str
+    timestamps: tuple[float, ...] = ()
+    seconds_per_grid: float = 0.0
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item."""
+
+    start: int
+    first_row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where an item's rows are in the prompt. A picture has one run; a video may have one for each frame group."""
+
+    item: int
+    header: MediaHeader
+    runs: tuple[Run, ...]
+
+    @property
+    def start(self) -> int:
+        """The first position."""
+        return self.runs[0].start
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.runs[-1].start + self.runs[-1].count
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A prompt in its final form: token ids, media spans, and where each token is in time, height and width.
+
+    `positions` is int32 [3, tokens], C-contiguous, as bytes; `delta` is added to a token's index past the prompt.
+    """
+
+    ids: list[int]
+    spans: list[Span] = field(default_factory=list)
+    positions: bytes = b""
+    delta: int = 0

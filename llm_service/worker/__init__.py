@@ -1,0 +1,1 @@
+"""Computes what a step plan says; decides nothing."""

@@ -1,0 +1,45 @@
+"""Rows into the prompt: level 0 takes the place of a placeholder's embedding, deepstack levels go to their layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llm_service.models.decoder import Deepstack
+from llm_service.plan import RowSlice
+
+
+class RowArena:
+    """The landed rows, as the workers see them: `levels` · `width` elements of `dtype` a row, in shared memory."""
+
+    def __init__(self, memory: memoryview, levels: int, width: int, dtype: torch.dtype) -> None:
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.levels = levels
+        self.width = width
+        self.dtype = dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.levels * self.width * self.dtype.itemsize
+
+    def read(self, rows: RowSlice) -> Tensor:
+        """A view [count, levels, width] of a run of rows."""
+        run = self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
+        return run.view(self.dtype).view(rows.count, self.levels, self.width)
+
+
+def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | None:
+    """Writes level 0 into `hidden` [n, hidden] in place; the other levels, where the model has any, are returned.
+
+    A chunk may hold any part of an item: each slice says which rows, and where they go.
+    """
+    if not rows:
+        return None
+    blocks = [arena.read(piece).to(hidden.device, hidden.dtype) for piece in rows]
+    for piece, block in zip(rows, blocks, strict=True):
+        hidden[piece.at : piece.at + piece.count] = block[:, 0]
+    if arena.levels == 1:
+        return None
+    index = torch.cat([torch.arange(piece.at, piece.at + piece.count, device=hidden.device) for piece in rows])
+    return Deepstack(index, torch.cat(blocks)[:, 1:].transpose(0, 1).contiguous())
