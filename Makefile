@@ -1,0 +1,73 @@
+# `make` lists the targets. Each works alone on a fresh clone: the environment in .venv is made when it is missing or old.
+# Give pip what it needs through its own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
+
+PYTHON ?= python3
+MODEL ?= models/demo
+ENCODERS ?= 1
+TP ?= 1
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint fmt type proto proto-check proto-lint bench gpu-check demo-model clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv with everything that is tested together
+
+# torchvision has no CPU build; the parity tests use the ordinary wheel beside a CPU torch, so its own wish for a torch is
+# not followed. Nothing else imports it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchvision
+	@touch $@
+
+demo: $(STAMP)  ## start both services, ask about a picture and a video, show the times, stop
+	$(BIN)/python -m tools.demo $(ARGS)
+
+up: $(STAMP)  ## both services in the foreground: MODEL=… ENCODERS=n TP=n
+	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
+
+test: $(STAMP)  ## the whole CPU test suite; ARGS='-k name' narrows it
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff: rules and layout
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+fmt: $(STAMP)  ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(STAMP)  ## mypy, strict
+	$(BIN)/mypy
+
+proto:  ## regenerate twinlens/v1 from proto/
+	tools/proto.sh
+
+proto-check:  ## fail if the committed stubs are not what proto/ says
+	tools/proto_check.sh
+
+proto-lint:  ## buf's standard rules for the contract; needs npm
+	npx --yes @bufbuild/buf@1.75.0 lint proto
+
+bench: $(STAMP)  ## the same workload here and on the peers, side by side
+	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+demo-model: $(STAMP)  ## train models/demo again
+	$(BIN)/python -m tools.demo_model $(ARGS)
+
+clean:  ## remove what can be made again
+	rm -rf $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
