@@ -1,0 +1,108 @@
+"""Both services in the foreground until Ctrl-C, which lets running requests finish.
+
+The first encoder listens on port 7001, the LLM service on 7002, further encoders on 7003 and up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tools.launcher import Service
+
+_LLM_PORT = 7002
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until a signal comes (exit code 0), or until a service ends by itself (1)."""
+    arguments = _parse(argv)
+    changed = threading.Event()
+    services: list[Service] = []
+    signals = _Signals(changed, services)
+    with ExitStack() as running:
+        for name, module, flags in _commands(arguments):
+            services.append(running.enter_context(Service(name, module, flags, on_change=changed.set)))
+        _watch(services, changed, signals)
+        if signals.came:
+            print("up: finishing what is running; Ctrl-C again ends at once", file=sys.stderr)
+        else:
+            names = ", ".join(service.name for service in services if service.ended)
+            print(f"up: {names} ended by itself; stopping the rest", file=sys.stderr)
+    return 0 if signals.came else 1
+
+
+class _Signals:
+    """The first signal asks for an orderly stop, the second kills."""
+
+    def __init__(self, changed: threading.Event, services: Sequence[Service]) -> None:
+        self.came = False
+        self._changed = changed
+        self._services = services
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        if self.came:
+            for service in self._services:
+                service.kill()
+        self.came = True
+        self._changed.set()
+
+
+def _watch(services: Sequence[Service], changed: threading.Event, signals: _Signals) -> None:
+    """Tells which services have begun to serve; returns on a signal, or when a service has ended."""
+    waiting = list(services)
+    while not signals.came and not any(service.ended for service in services):
+        changed.wait()
+        changed.clear()
+        for service in [each for each in waiting if each.address]:
+            waiting.remove(service)
+            print(f"{service.name} serves on {service.address}", flush=True)
+            if not waiting:
+                print('ask with: twinlens ask --image F "question"     stop with: Ctrl-C', flush=True)
+
+
+def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
+    """Name, module and flags of each service. The LLM service, last, is stopped first, while encoders serve."""
+    model = ["--model", arguments.model]
+    encoders = [f"{arguments.host}:{port}" for port in _encoder_ports(arguments.encoders)]
+    commands = [
+        (f"encoder {number}", "encoder_service", [*model, "--listen", address])
+        for number, address in enumerate(encoders, start=1)
+    ]
+    flags = ["--listen", f"{arguments.host}:{_LLM_PORT}", "--encoders", ",".join(encoders)]
+    return [*commands, ("LLM", "llm_service", [*model, *flags, *_parallel(arguments.tp)])]
+
+
+def _parallel(ranks: int) -> list[str]:
+    return ["--tensor-parallel", str(ranks)] if ranks > 1 else []
+
+
+def _encoder_ports(count: int) -> list[int]:
+    """7001, then 7003 and up: 7002 is the LLM service's.
+
+    >>> _encoder_ports(3)
+    [7001, 7003, 7004]
+    """
+    return [7001, *range(7003, 7002 + count)]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make up", description=__doc__)
+    default = "(default: %(default)s)"
+    parser.add_argument("--model", default="models/demo", help=f"a checkpoint's folder or hub name {default}")
+    parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")
+    parser.add_argument("--encoders", type=int, default=1, help=f"encoder processes {default}")
+    parser.add_argument("--tp", type=int, default=1, help=f"tensor-parallel ranks {default}")
+    arguments = parser.parse_args(argv)
+    if arguments.encoders < 1 or arguments.tp < 1:
+        parser.error("--encoders and --tp are at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
