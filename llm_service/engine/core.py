@@ -8,7 +8,7 @@ from typing import Protocol
 
 from common.processes import ParentLink
 from llm_service.engine.messages import (
-    Abort, Add, Flush, Flushed, FromEngine, Inspect, Landed, ToEngine, Tokens,
+    Abort, Add, Flush, Flushed, FromEngine, Inspect, Landed, Released, ToEngine, Tokens,
 )  # fmt: skip
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepPlan, StepResult
@@ -37,7 +37,10 @@ class EngineCore:
                 self._take(message)
             for failed in self._scheduler.expire(time.monotonic()):
                 self._link.send(failed)
-            if not self.step():
+            worked = self.step()
+            if ended := self._scheduler.take_ended():
+                self._link.send(Released(ended))
+            if not worked:
                 self._rest()
 
     def step(self) -> bool:

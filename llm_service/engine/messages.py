@@ -118,6 +118,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """These requests are gone: nothing that they held outside the engine is read any more."""
+
+    ids: list[int]
+
+
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """How many blocks were forgotten."""
 
@@ -138,4 +144,4 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: int = 0
 
 
-FromEngine = Ready | Started | Tokens | Failed | Flushed | State
+FromEngine = Ready | Started | Tokens | Failed | Released | Flushed | State

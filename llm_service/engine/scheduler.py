@@ -65,6 +65,7 @@ class Scheduler:
     _waiting: list[Sequence] = field(default_factory=list)
     _running: list[Sequence] = field(default_factory=list)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict)
+    _ended_requests: list[int] = field(default_factory=list)
     _arrivals: int = 0
 
     # --- what comes in -------------------------------------------------------------------------------------------
@@ -222,6 +223,11 @@ class Scheduler:
                 self._end(sequence)
         return tokens
 
+    def take_ended(self) -> list[int]:
+        """The requests that are gone since the last call: no later plan reads their rows."""
+        ended, self._ended_requests = self._ended_requests, []
+        return ended
+
     def _ended(self, sequence: Sequence, token: int) -> str:
         if token in self._ends(sequence):
             return "stop"
@@ -239,6 +245,7 @@ class Scheduler:
                 sibling.after = None
         if not siblings:
             del self._requests[sequence.id]
+            self._ended_requests.append(sequence.id)
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.table)

@@ -1,0 +1,147 @@
+"""One encoder as this service sees it: a channel, whether it can be used, and calls under way there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+
+from common import log
+from common.errors import DataLoss, TwinlensError, Unavailable
+from common.grpc_calls import from_plain_status
+from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
+from common.wire import RowLayout, crc32c
+from llm_service.encoders.convert import media_header, media_message
+from llm_service.request import MediaHeader, MediaItem
+from twinlens.v1 import encoder_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
+
+_log = log.get("encoders")
+_CHECK_SECONDS = 0.5
+_CHECK_TIMEOUT = 2.0
+
+
+class Peer:
+    """An encoder at one address. `watch` keeps `usable` true to life until it is cancelled."""
+
+    def __init__(self, address: str, security: ChannelSecurity, digest: str) -> None:
+        self.address = address
+        self.usable = False
+        self.in_flight = 0
+        self._digest = digest
+        self._metadata = security.metadata
+        self._channel = open_channel(address, security)
+        self._stub = EncoderServiceStub(self._channel)
+
+    async def watch(self, changed: asyncio.Event) -> None:
+        """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
+        while True:
+            usable = await self._answers()
+            if usable != self.usable:
+                self.usable = usable
+                _log.info("encoder", address=self.address, usable=usable)
+                changed.set()
+            await asyncio.sleep(_CHECK_SECONDS)
+
+    async def _answers(self) -> bool:
+        try:
+            info = await self._stub.GetInfo(
+                encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            _log.debug("encoder does not answer", address=self.address, code=error.code().name)
+            return False
+        if info.digest != self._digest:
+            _log.warning("encoder serves another model", address=self.address, digest=info.digest)
+        return bool(info.digest == self._digest)
+
+    def suspect(self) -> None:
+        """Takes the encoder out of use until it has answered again."""
+        self.usable = False
+
+    @asynccontextmanager
+    async def encode(
+        self, item: MediaItem, *, request_id: str, salt: str, priority: int, timeout: float, layout: RowLayout
+    ) -> AsyncIterator[EncodeCall]:
+        """Opens an Encode stream for one item; it is cancelled when the block is left early. `timeout` in seconds."""
+        request = encoder_pb2.EncodeRequest(
+            request_id=request_id, items=[media_message(item)], cache_salt=salt, priority=priority,
+            accepts=[encoder_pb2.TRANSPORT_INLINE],
+        )  # fmt: skip
+        call = self._stub.Encode(request, timeout=timeout, metadata=self._metadata)
+        self.in_flight += 1
+        try:
+            yield EncodeCall(call, layout)
+        finally:
+            self.in_flight -= 1
+            call.cancel()
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+
+class EncodeCall:
+    """An open Encode stream of one item: `header` first, then `rows`."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall[object, encoder_pb2.EncodeResponse], layout: RowLayout) -> None:
+        self._call = call
+        self._layout = layout
+
+    async def header(self) -> MediaHeader:
+        """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if event.WhichOneof("event") == "header":
+                    header = media_header(event.header)
+                    self._check(header)
+                    return header
+        raise Unavailable("the encoder ended the stream before the header")
+
+    def _check(self, header: MediaHeader) -> None:
+        layout = self._layout
+        if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
+            raise DataLoss("the encoder's rows do not fit this model")
+
+    async def rows(self, skip: int, total: int) -> AsyncIterator[bytes]:
+        """Yields runs of whole rows in order, from row `skip` on, until `total` have come; each is checked first."""
+        expected = 0
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if event.WhichOneof("event") != "rows":
+                    continue
+                rows = event.rows
+                if rows.first_row != expected or len(rows.data) != rows.count * self._layout.row_bytes:
+                    raise DataLoss("rows came out of order or in a wrong size")
+                if crc32c(rows.data) != rows.crc32c:
+                    raise DataLoss("rows were damaged on the way")
+                expected += rows.count
+                if expected > total:
+                    raise DataLoss("more rows came than the header said")
+                if expected > skip:
+                    fresh = min(rows.count, expected - skip)
+                    yield rows.data[len(rows.data) - fresh * self._layout.row_bytes :]
+        if expected != total:
+            raise Unavailable("the encoder ended the stream before the last row")
+
+    async def _events(self) -> AsyncIterator[encoder_pb2.EncodeResponse]:
+        """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
+        while True:
+            try:
+                event = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                raise _ours(from_rpc_error(error)) from error
+            if not isinstance(event, encoder_pb2.EncodeResponse) or event.WhichOneof("event") == "done":
+                return
+            if event.WhichOneof("event") == "error":
+                raise from_plain_status(event.error.status)
+            yield event
+
+
+def _ours(error: TwinlensError) -> TwinlensError:
+    """What a caller is told of a call to an encoder that broke."""
+    if isinstance(error, Unavailable):
+        return Unavailable("the encoder could not be reached", reason="ENCODER_UNAVAILABLE")
+    return error

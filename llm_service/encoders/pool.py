@@ -1,0 +1,114 @@
+"""The encoders that can be asked: found by address or DNS name, looked up again while running.
+
+An item goes to the encoder that rendezvous hashing (Thaler and Ravishankar 1998) picks for its content, so that repeats
+meet their cache and a change in the list moves few items; an encoder with many calls under way is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import Collection, Sequence
+
+from common import log
+from common.errors import Unavailable
+from common.grpc_channel import ChannelSecurity
+from llm_service.encoders.peer import Peer
+from llm_service.request import Encoded, Key, MediaItem, Opaque, Url
+
+_log = log.get("encoders")
+_RESOLVE_SECONDS = 2.0
+_PATIENCE = 0.8
+"""Seconds that a request waits for an encoder when none can be used."""
+_CROWDED = 8
+"""Calls under way at which the next choice is taken instead, where that one has fewer."""
+
+
+class EncoderPool:
+    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`."""
+
+    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, digest: str) -> None:
+        self._addresses = tuple(addresses)
+        self._security = security
+        self._digest = digest
+        self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
+        self._changed = asyncio.Event()
+        self._resolver: asyncio.Task[None] | None = None
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The encoders known now."""
+        return [peer for peer, _ in self._peers.values()]
+
+    async def start(self) -> None:
+        """Begins to look encoders up and to watch them; does not wait for any."""
+        self._resolver = asyncio.create_task(self._keep_resolving(), name="encoder resolver")
+
+    async def stop(self) -> None:
+        """Ends all watching and closes all channels."""
+        if self._resolver is not None:
+            self._resolver.cancel()
+            await asyncio.gather(self._resolver, return_exceptions=True)
+        for address in list(self._peers):
+            await self._remove(address)
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            wanted = await self._resolve()
+            for address in wanted - self._peers.keys():
+                peer = Peer(address, self._security, self._digest)
+                self._peers[address] = (peer, asyncio.create_task(peer.watch(self._changed), name=f"watch {address}"))
+            for address in self._peers.keys() - wanted:
+                await self._remove(address)
+            await asyncio.sleep(_RESOLVE_SECONDS)
+
+    async def _resolve(self) -> set[str]:
+        found: set[str] = set()
+        for address in self._addresses:
+            if not address.startswith("dns:"):
+                found.add(address)
+                continue
+            host, _, port = address.rpartition("/")[2].rpartition(":")
+            try:
+                answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError:  # a name that does not resolve just now keeps the encoders that it had
+                _log.debug("name does not resolve", name=host)
+                found.update(self._peers.keys())
+                continue
+            found.update(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for *_, (ip, *_) in answers)
+        return found
+
+    async def _remove(self, address: str) -> None:
+        peer, watcher = self._peers.pop(address)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await peer.close()
+
+    async def pick(self, item: MediaItem, tried: Collection[str] = ()) -> Peer:
+        """The encoder for an item, leaving out addresses in `tried`. Raises Unavailable where there is none."""
+        identity = await asyncio.to_thread(_affinity, item)
+        try:
+            async with asyncio.timeout(_PATIENCE if not tried else 0):
+                while not (usable := self._usable(tried)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
+        ranked = sorted(usable, key=lambda peer: hashlib.sha256(identity + peer.address.encode()).digest())
+        least = min(peer.in_flight for peer in ranked)
+        return next(peer for peer in ranked if peer.in_flight < _CROWDED or peer.in_flight == least)
+
+    def _usable(self, tried: Collection[str]) -> list[Peer]:
+        return [peer for peer in self.peers if peer.usable and peer.address not in tried]
+
+
+def _affinity(item: MediaItem) -> bytes:
+    """What makes repeats of an item alike: a hash of its content, or its key. Hashing megabytes: off the event loop."""
+    match item.source:
+        case Encoded(data) | Opaque(_, data):
+            return hashlib.sha256(data).digest()
+        case Url(url):
+            return hashlib.sha256(url.encode()).digest()
+        case Key(key):
+            return key

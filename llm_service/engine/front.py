@@ -1,0 +1,194 @@
+"""The front's side of the engine process: starts it, talks to it, starts it again when it dies.
+
+Every request gets its end exactly once: its last token, an error, or nothing more after the caller has left. What it
+holds outside the engine is given back when the engine says that it no longer reads it, or is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common import log
+from common.errors import Internal, TwinlensError, Unavailable, from_code
+from common.processes import Child, ChildDied
+from llm_service.engine.messages import (
+    Abort, Add, EngineSettings, Failed, Flush, Flushed, FromEngine, Inspect, Landed, Ready, Released, Started, State,
+    Token, Tokens,
+)  # fmt: skip
+
+_log = log.get("engine")
+_RESTART_SECONDS = 0.2
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the engine. `next` gives its events; `on_released` is called once, when the engine has let go of it."""
+
+    id: int
+    on_released: Callable[[], None]
+    _events: deque[Started | Token] = field(default_factory=deque)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: TwinlensError | None = None
+
+    async def next(self) -> list[Started | Token]:
+        """The events since the last call, at least one; raises the error that ended the request."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def put(self, event: Started | Token) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def fail(self, error: TwinlensError) -> None:
+        """Ends the request for its caller; events that came before are still given first."""
+        self._error = self._error or error
+        self._news.set()
+
+
+class EngineFront:
+    """One engine process. `on_ready` is told whenever it becomes able, or unable, to serve."""
+
+    def __init__(self, settings: EngineSettings, arena_fd: int, on_ready: Callable[[bool], None]) -> None:
+        self._settings = settings
+        self._arena_fd = arena_fd
+        self._on_ready = on_ready
+        self._child: Child[FromEngine] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._tickets: dict[int, Ticket] = {}
+        self._answers: dict[type, deque[asyncio.Future[FromEngine]]] = {State: deque(), Flushed: deque()}
+        self._ids = 0
+        self._first: asyncio.Future[Ready] | None = None
+        self.ready: Ready | None = None
+
+    async def start(self) -> Ready:
+        """Starts the engine and waits until it can serve; raises Internal where it ends before that."""
+        self._first = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+        return await self._first
+
+    async def stop(self) -> None:
+        """Ends the engine; whoever still waits gets Unavailable."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    @property
+    def requests(self) -> int:
+        """Requests that the engine has not let go of."""
+        return len(self._tickets)
+
+    def next_id(self) -> int:
+        """A number for a new request."""
+        self._ids += 1
+        return self._ids
+
+    def submit(self, add: Add, on_released: Callable[[], None]) -> Ticket:
+        """Hands a request over. Raises Unavailable, without calling `on_released`, while the engine is down."""
+        child = self._require()
+        ticket = self._tickets[add.id] = Ticket(add.id, on_released)
+        child.send(add)
+        return ticket
+
+    def landed(self, id: int, item: int, rows: int) -> None:
+        """Passes on how many rows of an item have landed."""
+        if id in self._tickets and self._child is not None:
+            self._child.send(Landed(id, item, rows))
+
+    def abort(self, id: int, choice: int = -1) -> None:
+        """Ends a request or one of its choices; what is unknown is skipped."""
+        if id in self._tickets and self._child is not None:
+            self._child.send(Abort(id, choice))
+
+    async def state(self) -> State:
+        """The engine's queues and counters; raises Unavailable while it is down."""
+        answer = await self._ask(Inspect(), State)
+        assert isinstance(answer, State)
+        return answer
+
+    async def flush(self) -> int:
+        """Forgets cached KV blocks; how many."""
+        answer = await self._ask(Flush(), Flushed)
+        assert isinstance(answer, Flushed)
+        return answer.blocks
+
+    async def _ask(self, question: Inspect | Flush, kind: type) -> FromEngine:
+        child = self._require()
+        answer: asyncio.Future[FromEngine] = asyncio.get_running_loop().create_future()
+        self._answers[kind].append(answer)
+        child.send(question)
+        return await answer
+
+    def _require(self) -> Child[FromEngine]:
+        if self.ready is None or self._child is None:
+            raise Unavailable("the engine is starting", reason="ENGINE_UNAVAILABLE")
+        return self._child
+
+    async def _keep(self) -> None:
+        """Runs one engine after the other, until cancelled, or until the first one fails to start."""
+        while True:
+            child = self._child = await Child.start(
+                "llm_service.engine", receives=FromEngine, fds=(self._arena_fd,)
+            )
+            try:
+                child.send(self._settings)
+                while True:
+                    self._take(await child.receive())
+            except ChildDied as error:
+                _log.error("the engine has ended", cause=str(error))
+            finally:
+                await child.stop()
+                self._lose_all()
+            if self._first is not None and not self._first.done():
+                self._first.set_exception(Internal("the engine could not start"))
+                return
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    def _lose_all(self) -> None:
+        self._child, was_ready, self.ready = None, self.ready is not None, None
+        if was_ready:
+            self._on_ready(False)
+        error = Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE")
+        for ticket in list(self._tickets.values()):
+            ticket.fail(error)
+            self._let_go(ticket.id)
+        for waiting in self._answers.values():
+            while waiting:
+                if not (answer := waiting.popleft()).done():
+                    answer.set_exception(error)
+
+    def _let_go(self, id: int) -> None:
+        if (ticket := self._tickets.pop(id, None)) is not None:
+            ticket.on_released()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Tokens(tokens):
+                for token in tokens:
+                    if ticket := self._tickets.get(token.id):
+                        ticket.put(token)
+            case Started(id):
+                if ticket := self._tickets.get(id):
+                    ticket.put(message)
+            case Failed(id, code, reason, text):
+                if ticket := self._tickets.get(id):
+                    ticket.fail(from_code(code, text, reason=reason))
+            case Released(ids):
+                for id in ids:
+                    self._let_go(id)
+            case Ready():
+                self.ready = message
+                if self._first is not None and not self._first.done():
+                    self._first.set_result(message)
+                self._on_ready(True)
+            case State() | Flushed():
+                if not (answer := self._answers[type(message)].popleft()).done():
+                    answer.set_result(message)

@@ -1,0 +1,78 @@
+"""Where each prompt token is in time, height and width (multimodal rotary positions).
+
+The rules are those of transformers' `get_rope_index`, for the three families: text counts on in all three; a run of
+rows starting at p has time p + t, height p + row, width p + column over its merged grid, and what follows goes on at
+p + max(rows, columns). Qwen2.5-VL counts a video's time in seconds · tokens_per_second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llm_service.request import MediaHeader, Run, Span
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLayout:
+    """How a model family lays media out in a prompt.
+
+    `merge`: patches on a side of one row. `frames_apart`: each frame group of a video is a span of its own behind a
+    timestamp (Qwen3-VL). `tokens_per_second`: a video's time runs in seconds (Qwen2.5-VL); 0 counts frame groups.
+    """
+
+    merge: int
+    frames_apart: bool
+    tokens_per_second: float
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> MediaLayout:
+        """Reads config.json."""
+        vision = config.get("vision_config", {})
+        kind = config.get("model_type", "")
+        return cls(
+            merge=int(vision.get("spatial_merge_size", 2)),
+            frames_apart=kind.startswith("qwen3"),
+            tokens_per_second=float(vision.get("tokens_per_second", 2)) if kind == "qwen2_5_vl" else 0.0,
+        )
+
+    def groups(self, header: MediaHeader) -> int:
+        """Runs that an item has in a prompt."""
+        return header.grid[0] if self.frames_apart and header.modality == "video" else 1
+
+
+def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
+    """int32 [3, length] and the delta that turns a later token's index into its position.
+
+    >>> grid = MediaHeader(b"", "image", (1, 4, 4), 4, 8, 1, "float32")
+    >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], MediaLayout(2, False, 0.0))[0].tolist()
+    [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
+    """
+    out = np.empty((3, length), np.int32)
+    at, position = 0, 0
+    runs = sorted(((run, span.header) for span in spans for run in span.runs), key=lambda pair: pair[0].start)
+    for run, header in runs:
+        text = run.start - at
+        out[:, at : run.start] = np.arange(position, position + text)
+        position += text
+        block = _run_positions(run, header, layout)
+        out[:, run.start : run.start + run.count] = position + block
+        position += max(header.grid[1], header.grid[2]) // layout.merge
+        at = run.start + run.count
+    out[:, at:] = np.arange(position, position + length - at)
+    return out, int(out.max(initial=-1)) + 1 - length
+
+
+def _run_positions(run: Run, header: MediaHeader, layout: MediaLayout) -> np.ndarray:
+    """int32 [3, run.count], relative to where the run begins."""
+    height, width = header.grid[1] // layout.merge, header.grid[2] // layout.merge
+    time = np.arange(run.count // (height * width), dtype=np.int32)
+    if layout.tokens_per_second and header.modality == "video":
+        # transformers multiplies in float32 and cuts off, which decides the last bit of some positions.
+        interval = np.float32(layout.tokens_per_second) * np.float32(header.seconds_per_grid)
+        time = (time.astype(np.float32) * interval).astype(np.int32)
+    grid = np.meshgrid(time, np.arange(height), np.arange(width), indexing="ij")
+    return np.stack(grid).reshape(3, -1).astype(np.int32)

@@ -1,0 +1,183 @@
+"""From a request's prompt to token ids with media spans.
+
+Laying out takes two steps, since a span's length is known only when its header has come: `pieces` turns the prompt into
+texts, special tokens and slots for media; `lay` fills the slots and tokenizes. Special tokens come from the template or
+from a caller who lays the prompt out himself, never from a chat message's text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tokenizers import Tokenizer
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.errors import InvalidInput
+from llm_service.chat_template import ChatTemplate
+from llm_service.mrope import MediaLayout, positions
+from llm_service.request import ChatPrompt, Laid, MediaHeader, Run, Span, TextPrompt, TokenPrompt
+from llm_service.tokens import MediaTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the item with this index stands."""
+
+    item: int
+    modality: str
+
+
+Piece: TypeAlias = str | int | Slot | list[int]
+"""A text to be tokenized, a special token, a place for an item, or ids that are final."""
+
+
+class PromptBuilder:
+    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: call them off the event loop."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        source = checkpoint.text("tokenizer.json")
+        if source is None:
+            raise CheckpointError("the checkpoint has no tokenizer.json")
+        settings = json.loads(source)
+        added = {entry["content"]: int(entry["id"]) for entry in settings.get("added_tokens", [])}
+        self.tokenizer = Tokenizer.from_str(source)
+        # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
+        self._plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
+        self._added = added
+        self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self._template = ChatTemplate.of(checkpoint)
+        self._media = MediaTokens.of(checkpoint.config)
+        self._layout = MediaLayout.of(checkpoint.config)
+        text = checkpoint.config.get("text_config") or checkpoint.config
+        self.vocab_size = int(text.get("vocab_size") or checkpoint.config["vocab_size"])
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of a text; special tokens are recognised only where that is allowed."""
+        return self._ids(self._split(text)) if allow_special else self._tokenize(text)
+
+    def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[str]) -> list[Piece]:
+        """The prompt in pieces, with one slot for each item. Raises InvalidInput where slots and items do not agree."""
+        match prompt:
+            case ChatPrompt(messages):
+                if not messages:
+                    raise InvalidInput("the conversation has no messages", reason="EMPTY_PROMPT", field="chat.messages")
+                pieces: list[Piece] = []
+                for text, from_caller in self._template.render(messages):
+                    pieces.extend([text] if from_caller else self._split(text))
+                field = "chat.messages"
+            case TextPrompt(text):
+                pieces, field = self._split(text), "text.prompt"
+            case TokenPrompt(ids):
+                if any(not 0 <= token < self.vocab_size for token in ids):
+                    raise InvalidInput(
+                        "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="tokens.ids"
+                    )
+                pieces, field = self._split_ids(ids), "tokens.ids"
+        if not pieces:
+            raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
+        return self._with_slots(pieces, modalities, field)
+
+    def lay(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> Laid:
+        """The final prompt, when the header of every item is known (in item order)."""
+        ids: list[int] = []
+        spans: list[Span] = []
+        text = ""
+        for piece in self._expanded(pieces, headers):
+            if isinstance(piece, str):
+                text += piece  # texts that meet are tokenized as one, as the reference does
+                continue
+            ids.extend(self._tokenize(text) if text else ())
+            text = ""
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif isinstance(piece, list):
+                ids.extend(piece)
+            else:
+                self._place(piece, headers[piece.item], ids, spans)
+        ids.extend(self._tokenize(text) if text else ())
+        where, delta = positions(len(ids), spans, self._layout)
+        return Laid(ids, spans, where.tobytes(), delta)
+
+    def _place(self, slot: Slot, header: MediaHeader, ids: list[int], spans: list[Span]) -> None:
+        """Appends the rows of an item's next run."""
+        groups = self._layout.groups(header)
+        count = header.tokens // groups
+        if spans and spans[-1].item == slot.item:
+            earlier = spans.pop().runs
+        else:
+            earlier = ()
+        run = Run(len(ids), len(earlier) * count, count)
+        spans.append(Span(slot.item, header, (*earlier, run)))
+        ids.extend([self._media.video if slot.modality == "video" else self._media.image] * count)
+
+    def _expanded(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> list[Piece]:
+        """Where frames stand apart, a video's one slot becomes, for each frame group, a timestamp and a slot of its own
+        between vision marks; the marks that stood around the one slot make way."""
+        out: list[Piece] = []
+        skip_end = False
+        for piece in pieces:
+            if skip_end and piece == self._media.vision_end:
+                skip_end = False
+                continue
+            skip_end = False
+            if isinstance(piece, Slot) and self._layout.frames_apart and piece.modality == "video":
+                if out and out[-1] == self._media.vision_start:
+                    out.pop()
+                    skip_end = True
+                for seconds in headers[piece.item].timestamps:
+                    out.extend((f"<{seconds:.1f} seconds>", self._media.vision_start, piece, self._media.vision_end))
+            else:
+                out.append(piece)
+        return out
+
+    def _with_slots(self, pieces: list[Piece], modalities: Sequence[str], field: str) -> list[Piece]:
+        kinds = {self._media.image: "image", self._media.video: "video"}
+        out: list[Piece] = []
+        found: list[str] = []
+        for piece in pieces:
+            kind = kinds.get(piece) if isinstance(piece, int) else None
+            if kind is None:
+                out.append(piece)
+            else:
+                out.append(Slot(len(found), kind))
+                found.append(kind)
+        if found != list(modalities):
+            raise InvalidInput(
+                f"the prompt has {len(found)} media placeholders for {len(modalities)} items, or their kinds differ",
+                reason="PLACEHOLDER_MISMATCH", field=field,
+            )  # fmt: skip
+        return out
+
+    def _split(self, text: str) -> list[Piece]:
+        """Cuts a text at its special tokens."""
+        out: list[Piece] = []
+        at = 0
+        for match in self._special.finditer(text):
+            if match.start() > at:
+                out.append(text[at : match.start()])
+            out.append(self._added[match[0]])
+            at = match.end()
+        return [*out, text[at:]] if at < len(text) else out
+
+    def _split_ids(self, ids: Sequence[int]) -> list[Piece]:
+        """Cuts ids at media placeholders."""
+        out: list[Piece] = []
+        for token in ids:
+            if token in (self._media.image, self._media.video):
+                out.append(token)
+            elif out and isinstance(out[-1], list):
+                out[-1].append(token)
+            else:
+                out.append([token])
+        return out
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _ids(self, pieces: Sequence[Piece]) -> list[int]:
+        return self.lay(pieces, []).ids

@@ -1,0 +1,179 @@
+"""Where embedding rows land: one shared-memory arena that the workers have mapped, and the index of what is in it.
+
+An entry holds all rows of one item, under its content key, for as long as any request refers to it, and after that as
+cache until the space is needed (least recently used first, whole entries). The rows of a request's items are reserved
+together or not at all, so two requests that do not fit at the same time go one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.arena import Range, RangeAllocator, SharedBuffer
+from common.errors import Exhausted, TwinlensError
+from common.wire import RowLayout
+from llm_service.request import MediaHeader
+
+Watcher = Callable[["RowEntry"], None]
+
+
+@dataclass(slots=True, eq=False)
+class RowEntry:
+    """An item's place in the arena. `landed` rows, from the first on, are there; `error` says why no more will come."""
+
+    header: MediaHeader
+    place: Range
+    landed: int = 0
+    refs: int = 0
+    error: TwinlensError | None = None
+    filler: asyncio.Task[None] | None = None
+    watchers: list[Watcher] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Every row is here."""
+        return self.landed == self.header.tokens
+
+    def advance(self, rows: int) -> None:
+        """Says that `rows` more rows have landed."""
+        self.landed += rows
+        self._tell()
+
+    def fail(self, error: TwinlensError) -> None:
+        """Says that no more rows will come."""
+        self.error = error
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in tuple(self.watchers):
+            watcher(self)
+
+
+@dataclass(slots=True)
+class RowCounters:
+    """Totals since start."""
+
+    received: int = 0
+    hits: int = 0
+
+
+class RowStore:
+    """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each."""
+
+    def __init__(self, capacity: int, layout: RowLayout) -> None:
+        self.buffer = SharedBuffer.create("twinlens-rows", capacity)
+        self.layout = layout
+        self.counters = RowCounters()
+        self._ranges = RangeAllocator(capacity)
+        self._entries: dict[bytes, RowEntry] = {}
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that entries hold, cached ones included."""
+        return self._ranges.used
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget."""
+        return self._ranges.capacity
+
+    def knows(self, key: bytes) -> bool:
+        """Whether the rows of an item are here or on their way."""
+        return key in self._entries
+
+    async def acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry]:
+        """The entries of a request's items, in order; waits until all fit at once.
+
+        One that is new has no filler yet: the caller starts it. Raises Exhausted where they can never fit.
+        """
+        sizes = {header.key: self._size(header) for header in headers}
+        if sum(sizes.values()) > self.capacity_bytes:
+            raise Exhausted(
+                "the request's media need more embedding memory than there is",
+                reason="EMBEDDINGS_TOO_LARGE", field="media", retry_after=None,
+            )  # fmt: skip
+        async with self._turn:  # first come, first served: a large request is not overtaken for ever
+            while (entries := self._try_acquire(headers)) is None:
+                self._freed.clear()
+                await self._freed.wait()
+        return entries
+
+    def _try_acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
+        taken: list[RowEntry] = []
+        for header in headers:
+            entry = self._entries.get(header.key)
+            if entry is not None:
+                self._idle.pop(header.key, None)
+            elif place := self._make_room(self._size(header)):
+                entry = self._entries[header.key] = RowEntry(header, place)
+            else:
+                for earlier in taken:
+                    self.release(earlier)
+                return None
+            entry.refs += 1
+            taken.append(entry)
+        self.counters.hits += sum(entry.filler is not None for entry in taken)
+        return taken
+
+    def _make_room(self, size: int) -> Range | None:
+        while (place := self._ranges.allocate(size)) is None and self._idle:
+            self._drop(self._entries[next(iter(self._idle))])
+        return place
+
+    def _size(self, header: MediaHeader) -> int:
+        return max(1, header.tokens * self.layout.row_bytes)
+
+    def release(self, entry: RowEntry) -> None:
+        """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""
+        entry.refs -= 1
+        if entry.refs:
+            return
+        if entry.complete:
+            self._idle[entry.header.key] = None
+        else:
+            if entry.filler is not None:
+                entry.filler.cancel()
+            self._drop(entry)
+        self._freed.set()
+
+    def forget(self, entry: RowEntry) -> None:
+        """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
+        if self._entries.get(entry.header.key) is entry:
+            del self._entries[entry.header.key]
+
+    def _drop(self, entry: RowEntry) -> None:
+        if self._entries.get(entry.header.key) is entry:
+            self._idle.pop(entry.header.key, None)
+            self.forget(entry)
+        self._ranges.free(entry.place)
+
+    def write(self, entry: RowEntry, data: bytes) -> None:
+        """Puts the next rows of an entry into the arena and says so. `data` is a whole number of rows that fit."""
+        begin = entry.place.offset + entry.landed * self.layout.row_bytes
+        self.buffer.view[begin : begin + len(data)] = data
+        rows = len(data) // self.layout.row_bytes
+        self.counters.received += rows
+        entry.advance(rows)
+
+    def flush(self) -> int:
+        """Drops all cached entries that no request uses; the bytes freed."""
+        before = self.used_bytes
+        for key in list(self._idle):
+            self._drop(self._entries[key])
+        self._freed.set()
+        return before - self.used_bytes
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every entry is whole cache that no one refers to."""
+        self._ranges.check_integrity()
+        assert set(self._idle) == set(self._entries), "an entry is still referred to"
+
+    def close(self) -> None:
+        """Unmaps the arena."""
+        self.buffer.close()
