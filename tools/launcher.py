@@ -1,8 +1,8 @@
 """Starts services as child processes, waits until they serve, and stops them.
 
 A service prints `ready grpc=HOST:PORT` on standard output when it serves, and on SIGTERM finishes what it is
-doing and exits with 0. Children run in sessions of their own, so that a Ctrl-C at the terminal reaches only the
-launcher, which then stops them in order.
+doing and exits with 0. Children run in sessions of their own, so that a Ctrl-C at the terminal reaches only
+the launcher, which then stops them in order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Service:
     ) -> None:
         """Starts `python -m module arguments`.
 
-        Its standard error goes to the file `errors` (None: to ours). `on_change` is called from another thread
-        when it serves, and when it has ended for whatever reason.
+        Its standard error goes to the file `errors` (None: to ours). `on_change` is called from another
+        thread when it serves, and when it has ended for whatever reason.
         """
         self.name = name
         self.address = ""
@@ -60,7 +60,7 @@ class Service:
         return self._process.poll() is not None
 
     def wait_ready(self, timeout: float) -> str:
-        """Waits until it serves; returns its address. Raises NotStartedError after `timeout` s, or if it ends."""
+        """Waits until it serves; returns its address. NotStartedError after `timeout` s, or if it ends."""
         self._settled.wait(timeout)
         if self.address:
             return self.address
@@ -69,7 +69,7 @@ class Service:
         raise NotStartedError(f"{self.name} {how}")
 
     def stop(self, timeout: float = 40.0) -> int:
-        """Asks it to finish, waits, kills it after `timeout` s; returns its exit code (negative: the signal)."""
+        """Asks it to finish, and kills it after `timeout` s; returns its exit code (negative: the signal)."""
         self._process.send_signal(signal.SIGTERM)
         try:
             code = self._process.wait(timeout)

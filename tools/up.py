@@ -45,7 +45,7 @@ class _Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._take)
 
-    def _take(self, number: int, frame: object) -> None:
+    def _take(self, *_: object) -> None:
         if self.came:
             for service in self._services:
                 service.kill()
@@ -67,7 +67,7 @@ def _watch(services: Sequence[Service], changed: threading.Event, signals: _Sign
 
 
 def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """Name, module and flags of each service. The LLM service, last, is stopped first, while encoders serve."""
+    """Name, module and flags of each service. The LLM service, last, is stopped before its encoders."""
     model = ["--model", arguments.model]
     encoders = [f"{arguments.host}:{port}" for port in _encoder_ports(arguments.encoders)]
     commands = [
