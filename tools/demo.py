@@ -1,0 +1,136 @@
+"""The whole system on one machine in a minute: what `make demo` runs.
+
+Starts both services on free ports, asks about a photograph, a drawing and a film over gRPC, streams the
+answers, shows where the time went, asks again to show the caches at work, and stops everything. The exit code
+is 0 if all of that went as it should.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools import demo_media
+from tools.launcher import NotStartedError, Service
+from twinlens import Answer, EncoderClient, LlmClient, SamplingParams, TwinlensError, image, user, video
+from twinlens.cli.tables import milliseconds, table
+from twinlens.v1 import Media
+
+_MODEL = Path("models/demo")
+_START_SECONDS = 300.0
+_SAMPLING = SamplingParams(temperature=0, max_tokens=48)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question, its answer, and the client's own clock: seconds to the first words and to the last."""
+
+    title: str
+    answer: Answer
+    first: float
+    total: float
+
+
+def main() -> int:
+    """Runs the demo."""
+    with tempfile.TemporaryDirectory(prefix="twinlens-demo-") as folder:
+        log = Path(folder) / "services.log"
+        try:
+            with _running(_model(Path(folder)), log) as (encoder, llm):
+                works = _show(encoder, llm)
+        except (NotStartedError, TwinlensError) as error:
+            print(f"\ndemo: {error}\n\nthe services' last words:\n{_tail(log)}", file=sys.stderr)
+            return 1
+    print("\nboth services have stopped" if works else "\ndemo: the caches did not do what they should")
+    return 0 if works else 1
+
+
+def _model(folder: Path) -> Path:
+    """The embedded checkpoint, or a random one made on the spot where there is none."""
+    if (_MODEL / "config.json").is_file():
+        print(f"model: {_MODEL}, the small trained checkpoint of this repository")
+        return _MODEL
+    from tests.checkpoints import make_checkpoint
+
+    print(f"model: {_MODEL} is not here, so this is a small RANDOM checkpoint: its words mean nothing")
+    make_checkpoint("qwen3_vl", folder / "random")
+    return folder / "random"
+
+
+@contextmanager
+def _running(model: Path, log: Path) -> Iterator[tuple[EncoderClient, LlmClient]]:
+    """Both services on free ports, and a client for each."""
+    flags = ["--model", str(model), "--listen", "127.0.0.1:0"]
+    with (
+        log.open("w") as errors,
+        Service("the encoder service", "encoder_service", flags, errors=errors) as encoder,
+    ):
+        encoders = encoder.wait_ready(_START_SECONDS)
+        print(f"encoder service: {encoders}")
+        flags += ["--encoders", encoders]
+        with Service("the LLM service", "llm_service", flags, errors=errors) as llm:
+            address = llm.wait_ready(_START_SECONDS)
+            print(f"LLM service:     {address}")
+            with EncoderClient(encoders) as encoder_client, LlmClient(address) as llm_client:
+                yield encoder_client, llm_client
+
+
+def _show(encoder: EncoderClient, llm: LlmClient) -> bool:
+    """Asks everything; returns whether the caches did their part."""
+    photograph = image(demo_media.photograph())
+    asked = [
+        _ask(llm, "photo", "What is in the picture?", photograph),
+        _ask(llm, "drawing", "What is on the left?", image(demo_media.drawing())),
+        _ask(llm, "film", "Which way does it move?", video(demo_media.film())),
+    ]
+    passes = encoder.get_load().vit_calls
+    again = _ask(llm, "photo again", "What is in the picture?", photograph)
+    more = encoder.get_load().vit_calls - passes
+    print(f"\nWhere the time went:\n{_times([*asked, again])}")
+    usage, same = again.answer.usage, again.answer.text == asked[0].answer.text
+    print(
+        f"\nThe photo again: {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from cache, "
+        f"the encoder ran {more} more ViT passes, and the words are {'the same' if same else 'DIFFERENT'}."
+    )
+    return usage.cached_tokens > 0 and more == 0 and same
+
+
+def _ask(llm: LlmClient, title: str, question: str, media: Media) -> Asked:
+    print(f"\n[{title}] {question}\n> ", end="", flush=True)
+    answer = Answer()
+    first, begun = 0.0, time.perf_counter()
+    with llm.generate(user(media, question), _SAMPLING) as events:
+        for event in events:
+            answer.add(event)
+            if event.HasField("delta"):
+                first = first or time.perf_counter() - begun
+                print(event.delta.text, end="", flush=True)
+    print()
+    return Asked(title, answer, first, time.perf_counter() - begun)
+
+
+def _times(asked: list[Asked]) -> str:
+    stages = list(dict.fromkeys(stage for each in asked for stage in each.answer.timings))
+    rows = [["stage", *(each.title for each in asked)]]
+    for stage in stages:
+        times = [each.answer.timings.get(stage) for each in asked]
+        rows.append([stage, *("–" if seconds is None else milliseconds(seconds) for seconds in times)])
+    rows.append(["first words (client)", *(milliseconds(each.first) for each in asked)])
+    rows.append(["whole answer (client)", *(milliseconds(each.total) for each in asked)])
+    rows.append(["prompt tokens", *(str(each.answer.usage.prompt_tokens) for each in asked)])
+    rows.append(["of them cached", *(str(each.answer.usage.cached_tokens) for each in asked)])
+    rows.append(["generated tokens", *(str(each.answer.usage.completion_tokens) for each in asked)])
+    return table(rows)
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    return "\n".join(log.read_text("utf-8", "replace").splitlines()[-lines:]) if log.exists() else "(none)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
