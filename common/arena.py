@@ -55,6 +55,13 @@ class SharedBuffer:
         """The bytes of a range, without a copy."""
         return self.view[span.offset : span.end]
 
+    def discard(self, span: Range) -> None:
+        """Gives the memory of a range back to the system; it reads as zeros until it is written again."""
+        first = -(-span.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = span.end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_REMOVE, first, length)
+
     def close(self) -> None:
         """Unmaps. Views that others still hold keep the memory until they are gone."""
         self.view.release()

@@ -68,6 +68,8 @@ class GrpcServer:
         self._config = config
         self._names = tuple(names)
         self._stop = asyncio.Event()
+        self._announced = False
+        self._reports: set[asyncio.Task[None]] = set()
         self._frame = CallFrame(config.token())
         self.server = grpc.aio.server(
             interceptors=[self._frame],
@@ -104,21 +106,27 @@ class GrpcServer:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._config.listen}") from error
         self.address = f"{host}:{port}"
-        for name in self._names:
-            await self.set_ready(name, False)
+        await self._set_all(False)
         await self.server.start()
 
     async def announce(self) -> None:
         """Turns every service to SERVING and says so on standard output."""
-        for name in ("", *self._names):
-            await self.set_ready(name, True)
+        self._announced = True
+        await self._set_all(True)
         print(f"ready grpc={self.address}", flush=True)
         _log.info("ready", address=self.address)
 
-    async def set_ready(self, name: str, ready: bool) -> None:
-        """Sets what health checks say of one service."""
+    def report(self, ready: bool) -> None:
+        """Changes what health checks say, once the server has been announced and until it drains."""
+        if self._announced and not self.stopping:
+            task = asyncio.create_task(self._set_all(ready))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _set_all(self, ready: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(name, status)
+        for name in ("", *self._names):
+            await self._health.set(name, status)
 
     async def wait(self) -> None:
         """Returns on SIGTERM, SIGINT or `stop`."""

@@ -20,7 +20,7 @@ SCHEMA: Final = b"twinlens/1"
 VISION_PREFIXES: Final = ("visual.", "model.visual.")
 """How vision tensors are named in checkpoints."""
 
-PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 _SAMPLE = 4096
 

@@ -1,0 +1,27 @@
+"""What hardware is here, found out without torch, so that a control process stays small and starts fast."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def cuda_device_count() -> int:
+    """GPUs that the CUDA driver offers to this process (CUDA_VISIBLE_DEVICES counts); 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def default_device() -> str:
+    """cuda:0 where there is a GPU, else cpu."""
+    return "cuda:0" if cuda_device_count() else "cpu"
+
+
+def default_dtype(device: str) -> str:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return "bfloat16" if device.startswith("cuda") else "float32"

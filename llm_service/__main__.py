@@ -1,0 +1,25 @@
+"""`python -m llm_service`: one LLM service."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from common.checkpoint import CheckpointError
+from common.config import load
+from common.errors import TwinlensError
+from llm_service.config import LlmConfig
+from llm_service.server import serve
+
+
+def main() -> None:
+    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+    config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
+    try:
+        asyncio.run(serve(config))
+    except (CheckpointError, OSError, TwinlensError) as error:
+        sys.exit(f"llm_service: {error}")
+
+
+if __name__ == "__main__":
+    main()

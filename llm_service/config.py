@@ -1,0 +1,62 @@
+"""Options of the LLM service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import option, size, words
+from common.grpc_channel import ChannelSecurity
+from common.grpc_server import ServerConfig, read_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmConfig(ServerConfig):
+    """Everything that `python -m llm_service` can be told."""
+
+    model: str = option("", "checkpoint folder or hub name (required)")
+    served_model_name: str = option("", "name that requests may ask for; by default the folder's")
+    encoders: tuple[str, ...] = option((), "encoders: host:port or dns:///name:port, comma-separated", parse=words)
+    device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
+    dtype: str = option(
+        "", "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
+        choices=("", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    threads: int = option(0, "CPU threads of the engine; 0: one for each core", minimum=0)
+    kv_cache_bytes: int = option(1 << 30, "memory for KV blocks", parse=size, minimum=1 << 16)
+    block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
+    prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
+    row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
+    max_context: int = option(0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0)
+    max_running: int = option(64, "sequences computed at once", minimum=1)
+    max_step_tokens: int = option(512, "tokens computed in one step: bounds how long a prefill delays decodes", minimum=1)
+    max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
+    max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
+    max_images: int = option(16, "pictures in one request", minimum=0)
+    max_videos: int = option(2, "videos in one request", minimum=0)
+    max_choices: int = option(8, "n of one request", minimum=1)
+    max_logprobs: int = option(20, "logprobs of one request", minimum=0)
+    max_stop_texts: int = option(8, "stop texts of one request", minimum=0)
+    max_stop_bytes: int = option(256, "longest stop text", minimum=1)
+    encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
+    encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
+    encoder_cert: str = option("", "PEM client certificate shown to encoders")
+    encoder_key: str = option("", "PEM private key of --encoder-cert")
+    encoder_token: str = option("", "bearer token sent to encoders", secret=True)
+    encoder_token_file: str = option("", "file that holds that token")
+
+    def validate(self) -> None:
+        """Raises ValueError where options are missing or contradict each other."""
+        self.check_server()
+        if not self.model:
+            raise ValueError("--model is required")
+        if self.max_running > self.max_step_tokens:
+            raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
+        if bool(self.encoder_cert) != bool(self.encoder_key):
+            raise ValueError("--encoder-cert and --encoder-key go together")
+        if self.encoder_cert and not self.encoder_ca:
+            raise ValueError("--encoder-cert needs --encoder-ca")
+
+    def link(self) -> ChannelSecurity:
+        """How encoders are spoken to."""
+        token = read_token(self.encoder_token, self.encoder_token_file)
+        return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token)

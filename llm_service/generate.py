@@ -1,0 +1,241 @@
+"""A request from its media to its last token. Whatever it takes on the way is given back on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from common.errors import Exhausted, InvalidInput, TwinlensError
+from llm_service.detokenizer import Detokenizer
+from llm_service.encoders.landing import Landing
+from llm_service.engine.front import EngineFront, Ticket
+from llm_service.engine.messages import Add, ItemRows, Started
+from llm_service.plan import TokenLogprobs
+from llm_service.prompt import PromptBuilder
+from llm_service.request import Laid, Request
+from llm_service.rows import RowEntry, RowStore
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache."""
+
+    laid: Laid
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one choice and the text that is certain by now."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A choice is complete; `reason` is stop or length. `timings` are seconds by stage."""
+
+    choice: int
+    reason: str
+    stop_text: str
+    completion_tokens: int
+    timings: dict[str, float]
+
+
+@dataclass(slots=True)
+class Choice:
+    """What is known of a choice that is being generated."""
+
+    index: int
+    text: Detokenizer
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Stages:
+    """Seconds by stage, each from the end of the one before."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def mark(self, stage: str) -> None:
+        """Ends a stage now; only the first time counts."""
+        if stage not in self.seconds:
+            now = time.perf_counter()
+            self.seconds[stage] = now - self._last
+            self._last = now
+
+
+class Generator:
+    """Serves requests of one model; bounds how many there are at once."""
+
+    def __init__(
+        self, prompts: PromptBuilder, landing: Landing, rows: RowStore, engine: EngineFront, *, max_requests: int
+    ) -> None:
+        self._prompts = prompts
+        self._landing = landing
+        self._rows = rows
+        self._engine = engine
+        self._max_requests = max_requests
+        self._open: dict[str, list[asyncio.Task[object]]] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.stage_totals: Counter[str] = Counter()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests under way, from arrival to end."""
+        return sum(map(len, self._open.values()))
+
+    def abort(self, request_id: str) -> int:
+        """Cancels all requests with this id; how many there were."""
+        tasks = self._open.get(request_id, [])
+        for task in tasks:
+            task.cancel("aborted")
+        return len(tasks)
+
+    async def generate(self, request: Request) -> AsyncIterator[Begun | Delta | Ended]:
+        """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
+        if self.open_requests >= self._max_requests:
+            self.outcomes["refused"] += 1
+            raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.setdefault(request.id, []).append(task)
+        outcome = "cancelled"
+        try:
+            async for event in self._serve(request):
+                yield event
+            outcome = "finished"
+        except TwinlensError:
+            outcome = "failed"
+            raise
+        finally:
+            self.outcomes[outcome] += 1
+            self._open[request.id].remove(task)
+            if not self._open[request.id]:
+                del self._open[request.id]
+
+    async def _serve(self, request: Request) -> AsyncIterator[Begun | Delta | Ended]:
+        stages = Stages()
+        modalities = [item.modality for item in request.media]
+        pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
+        stages.mark("prompt")
+        entries = await self._landing.land(request) if request.media else []
+        release = _once(lambda: [self._rows.release(entry) for entry in entries])
+        try:
+            stages.mark("encode_header")
+            laid = await asyncio.to_thread(self._prompts.lay, pieces, [entry.header for entry in entries])
+            self._check_length(laid)
+            ticket = self._submit(request, laid, entries, release)
+        except BaseException:
+            release()
+            raise
+        unwatch = self._watch(ticket, laid, entries, stages)
+        try:
+            async for event in self._follow(request, laid, ticket, stages):
+                yield event
+        finally:
+            unwatch()
+            self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
+            self.stage_totals.update(stages.seconds)
+
+    def _check_length(self, laid: Laid) -> None:
+        ready = self._engine.ready
+        if ready is not None and len(laid.ids) >= ready.context:
+            raise InvalidInput(
+                f"the prompt has {len(laid.ids)} tokens; the context holds {ready.context}, output included",
+                reason="PROMPT_TOO_LONG", field="input",
+            )  # fmt: skip
+
+    def _submit(self, request: Request, laid: Laid, entries: list[RowEntry], release: Callable[[], None]) -> Ticket:
+        """Hands the request to the engine, which from then on says when rows may be released."""
+        items = [
+            ItemRows(
+                span.header.key, entries[span.item].place.offset,
+                [(run.start, run.first_row, run.count) for run in span.runs], entries[span.item].landed,
+            )  # fmt: skip
+            for span in laid.spans
+        ]
+        add = Add(
+            id=self._engine.next_id(), token_ids=array("i", laid.ids).tobytes(), positions=laid.positions,
+            delta=laid.delta, items=items, sampling=request.sampling, salt=request.salt, priority=request.priority,
+            deadline=request.deadline,
+        )  # fmt: skip
+        return self._engine.submit(add, release)
+
+    def _watch(self, ticket: Ticket, laid: Laid, entries: list[RowEntry], stages: Stages) -> Callable[[], None]:
+        """Passes every landing on to the engine, and the failure of an item to the request; returns how to stop."""
+        watched: list[tuple[RowEntry, Callable[[RowEntry], None]]] = []
+
+        def watcher(number: int) -> Callable[[RowEntry], None]:
+            def tell(entry: RowEntry) -> None:
+                if entry.error is not None:
+                    ticket.fail(entry.error)
+                else:
+                    self._engine.landed(ticket.id, number, entry.landed)
+                    if all(other.complete for other in entries):
+                        stages.mark("rows")
+
+            return tell
+
+        for number, span in enumerate(laid.spans):
+            entry, tell = entries[span.item], watcher(number)
+            entry.watchers.append(tell)
+            watched.append((entry, tell))
+            tell(entry)
+
+        def unwatch() -> None:
+            for entry, tell in watched:
+                entry.watchers.remove(tell)
+
+        return unwatch
+
+    async def _follow(
+        self, request: Request, laid: Laid, ticket: Ticket, stages: Stages
+    ) -> AsyncIterator[Begun | Delta | Ended]:
+        """Turns the engine's events into the caller's."""
+        tokenizer = self._prompts.tokenizer
+        open_choices = {n: Choice(n, Detokenizer(tokenizer, request.stop)) for n in range(request.sampling.n)}
+        while open_choices:
+            for event in await ticket.next():
+                if isinstance(event, Started):
+                    stages.mark("queue")
+                    yield Begun(laid, event.cached)
+                    continue
+                choice = open_choices.get(event.choice)
+                if choice is None:
+                    continue  # computed before the engine heard that its stop text had come
+                stages.mark("first_token")
+                choice.tokens += 1
+                text = choice.text.push(event.token)
+                ended = "stop" if choice.text.stopped else event.ended
+                if ended and not choice.text.stopped:
+                    text += choice.text.finish()
+                    ended = "stop" if choice.text.stopped else ended
+                yield Delta(event.choice, text, [event.token], [event.logprobs] if event.logprobs else [])
+                if ended:
+                    del open_choices[event.choice]
+                    if not event.ended:
+                        self._engine.abort(ticket.id, event.choice)
+                    stages.mark("decode_tokens")
+                    yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, dict(stages.seconds))
+
+
+def _once(action: Callable[[], object]) -> Callable[[], None]:
+    """An action that runs the first time only."""
+    done = False
+
+    def run() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            action()
+
+    return run

@@ -1,0 +1,84 @@
+"""Puts the LLM service together, runs it until a signal comes, and takes it apart in the opposite order."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from common import log
+from common.checkpoint import Checkpoint, CheckpointError
+from common.devices import default_device, default_dtype
+from common.grpc_server import GrpcServer
+from common.identity import vision_digest
+from common.wire import DType, RowLayout
+from llm_service.config import LlmConfig
+from llm_service.convert import Requests
+from llm_service.encoders.landing import Landing
+from llm_service.encoders.pool import EncoderPool
+from llm_service.engine.front import EngineFront
+from llm_service.engine.messages import EngineSettings
+from llm_service.generate import Generator
+from llm_service.models.config import TextConfig
+from llm_service.models.registry import DECODERS
+from llm_service.prompt import PromptBuilder
+from llm_service.rows import RowStore
+from llm_service.servicer import LlmServicer, Parts
+from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
+
+SERVICE = "twinlens.v1.LlmService"
+
+
+async def serve(config: LlmConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises CheckpointError, OSError or Internal where it cannot begin."""
+    log.configure(config.log_level, service="llm")
+    checkpoint = Checkpoint.resolve(config.model)
+    text = TextConfig.of(checkpoint.config)
+    settings = _engine_settings(config, checkpoint, text)
+    layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
+    digest = await asyncio.to_thread(vision_digest, checkpoint, layout.dtype)
+    prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
+    model = config.served_model_name or checkpoint.name
+
+    async with AsyncExitStack() as running:
+        frame = GrpcServer(config, [SERVICE])
+        rows = RowStore(config.row_cache_bytes, layout)
+        running.callback(rows.close)
+        pool = EncoderPool(config.encoders, config.link(), digest)
+        engine = EngineFront(settings, rows.buffer.fd, frame.report)
+        generator = Generator(
+            prompts, Landing(pool, rows, config.encode_timeout_seconds), rows, engine, max_requests=config.max_requests
+        )
+        requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
+        parts = Parts(config, model, text.architecture, digest, requests, prompts, generator, engine, rows, pool)
+        add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
+        await frame.bind()
+        running.push_async_callback(engine.stop)
+        running.push_async_callback(pool.stop)
+        running.push_async_callback(frame.drain)
+        starting = asyncio.create_task(engine.start())
+        stopped = asyncio.create_task(frame.wait())
+        await pool.start()
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        stopped.cancel()
+        await starting
+        await frame.announce()
+        await frame.wait()
+
+
+def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig) -> EngineSettings:
+    if text.architecture not in DECODERS:
+        raise CheckpointError(f"{text.architecture} is not supported; these are: {', '.join(DECODERS)}")
+    device = config.device or default_device()
+    vision = checkpoint.config.get("vision_config", {})
+    return EngineSettings(
+        model=str(checkpoint.folder), device=device,
+        dtype=config.dtype or default_dtype(device),
+        threads=config.threads, kv_cache_bytes=config.kv_cache_bytes, block_size=config.block_size,
+        max_context=config.max_context, max_running=config.max_running, max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache, row_bytes=config.row_cache_bytes,
+        row_levels=1 + len(vision.get("deepstack_visual_indexes", ())), log_level=config.log_level,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The LLM service's RPCs: messages to nouns, nouns to messages, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from common.errors import InvalidInput
+from llm_service.config import LlmConfig
+from llm_service.convert import UNIMPLEMENTED_SAMPLING, Requests
+from llm_service.encoders.pool import EncoderPool
+from llm_service.engine.front import EngineFront
+from llm_service.generate import Begun, Delta, Ended, Generator
+from llm_service.prompt import PromptBuilder
+from llm_service.rows import RowStore
+from twinlens import __version__
+from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.llm_pb2_grpc import LlmServiceServicer
+
+_REASONS = {"stop": llm_pb2.FINISH_REASON_STOP, "length": llm_pb2.FINISH_REASON_LENGTH}
+
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the servicer speaks for."""
+
+    config: LlmConfig
+    model: str
+    architecture: str
+    digest: str
+    requests: Requests
+    prompts: PromptBuilder
+    generator: Generator
+    engine: EngineFront
+    rows: RowStore
+    pool: EncoderPool
+
+
+class LlmServicer(LlmServiceServicer):
+    """Answers for one model."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def Generate(  # noqa: N802 - the contract's name
+        self, request: llm_pb2.GenerateRequest, context: Context[llm_pb2.GenerateRequest, llm_pb2.GenerateResponse]
+    ) -> AsyncIterator[llm_pb2.GenerateResponse]:
+        """Streams a generation."""
+        parts = self._parts
+        limit = parts.engine.ready.context if parts.engine.ready else 1 << 30
+        read = parts.requests.read(request, context.time_remaining(), limit)
+        begun: Begun | None = None
+        async for event in parts.generator.generate(read):
+            match event:
+                case Begun():
+                    begun = event
+                    yield llm_pb2.GenerateResponse(started=_started(read.id, event))
+                case Delta():
+                    yield llm_pb2.GenerateResponse(delta=_delta(event))
+                case Ended():
+                    assert begun is not None
+                    yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
+
+    async def Abort(  # noqa: N802
+        self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
+    ) -> llm_pb2.AbortResponse:
+        """Ends requests by name."""
+        return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, request.request_ids)))
+
+    async def Tokenize(  # noqa: N802
+        self, request: llm_pb2.TokenizeRequest, context: Context[llm_pb2.TokenizeRequest, llm_pb2.TokenizeResponse]
+    ) -> llm_pb2.TokenizeResponse:
+        """Gives token ids without generating."""
+        prompts = self._parts.prompts
+        match request.WhichOneof("input"):
+            case "text":
+                if len(request.text.encode()) > self._parts.config.max_prompt_bytes:
+                    raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
+                ids = await asyncio.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
+            case "chat":
+                chat = self._parts.requests.chat(request.chat, media := [])
+                if media:
+                    raise InvalidInput("media have no tokens before they are encoded", field="chat.messages")
+                pieces = await asyncio.to_thread(prompts.pieces, chat, ())
+                ids = (await asyncio.to_thread(prompts.lay, pieces, ())).ids
+            case _:
+                raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
+        return llm_pb2.TokenizeResponse(ids=ids)
+
+    async def GetInfo(  # noqa: N802
+        self,
+        request: llm_pb2.LlmServiceGetInfoRequest,
+        context: Context[llm_pb2.LlmServiceGetInfoRequest, llm_pb2.LlmServiceGetInfoResponse],
+    ) -> llm_pb2.LlmServiceGetInfoResponse:
+        """Describes the service."""
+        parts, ready = self._parts, self._parts.engine.ready
+        return llm_pb2.LlmServiceGetInfoResponse(
+            version=__version__, model=parts.model, architecture=parts.architecture, encoder_digest=parts.digest,
+            context_tokens=ready.context if ready else 0, vocab_size=parts.prompts.vocab_size, tensor_parallel=1,
+            devices=[ready.device] if ready else [], unimplemented_sampling=UNIMPLEMENTED_SAMPLING,
+        )  # fmt: skip
+
+    async def GetLoad(  # noqa: N802
+        self,
+        request: llm_pb2.LlmServiceGetLoadRequest,
+        context: Context[llm_pb2.LlmServiceGetLoadRequest, llm_pb2.LlmServiceGetLoadResponse],
+    ) -> llm_pb2.LlmServiceGetLoadResponse:
+        """Reports queues and counters."""
+        parts = self._parts
+        state, outcomes = await parts.engine.state(), parts.generator.outcomes
+        preparing = parts.generator.open_requests - parts.engine.requests
+        return llm_pb2.LlmServiceGetLoadResponse(
+            waiting=state.waiting + max(0, preparing), running=state.running, kv_blocks_used=state.kv_blocks_used,
+            kv_blocks_total=state.kv_blocks_total, prefix_hit_tokens=state.prefix_hit_tokens,
+            prompt_tokens=state.prompt_tokens, generated_tokens=state.generated_tokens, preemptions=state.preemptions,
+            steps=state.steps, rows_received=parts.rows.counters.received, row_hits=parts.rows.counters.hits,
+            row_bytes=parts.rows.used_bytes, row_capacity_bytes=parts.rows.capacity_bytes,
+            finished_requests=outcomes["finished"], failed_requests=outcomes["failed"] + outcomes["refused"],
+            cancelled_requests=outcomes["cancelled"], stage_totals=_timings(parts.generator.stage_totals),
+            encoders=[
+                llm_pb2.EncoderStatus(address=peer.address, usable=peer.usable, in_flight=peer.in_flight)
+                for peer in parts.pool.peers
+            ],
+        )  # fmt: skip
+
+    async def FlushCache(  # noqa: N802
+        self,
+        request: llm_pb2.LlmServiceFlushCacheRequest,
+        context: Context[llm_pb2.LlmServiceFlushCacheRequest, llm_pb2.LlmServiceFlushCacheResponse],
+    ) -> llm_pb2.LlmServiceFlushCacheResponse:
+        """Empties both caches of what no request uses."""
+        blocks = await self._parts.engine.flush()
+        return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._parts.rows.flush())
+
+
+def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
+    spans = [
+        llm_pb2.MediaSpan(
+            item=span.item, start=span.start, length=span.end - span.start, rows=span.header.tokens,
+            key=span.header.key, cached=span.header.cached,
+        )  # fmt: skip
+        for span in event.laid.spans
+    ]
+    return llm_pb2.GenerateStarted(
+        prompt_tokens=len(event.laid.ids), cached_tokens=event.cached, spans=spans, request_id=request_id
+    )
+
+
+def _delta(event: Delta) -> llm_pb2.GenerateDelta:
+    logprobs = [
+        llm_pb2.TokenLogprobs(
+            logprob=given.chosen,
+            top=[llm_pb2.TopLogprob(token_id=token, logprob=value) for token, value in given.top],
+        )
+        for given in event.logprobs
+    ]
+    return llm_pb2.GenerateDelta(index=event.choice, text=event.text, token_ids=event.tokens, logprobs=logprobs)
+
+
+def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
+    usage = llm_pb2.Usage(
+        prompt_tokens=len(begun.laid.ids), cached_tokens=begun.cached, completion_tokens=event.completion_tokens
+    )
+    return llm_pb2.GenerateFinished(
+        index=event.choice, reason=_REASONS[event.reason], usage=usage, stop_text=event.stop_text,
+        timings=_timings(event.timings),
+    )  # fmt: skip
+
+
+def _timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
+    return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
