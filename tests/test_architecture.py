@@ -1,0 +1,291 @@
+"""The rules of the house: each a function from a tree of sources to its offences, tried on made-up trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import Module, Tree, fits
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVICES = ("encoder_service", "llm_service")
+TREE = Tree.read(ROOT, ("common", *SERVICES, "twinlens"))
+
+HEAVY = {"torch", "transformers", "triton"}
+
+# What computes, and what starts it; everything else of a service is control plane.
+COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
+TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config")
+
+# Where message classes may be seen.
+WIRE = (
+    "common.grpc_*",
+    *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
+    "encoder_service.transports.*",
+    "llm_service.encoders.*",
+)
+PROTOBUF = ("twinlens.v1.*", "google.protobuf.*", "google.rpc.*")
+
+# Rooms from the ground up; a room may use itself and what is listed.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "nouns": (),
+    "messages": ("nouns",),
+    "layers": ("nouns",),
+    "models": ("nouns", "layers"),
+    "worker": ("nouns", "messages", "layers", "models"),
+    "engine": ("nouns", "messages"),
+    "front": ("nouns", "messages", "models", "engine"),
+}
+
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "multiprocessing",
+}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load"}
+UNSAFE_FLAGS = {"allow_pickle", "trust_remote_code"}
+
+
+def service_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def room_of(name: str) -> str:
+    """The room of a service's module.
+
+    >>> room_of("llm_service.request"), room_of("llm_service.engine.core"), room_of("llm_service.prompt")
+    ('nouns', 'engine', 'front')
+    """
+    parts = name.split(".")[1:]
+    if parts in (["item"], ["request"], ["plan"]):
+        return "nouns"
+    if parts[-1:] == ["messages"]:
+        return "messages"
+    return parts[0] if parts and parts[0] in ROOMS else "front"
+
+
+def ground_floor(tree: Tree) -> list[str]:
+    """`common` knows no service, and the client neither."""
+    found = []
+    for owner, forbidden in (("common", SERVICES), ("twinlens", ("common", *SERVICES))):
+        for module in tree.matching(f"{owner}.*"):
+            found += [
+                f"{module.name} → {each.name}"
+                for each in module.imports
+                if service_of(each.name) in forbidden
+            ]
+    return found
+
+
+def services_apart(tree: Tree) -> list[str]:
+    """A service imports its own modules, `common`, the contract and the release, and nothing else of ours."""
+    ours = {"common", "twinlens", *SERVICES, "tests", "tools", "benchmarks"}
+    shared = ("common.*", "twinlens.v1.*", "twinlens.__version__", "twinlens._version.*")
+    found = []
+    for service in ("common", *SERVICES):
+        for module in tree.matching(f"{service}.*"):
+            theirs = [each.name for each in module.imports if service_of(each.name) in ours - {service}]
+            found += [
+                f"{module.name} → {name}" for name in theirs if not any(fits(name, each) for each in shared)
+            ]
+    return found
+
+
+def light_control_plane(tree: Tree) -> list[str]:
+    """Importing a control-plane module loads no torch, even through others; nor does it name torch."""
+    found = []
+    for module in tree.matching(*(f"{service}.*" for service in SERVICES)):
+        computes = any(fits(module.name, pattern) for pattern in COMPUTES)
+        if computes and not any(fits(module.name, pattern) for pattern in TORCH_FREE_EVEN_THERE):
+            continue
+        named = [each.name for each in module.imports if service_of(each.name) in HEAVY]
+        found += [f"{module.name} → {name}" for name in named]
+        if not named and (chain := tree.loads(module.name, HEAVY)):
+            found.append(" → ".join(chain))
+    return found
+
+
+def protobuf_at_the_edge(tree: Tree) -> list[str]:
+    """Message classes stop at the servicers and the encoder client."""
+    found = []
+    for module in tree.matching("common.*", *(f"{service}.*" for service in SERVICES)):
+        if any(fits(module.name, pattern) for pattern in WIRE):
+            continue
+        found += [
+            f"{module.name} → {each.name}"
+            for each in module.imports
+            if any(fits(each.name, pattern) for pattern in PROTOBUF)
+        ]
+    return found
+
+
+def downwards(tree: Tree) -> list[str]:
+    """Imports run downwards: front, engine, messages, nouns; and worker, models, layers."""
+    found = []
+    for module in tree.matching(*(f"{service}.*" for service in SERVICES)):
+        if module.name.endswith("__main__"):
+            continue  # a process's first module puts the rooms together
+        room = room_of(module.name)
+        for each in module.imports:
+            target = tree.module_of(each.name)
+            if target is None or service_of(target) != service_of(module.name) or "." not in target:
+                continue
+            if room_of(target) not in (room, *ROOMS[room]):
+                found.append(f"{module.name} → {target}")
+    return found
+
+
+def nothing_unsafe(tree: Tree) -> list[str]:
+    """No pickle, no `torch.load`, no `eval` of what comes from outside a process."""
+    found = []
+    for module in tree.modules.values():
+        found += [
+            f"{module.name} → {each.name}"
+            for each in module.imports
+            if service_of(each.name) in UNSAFE_MODULES and not each.name.startswith(SHARED_MEMORY)
+        ]
+        found += _unsafe_calls(module)
+    return found
+
+
+SHARED_MEMORY = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
+
+
+def _unsafe_calls(module: Module) -> list[str]:
+    found = []
+    for node in ast.walk(module.syntax):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            flags = {keyword.arg for keyword in node.keywords if not _is_false(keyword.value)}
+            if name in UNSAFE_CALLS or flags & UNSAFE_FLAGS:
+                found.append(f"{module.name}:{node.lineno} {name}")
+    return found
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+RULES: tuple[Callable[[Tree], list[str]], ...] = (
+    ground_floor,
+    services_apart,
+    light_control_plane,
+    protobuf_at_the_edge,
+    downwards,
+    nothing_unsafe,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
+    assert rule(TREE) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        (ground_floor, {"common/a": "from llm_service import request"}),
+        (ground_floor, {"common/a": "def f():\n    import encoder_service.item"}),
+        (ground_floor, {"twinlens/a": "from common import errors"}),
+        (services_apart, {"llm_service/a": "from encoder_service.item import Item"}),
+        (services_apart, {"encoder_service/a": "import llm_service.plan"}),
+        (services_apart, {"encoder_service/a": "from twinlens.client import LlmClient"}),
+        (services_apart, {"common/a": "from tests import checkpoints"}),
+        (light_control_plane, {"llm_service/engine/scheduler": "import torch"}),
+        (
+            light_control_plane,
+            {"llm_service/prompt": "def f():\n    from transformers import AutoTokenizer"},
+        ),
+        (light_control_plane, {"encoder_service/worker/messages": "import torch"}),
+        (light_control_plane, {"llm_service/plan": "from common import a", "common/a": "import torch.nn"}),
+        (
+            light_control_plane,
+            {
+                "llm_service/plan": "import common.b.c",
+                "common/b/__init__": "import torch",
+                "common/b/c": "",
+            },
+        ),
+        (protobuf_at_the_edge, {"llm_service/engine/core": "from twinlens.v1 import Media"}),
+        (protobuf_at_the_edge, {"encoder_service/media/image": "from twinlens import v1"}),
+        (protobuf_at_the_edge, {"common/wire": "import google.protobuf.message"}),
+        (downwards, {"llm_service/request": "from llm_service import prompt", "llm_service/prompt": ""}),
+        (
+            downwards,
+            {
+                "llm_service/engine/a": "from llm_service.worker.runner import Runner",
+                "llm_service/worker/runner": "",
+            },
+        ),
+        (downwards, {"llm_service/engine/a": "import llm_service.server", "llm_service/server": ""}),
+        (
+            downwards,
+            {"encoder_service/worker/a": "from .. import engine", "encoder_service/engine/__init__": ""},
+        ),
+        (
+            downwards,
+            {"encoder_service/models/a": "from ..worker import b", "encoder_service/worker/b": ""},
+        ),
+        (nothing_unsafe, {"common/a": "import pickle"}),
+        (nothing_unsafe, {"common/a": "from multiprocessing import Queue"}),
+        (nothing_unsafe, {"common/a": "x = torch.load(path)"}),
+        (nothing_unsafe, {"common/a": "eval(text)"}),
+        (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=flag)"}),
+    ],
+)
+def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, str]) -> None:
+    assert rule(Tree.of(sources)) != []
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        (services_apart, {"llm_service/a": "from twinlens import __version__\nfrom common import errors"}),
+        (light_control_plane, {"llm_service/worker/runner": "import torch"}),
+        (
+            light_control_plane,
+            {"llm_service/plan": "if TYPE_CHECKING:\n    import common.a", "common/a": "import torch"},
+        ),
+        (protobuf_at_the_edge, {"llm_service/servicer": "from twinlens.v1 import Media"}),
+        (
+            downwards,
+            {
+                "llm_service/engine/a": "import llm_service.worker.messages",
+                "llm_service/worker/messages": "",
+            },
+        ),
+        (
+            nothing_unsafe,
+            {"common/a": "model.eval()\nfrom multiprocessing.shared_memory import SharedMemory"},
+        ),
+        (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=False)"}),
+    ],
+)
+def test_the_rule_lets_good_code_be(rule: Callable[[Tree], list[str]], sources: dict[str, str]) -> None:
+    assert rule(Tree.of(sources)) == []
+
+
+def test_both_services_have_the_same_rooms() -> None:
+    """And so the rules above are about something."""
+    for service in SERVICES:
+        modules = {room_of(name) for name in TREE.modules if service_of(name) == service and "." in name}
+        assert modules >= {"nouns", "messages", "models", "worker", "engine", "front"}, service
+        for name in ("server", "servicer", "config", "__main__"):
+            assert f"{service}.{name}" in TREE.modules
+
+
+def test_what_the_control_plane_is_named_after_exists() -> None:
+    expected = {
+        *(f"encoder_service.{name}" for name in ("item", "media.limits", "engine.store", "engine.encode")),
+        *(f"llm_service.{name}" for name in ("request", "plan", "prompt", "detokenizer", "encoders.pool")),
+        *(f"llm_service.engine.{name}" for name in ("scheduler", "blocks", "core", "front")),
+    }
+    assert expected <= set(TREE.modules)
