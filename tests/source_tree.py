@@ -89,7 +89,7 @@ class Tree:
         return None
 
     def loads(self, name: str, foreign: set[str]) -> list[str] | None:
-        """How importing a module loads one of some foreign packages: the chain of names, or None if it does not."""
+        """How importing a module loads one of some foreign packages: the chain of names; None if not."""
         chains = [[name]]
         seen = {name}
         while chains:

@@ -36,8 +36,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "layers": ("nouns",),
     "models": ("nouns", "layers"),
     "worker": ("nouns", "messages", "layers", "models"),
-    "engine": ("nouns", "messages"),
-    "front": ("nouns", "messages", "models", "engine"),
+    "media": ("nouns", "messages"),
+    "engine": ("nouns", "messages", "media"),
+    "front": ("nouns", "messages", "models", "media", "engine"),
 }
 
 UNSAFE_MODULES = {
@@ -65,7 +66,7 @@ def room_of(name: str) -> str:
     ('nouns', 'engine', 'front')
     """
     parts = name.split(".")[1:]
-    if parts in (["item"], ["request"], ["plan"]):
+    if parts in (["item"], ["request"], ["plan"], ["models", "config"]):
         return "nouns"
     if parts[-1:] == ["messages"]:
         return "messages"
