@@ -1,0 +1,160 @@
+"""The LLM engine in one process, on rows that the reference made: what it computes, without wires in between."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.messages import Add, ItemRows, Started
+from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.models.loader import load_decoder
+from llm_service.prompt import PromptBuilder
+from llm_service.request import ChatPrompt, Laid, MediaHeader, MediaItem, Message, Opaque, Sampling
+from llm_service.worker.fusion import RowArena
+from llm_service.worker.runner import Runner
+from tests import reference
+
+Part = str | Image.Image | reference.Video
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A laid-out prompt and the rows [tokens, levels, width] of its items; `inputs` is what the reference takes."""
+
+    laid: Laid
+    rows: list[torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    salt: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    cached: int = -1
+    ended: str = ""
+
+
+def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder | None = None) -> Prompt:
+    """One user message with these parts, laid out by us, with rows and inputs from the reference."""
+    builder = builder or PromptBuilder(Checkpoint(directory))
+    images = [part for part in parts if isinstance(part, Image.Image)]
+    videos = [part for part in parts if isinstance(part, reference.Video)]
+    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": _kind(p)} for p in parts]
+    inputs = reference.reference_inputs(directory, [{"role": "user", "content": content}], images, videos)
+    headers: list[MediaHeader] = []
+    rows: list[torch.Tensor] = []
+    for part in parts:
+        if isinstance(part, str):
+            continue
+        header, block = _image(directory, part) if isinstance(part, Image.Image) else _video(directory, part)
+        headers.append(header)
+        rows.append(block)
+    items = iter(MediaItem(n, header.modality, Opaque("embedding", b"")) for n, header in enumerate(headers))
+    message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
+    pieces = builder.pieces(ChatPrompt((message,)), [header.modality for header in headers])
+    return Prompt(builder.lay(pieces, headers), rows, inputs)
+
+
+def _kind(part: Part) -> str:
+    return "image" if isinstance(part, Image.Image) else "video"
+
+
+def _image(directory: Path, image: Image.Image) -> tuple[MediaHeader, torch.Tensor]:
+    patches, grids = reference.images_inputs(directory, [image])
+    return _header("image", patches, grids, reference.rows(directory, patches, grids))
+
+
+def _video(directory: Path, video: reference.Video) -> tuple[MediaHeader, torch.Tensor]:
+    patches, grids, metadata = reference.video_inputs(directory, video)
+    indices = [int(index) for index in metadata.frames_indices]
+    indices += indices[-1:] * (len(indices) % 2)
+    times = [index / metadata.fps for index in indices]
+    header, rows = _header("video", patches, grids, reference.rows(directory, patches, grids))
+    middles = tuple((first + second) / 2 for first, second in zip(times[::2], times[1::2], strict=True))
+    seconds = 2 / metadata.sampled_fps
+    return MediaHeader(
+        header.key, "video", header.grid, header.tokens, header.width, header.levels, "float32", middles, seconds
+    ), rows  # fmt: skip
+
+
+def _header(kind: str, patches: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor) -> tuple[MediaHeader, torch.Tensor]:
+    key = hashlib.sha256(patches.numpy().tobytes() + grids.numpy().tobytes()).digest()
+    tokens, levels, width = rows.shape
+    t, h, w = grids[0].tolist()
+    return MediaHeader(key, kind, (t, h, w), tokens, width, levels, "float32"), rows.contiguous()  # type: ignore[arg-type]
+
+
+class LocalEngine:
+    """Scheduler and runner over one checkpoint; `run` serves prompts together until all have ended."""
+
+    def __init__(
+        self, directory: Path, *, step_tokens: int = 4096, blocks: int = 512, block_size: int = 16,
+        max_running: int = 16, prefix_cache: bool = False,
+    ) -> None:  # fmt: skip
+        checkpoint = Checkpoint(directory)
+        decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
+        levels = 1 + len(checkpoint.config["vision_config"].get("deepstack_visual_indexes", ()))
+        self._buffer = SharedBuffer.create("test-rows", 64 << 20)
+        arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
+        self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
+        self.runner = Runner(decoder, arena, blocks, block_size)
+        self.scheduler = Scheduler(
+            BlockManager(blocks, block_size, prefix_cache=prefix_cache),
+            Limits(max_running, step_tokens, blocks * block_size), frozenset({-1}), arena.row_bytes,
+        )  # fmt: skip
+        self._arena = arena
+        self._free = 0
+        self._places: dict[bytes, int] = {}
+        self._ids = 0
+
+    def submit(self, prompt: Prompt, sampling: Sampling) -> int:
+        """Puts a prompt's rows into the arena and its request into the scheduler; the request's id."""
+        items = []
+        for span in prompt.laid.spans:
+            offset = self._land(span.header.key, prompt.rows[span.item])
+            runs = [(run.start, run.first_row, run.count) for run in span.runs]
+            items.append(ItemRows(span.header.key, offset, runs, span.header.tokens))
+        self._ids += 1
+        self.scheduler.add(
+            Add(
+                id=self._ids, token_ids=array("i", prompt.laid.ids).tobytes(), positions=prompt.laid.positions,
+                delta=prompt.laid.delta, items=items, sampling=sampling, salt=prompt.salt, priority=0, deadline=None,
+            )  # fmt: skip
+        )
+        return self._ids
+
+    def _land(self, key: bytes, rows: torch.Tensor) -> int:
+        if key not in self._places:
+            data = rows.reshape(-1).view(torch.uint8)
+            self._places[key], self._free = self._free, self._free + len(data)
+            self._memory[self._places[key] : self._free] = data
+        return self._places[key]
+
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Outcome]:
+        """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
+        outcomes = {self.submit(prompt, sampling): Outcome() for prompt in prompts}
+        while any(not outcome.ended for outcome in outcomes.values()):
+            step, started = self.scheduler.schedule()
+            assert step is not None, "the engine has work but plans nothing"
+            for event in started:
+                assert isinstance(event, Started)
+                outcomes[event.id].cached = event.cached
+            for token in self.scheduler.finish(step, self.runner.run(step.plan)):
+                if token.choice == 0:
+                    outcomes[token.id].tokens.append(token.token)
+                    outcomes[token.id].ended = token.ended
+        while (step := self.scheduler.schedule()[0]) is not None:
+            self.scheduler.finish(step, self.runner.run(step.plan))
+        self.scheduler.check_integrity()
+        return list(outcomes.values())

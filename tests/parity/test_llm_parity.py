@@ -1,0 +1,119 @@
+"""The LLM side against transformers: token ids, positions, and 64 greedy tokens, however prefill is cut and mixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from llm_service.request import Sampling
+from tests import reference
+from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.parity.local_engine import LocalEngine, Part, make_prompt
+
+GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+def _picture(seed: int, width: int, height: int) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _video(seed: int, frames: int) -> reference.Video:
+    return reference.Video(np.stack([np.asarray(_picture(seed + n, 96, 64)) for n in range(frames)]), fps=4.0)
+
+
+PROMPTS: dict[str, list[Part]] = {
+    "text": ["Tell me about two red circles."],
+    "one image": [_picture(1, 120, 90), "What is in the picture?"],
+    "three images": [_picture(2, 64, 64), _picture(3, 200, 100), _picture(4, 90, 150), "Which one is red?"],
+    "image, text, image": [_picture(5, 100, 100), "is left of", _picture(6, 70, 140), "and why?"],
+    "video": ["Look: ", _video(7, 12), "What happens?"],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_have_the_references_ids_and_positions(directory: Path, name: str) -> None:
+    prompt = make_prompt(directory, PROMPTS[name])
+    assert prompt.laid.ids == prompt.inputs["input_ids"][0].tolist()
+    ours = np.frombuffer(prompt.laid.positions, np.int32).reshape(3, -1)
+    assert np.array_equal(ours, prompt.inputs["position_ids"][:, 0].numpy())
+    assert prompt.laid.delta == int(prompt.inputs["rope_deltas"])
+
+
+def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(directory: Path) -> None:
+    prompts = {name: make_prompt(directory, parts) for name, parts in PROMPTS.items()}
+    expected = {name: reference.reference_generate(directory, prompt.inputs) for name, prompt in prompts.items()}
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected), "the prompts prove nothing"
+
+    whole, chunked = LocalEngine(directory), LocalEngine(directory, step_tokens=16)
+    for name, prompt in prompts.items():
+        assert whole.run([prompt], GREEDY)[0].tokens == expected[name], name
+        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in chunks of 16"
+
+    company = LocalEngine(directory, step_tokens=48, max_running=8)
+    together = [*prompts, "one image", "text", "video"]
+    outcomes = company.run([prompts[name] for name in together], GREEDY)
+    for name, outcome in zip(together, outcomes, strict=True):
+        assert outcome.tokens == expected[name], f"{name}, beside 7 others"
+
+
+def test_two_pictures_give_different_answers(directory: Path) -> None:
+    engine = LocalEngine(directory)
+    prompts = [make_prompt(directory, [_picture(seed, 120, 90), "What is it?"]) for seed in (11, 12)]
+    first, second = engine.run(prompts, GREEDY)
+    assert first.tokens != second.tokens
+
+
+def test_preemption_and_cached_prefixes_change_no_token(directory: Path) -> None:
+    prompts = [make_prompt(directory, parts) for parts in PROMPTS.values()]
+    plain = [LocalEngine(directory).run([prompt], GREEDY)[0].tokens for prompt in prompts]
+    longest = max(len(prompt.laid.ids) for prompt in prompts)
+    tight = LocalEngine(directory, blocks=(longest + 64) // 16 + 6, step_tokens=64, prefix_cache=True)
+    assert [outcome.tokens for outcome in tight.run(prompts, GREEDY)] == plain
+    assert tight.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
+
+    roomy = LocalEngine(directory, prefix_cache=True)
+    roomy.run(prompts, GREEDY)
+    again = roomy.run(prompts, GREEDY)
+    assert [outcome.tokens for outcome in again] == plain
+    assert all(outcome.cached >= len(p.laid.ids) - 17 for outcome, p in zip(again, prompts, strict=True))
+
+
+def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
+    engine = LocalEngine(directory, prefix_cache=True, block_size=4)
+    image, other = _picture(21, 120, 90), _picture(22, 120, 90)
+    question = "What is in the picture, and where?"
+    base = make_prompt(directory, [image, question])
+    swapped = make_prompt(directory, [other, question])
+    engine.run([base], GREEDY)
+    assert engine.run([base], GREEDY)[0].cached > base.laid.spans[0].end
+    assert engine.run([swapped], GREEDY)[0].cached <= base.laid.spans[0].start
+    assert engine.run([make_prompt(directory, ["Well?", image])], GREEDY)[0].cached < base.laid.spans[0].end
+    tenant = make_prompt(directory, [image, question])
+    tenant.salt = "another tenant"
+    assert engine.run([tenant], GREEDY)[0].cached == 0
+
+
+def test_logits_are_the_references(directory: Path) -> None:
+    prompt = make_prompt(directory, PROMPTS["one image"])
+    logits = reference.reference_logits(directory, prompt.inputs)[-1].double().log_softmax(-1)
+    engine = LocalEngine(directory)
+    engine.submit(prompt, Sampling(max_tokens=1, temperature=0.0, logprobs=20))
+    step, _ = engine.scheduler.schedule()
+    assert step is not None
+    given = engine.runner.run(step.plan).logprobs[0]
+    assert given is not None
+    for token, value in given.top:
+        assert torch.isclose(logits[token], torch.tensor(value).double(), rtol=1e-4), token
