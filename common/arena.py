@@ -7,6 +7,7 @@ The allocator knows ranges, not what they hold; who keeps what, and what is evic
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -65,10 +66,8 @@ class SharedBuffer:
     def close(self) -> None:
         """Unmaps. Views that others still hold keep the memory until they are gone."""
         self.view.release()
-        try:
+        with contextlib.suppress(BufferError):  # a reader still holds a slice: the map goes when the slice does
             self._map.close()
-        except BufferError:  # a reader still holds a slice: the map goes when the slice does
-            pass
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -138,11 +137,14 @@ class RangeAllocator:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless gaps and owned ranges tile the arena exactly, with no two gaps side by side."""
-        pieces = sorted([(start, size, "gap") for start, size in self._sizes.items()]
-                        + [(start, size, "owned") for start, size in self._owned.items()])  # fmt: skip
+        pieces = sorted(
+            [(start, size, "gap") for start, size in self._sizes.items()]
+            + [(start, size, "owned") for start, size in self._owned.items()]
+        )
         at, previous = 0, ""
         for start, size, kind in pieces:
-            assert start == at and size > 0, f"a hole or an overlap at {at}"
+            assert start == at, f"a hole or an overlap at {at}"
+            assert size > 0, f"nothing at {at}"
             assert not (kind == previous == "gap"), f"two gaps side by side at {at}"
             at, previous = start + size, kind
         assert at == self.capacity, "the pieces do not fill the arena"

@@ -103,8 +103,11 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
     data = 8 + length
     return {
         name: TensorInfo(
-            path, entry["dtype"], tuple(entry["shape"]),
-            data + entry["data_offsets"][0], data + entry["data_offsets"][1],
-        )  # fmt: skip
+            path,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            data + entry["data_offsets"][0],
+            data + entry["data_offsets"][1],
+        )
         for name, entry in header.items()
     }

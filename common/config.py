@@ -1,8 +1,8 @@
 """Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment.
 
-A field is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`. A flag wins
-over a variable, a variable over the default. A value that cannot be read, or a variable with the prefix that names no
-option, ends the program with one line that says which.
+A field is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`. A flag
+wins over a variable, a variable over the default. A value that cannot be read, or a variable with the prefix that
+names no option, ends the program with one line that says which.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ def option(
 ) -> Any:
     """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown."""
     metadata = {
-        "help": help, "parse": parse, "choices": tuple(choices),
-        "minimum": minimum, "maximum": maximum, "secret": secret,
-    }  # fmt: skip
+        "help": help,
+        "parse": parse,
+        "choices": tuple(choices),
+        "minimum": minimum,
+        "maximum": maximum,
+        "secret": secret,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -109,18 +113,19 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: A
     if isinstance(shown, tuple):
         shown = ",".join(map(str, shown))
     text = f"{about['help']} (default: {'none' if shown in ('', None) else shown}; {variable})"
-    parser.add_argument(
-        _flag(field.name), type=_reader(hint, about), choices=about["choices"] or None, default=None,
-        help=text.replace("%", "%%"), metavar=None if about["choices"] else field.name.upper(),
-        **({"nargs": "?", "const": True} if hint is bool else {}),
-    )  # fmt: skip
+    settings: dict[str, Any] = {"type": _reader(hint, about), "help": text.replace("%", "%%"), "default": None}
+    if about["choices"]:
+        settings["choices"] = about["choices"]
+    else:
+        settings["metavar"] = field.name.upper()
+    if hint is bool:  # `--flag` alone means yes
+        settings |= {"nargs": "?", "const": True}
+    parser.add_argument(_flag(field.name), **settings)
 
 
 def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
-    plain = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
-    read = about["parse"] or {bool: boolean, int: int, float: float, tuple: words}.get(
-        typing.get_origin(hint) or plain, str
-    )
+    by_type: dict[Any, Callable[[str], Any]] = {bool: boolean, int: int, float: float, tuple: words}
+    read = about["parse"] or by_type.get(typing.get_origin(hint) or hint, str)
 
     def reader(text: str) -> Any:
         try:
@@ -128,7 +133,8 @@ def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not valid: {error}") from error
         low, high = about["minimum"], about["maximum"]
-        if (low is not None and value < low) or (high is not None and value > high) or value != value:
+        inside = (low is None or value >= low) and (high is None or value <= high)  # NaN is in no range
+        if not inside:
             raise argparse.ArgumentTypeError(f"{text} is outside {low} to {'any' if high is None else high}")
         return value
 

@@ -34,9 +34,7 @@ class TwinlensError(Exception):
 
     default_reason = "INTERNAL"
 
-    def __init__(
-        self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
@@ -79,9 +77,7 @@ class Exhausted(TwinlensError):
 
     default_reason = "EXHAUSTED"
 
-    def __init__(
-        self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = 1.0
-    ) -> None:
+    def __init__(self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = 1.0) -> None:
         super().__init__(message, reason=reason, field=field, retry_after=retry_after)
 
 
@@ -96,9 +92,7 @@ class Unavailable(TwinlensError):
 
     default_reason = "UNAVAILABLE"
 
-    def __init__(
-        self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = 1.0
-    ) -> None:
+    def __init__(self, message: str, *, reason: str = "", field: str = "", retry_after: float | None = 1.0) -> None:
         super().__init__(message, reason=reason, field=field, retry_after=retry_after)
 
 

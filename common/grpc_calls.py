@@ -30,7 +30,7 @@ _OURS = "/twinlens.v1."
 _log = log.get("rpc")
 
 
-class CallFrame(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class CallFrame(grpc.aio.ServerInterceptor):
     """The one interceptor. An empty `token` lets every caller in."""
 
     def __init__(self, token: str) -> None:
@@ -39,9 +39,9 @@ class CallFrame(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """Wraps the handler of a call; without the right token, none is reached."""
         if not self._admits(details):
             return grpc.stream_stream_rpc_method_handler(_refuse)
@@ -129,11 +129,11 @@ def _check(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if len(getattr(request, field, "")) > MAX_ID:
             raise errors.InvalidInput(f"{field} is longer than {MAX_ID} characters", reason="ID_TOO_LONG", field=field)
     remaining = context.time_remaining()
-    if remaining is not None and remaining <= 0:
+    if remaining is not None and remaining <= 0:  # type: ignore[redundant-expr]  # None without a deadline
         raise errors.DeadlineExceeded("the deadline had passed when the call arrived")
 
 
-async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+async def _refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     await fail(context, errors.Unauthenticated("a valid bearer token is needed"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,7 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection(
-            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
-        )
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self.address = ""
 
     async def bind(self) -> None:
@@ -113,7 +112,8 @@ class GrpcServer:
         """Turns every service to SERVING and says so on standard output."""
         self._announced = True
         await self._set_all(True)
-        print(f"ready grpc={self.address}", flush=True)
+        sys.stdout.write(f"ready grpc={self.address}\n")
+        sys.stdout.flush()
         _log.info("ready", address=self.address)
 
     def report(self, ready: bool) -> None:

@@ -61,10 +61,15 @@ class Child(Generic[ReceiveT]):
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", module, str(theirs.fileno()), *map(str, fds),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds),
+                sys.executable,
+                "-m",
+                module,
+                str(theirs.fileno()),
+                *map(str, fds),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *fds),
                 env={**os.environ, **(environ or {}), "TWINLENS_PARENT": str(os.getpid())},
-            )  # fmt: skip
+            )
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -92,7 +97,7 @@ class Child(Generic[ReceiveT]):
         return message
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Ends the child: closes the socket (it exits), then kills it after `grace` seconds. Returns when it is gone."""
+        """Ends the child: closes the socket (it exits), kills it after `grace` seconds; returns when it is gone."""
         self._writer.close()
         try:
             await asyncio.wait_for(self.process.wait(), grace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import google_crc32c
 
@@ -12,7 +12,7 @@ CHUNK_BYTES = 1 << 20
 """Rows travel in chunks of about this size: large enough to amortise a message, small enough for flow control."""
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """An element type, by the name that torch and safetensors users know."""
 
     FLOAT32 = "float32"

@@ -46,7 +46,7 @@ class ChatTemplate:
         return cls(source, {name: settings[name] for name in names if isinstance(settings.get(name), str)})
 
     def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The laid-out conversation in pieces: (text, whether the caller wrote it). Media stand as the template has them.
+        """The laid-out conversation as (text, whether the caller wrote it); media stand as the template has them.
 
         Raises InvalidInput for a role that is not known, or a conversation that the template refuses.
         """
@@ -60,9 +60,7 @@ class ChatTemplate:
                 "the model's chat template refuses this conversation", reason="CHAT_REFUSED", field="chat.messages"
             ) from error
         parts = re.split(f"{mark}(\\d+)\ue001", rendered)
-        return [
-            (texts[int(part)], True) if index % 2 else (part, False) for index, part in enumerate(parts) if part
-        ]
+        return [(texts[int(part)], True) if index % 2 else (part, False) for index, part in enumerate(parts) if part]
 
     def _message(self, message: Message, texts: list[str], mark: str) -> dict[str, Any]:
         if message.role not in ROLES:

@@ -18,17 +18,22 @@ class LlmConfig(ServerConfig):
     encoders: tuple[str, ...] = option((), "encoders: host:port or dns:///name:port, comma-separated", parse=words)
     device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
     dtype: str = option(
-        "", "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
+        "",
+        "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
         choices=("", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
+    )
     threads: int = option(0, "CPU threads of the engine; 0: one for each core", minimum=0)
     kv_cache_bytes: int = option(1 << 30, "memory for KV blocks", parse=size, minimum=1 << 16)
     block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
     prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
     row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
-    max_context: int = option(0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0)
+    max_context: int = option(
+        0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0
+    )
     max_running: int = option(64, "sequences computed at once", minimum=1)
-    max_step_tokens: int = option(512, "tokens computed in one step: bounds how long a prefill delays decodes", minimum=1)
+    max_step_tokens: int = option(
+        512, "tokens computed in one step: bounds how long a prefill delays decodes", minimum=1
+    )
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
     max_images: int = option(16, "pictures in one request", minimum=0)

@@ -10,9 +10,20 @@ from typing import Any
 from common.errors import InvalidInput, NotFound, Unsupported
 from llm_service.config import LlmConfig
 from llm_service.request import (
-    ChatPrompt, Encoded, Key, MediaItem, MediaOptions, Message, Modality, Opaque, Request, Sampling, TextPrompt,
-    TokenPrompt, Url,
-)  # fmt: skip
+    ChatPrompt,
+    Encoded,
+    Key,
+    MediaItem,
+    MediaOptions,
+    Message,
+    Modality,
+    Opaque,
+    Request,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+    Url,
+)
 from twinlens.v1 import llm_pb2, media_pb2
 
 _MODALITIES: dict[int, Modality] = {media_pb2.MODALITY_IMAGE: "image", media_pb2.MODALITY_VIDEO: "video"}
@@ -20,15 +31,21 @@ UNIMPLEMENTED_SAMPLING = ("prompt_logprobs", "json_schema", "regex", "grammar", 
 """Fields of the contract that this release refuses."""
 
 _RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
-    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "top_k": (0, 1 << 31),
-    "max_tokens": (1, 1 << 31), "min_tokens": (0, 1 << 31),
-}  # fmt: skip
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "top_k": (0, 1 << 31),
+    "max_tokens": (1, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+}
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 
 class Requests:
-    """Reads GenerateRequest messages under one service's limits. `defaults` are the checkpoint's generation settings."""
+    """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings."""
 
     def __init__(self, config: LlmConfig, model: str, vocab_size: int, defaults: dict[str, Any]) -> None:
         self._config = config
@@ -63,10 +80,15 @@ class Requests:
                 raise InvalidInput("the request has no input", reason="EMPTY_PROMPT", field="input")
         self._check_media(media)
         return Request(
-            id=message.request_id, prompt=prompt, media=tuple(media), sampling=self._sampling(message.sampling, context),
-            stop=tuple(message.sampling.stop), salt=message.cache_salt, priority=message.priority,
+            id=message.request_id,
+            prompt=prompt,
+            media=tuple(media),
+            sampling=self._sampling(message.sampling, context),
+            stop=tuple(message.sampling.stop),
+            salt=message.cache_salt,
+            priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
-        )  # fmt: skip
+        )
 
     def chat(self, chat: llm_pb2.ChatInput, media: list[MediaItem]) -> ChatPrompt:
         """Reads messages; their items are appended to `media` in prompt order."""
@@ -119,16 +141,17 @@ class Requests:
         if sum(len(text.encode()) for text in texts) > self._config.max_prompt_bytes:
             raise InvalidInput(
                 f"the prompt's text is longer than {self._config.max_prompt_bytes} bytes",
-                reason="PROMPT_TOO_LONG", field=field,
-            )  # fmt: skip
+                reason="PROMPT_TOO_LONG",
+                field=field,
+            )
 
     def _sampling(self, message: llm_pb2.SamplingParams, context: int) -> Sampling:
         for name in UNIMPLEMENTED_SAMPLING:
-            if message.HasField(name):  # type: ignore[arg-type]
+            if message.HasField(name):
                 raise Unsupported(f"{name} is not served in this release", field=f"sampling.{name}")
         values: dict[str, Any] = dict(self._defaults)
         for name in (*_RANGES, "seed", "ignore_eos", "n", "logprobs"):
-            if message.HasField(name):  # type: ignore[arg-type]
+            if message.HasField(name):
                 values[name] = getattr(message, name)
         for name, (low, high) in _RANGES.items():
             if name in values:
@@ -146,9 +169,7 @@ class Requests:
         values["max_tokens"] = min(int(values.get("max_tokens", context)), context)
         if values.get("min_tokens", 0) > values["max_tokens"]:
             raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
-        return Sampling(
-            stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values
-        )
+        return Sampling(stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values)
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not math.isfinite(value) or not low <= value <= high or (name in _ABOVE_ZERO and value == 0):

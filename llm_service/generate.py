@@ -128,7 +128,7 @@ class Generator:
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         stages.mark("prompt")
         entries = await self._landing.land(request) if request.media else []
-        release = _once(lambda: [self._rows.release(entry) for entry in entries])
+        release = _once(self._rows.release, list(entries))
         try:
             stages.mark("encode_header")
             laid = await asyncio.to_thread(self._prompts.lay, pieces, [entry.header for entry in entries])
@@ -151,23 +151,32 @@ class Generator:
         if ready is not None and len(laid.ids) >= ready.context:
             raise InvalidInput(
                 f"the prompt has {len(laid.ids)} tokens; the context holds {ready.context}, output included",
-                reason="PROMPT_TOO_LONG", field="input",
-            )  # fmt: skip
+                reason="PROMPT_TOO_LONG",
+                field="input",
+            )
 
     def _submit(self, request: Request, laid: Laid, entries: list[RowEntry], release: Callable[[], None]) -> Ticket:
         """Hands the request to the engine, which from then on says when rows may be released."""
         items = [
             ItemRows(
-                span.header.key, entries[span.item].place.offset,
-                [(run.start, run.first_row, run.count) for run in span.runs], entries[span.item].landed,
-            )  # fmt: skip
+                span.header.key,
+                entries[span.item].place.offset,
+                [(run.start, run.first_row, run.count) for run in span.runs],
+                entries[span.item].landed,
+            )
             for span in laid.spans
         ]
         add = Add(
-            id=self._engine.next_id(), token_ids=array("i", laid.ids).tobytes(), positions=laid.positions,
-            delta=laid.delta, items=items, sampling=request.sampling, salt=request.salt, priority=request.priority,
+            id=self._engine.next_id(),
+            token_ids=array("i", laid.ids).tobytes(),
+            positions=laid.positions,
+            delta=laid.delta,
+            items=items,
+            sampling=request.sampling,
+            salt=request.salt,
+            priority=request.priority,
             deadline=request.deadline,
-        )  # fmt: skip
+        )
         return self._engine.submit(add, release)
 
     def _watch(self, ticket: Ticket, laid: Laid, entries: list[RowEntry], stages: Stages) -> Callable[[], None]:
@@ -215,10 +224,9 @@ class Generator:
                 stages.mark("first_token")
                 choice.tokens += 1
                 text = choice.text.push(event.token)
-                ended = "stop" if choice.text.stopped else event.ended
-                if ended and not choice.text.stopped:
+                if event.ended:
                     text += choice.text.finish()
-                    ended = "stop" if choice.text.stopped else ended
+                ended = "stop" if choice.text.stopped else event.ended
                 yield Delta(event.choice, text, [event.token], [event.logprobs] if event.logprobs else [])
                 if ended:
                     del open_choices[event.choice]
@@ -228,14 +236,11 @@ class Generator:
                     yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, dict(stages.seconds))
 
 
-def _once(action: Callable[[], object]) -> Callable[[], None]:
-    """An action that runs the first time only."""
-    done = False
+def _once(action: Callable[[RowEntry], None], entries: list[RowEntry]) -> Callable[[], None]:
+    """Runs the action on each entry, the first time that it is called only."""
 
     def run() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            action()
+        while entries:
+            action(entries.pop())
 
     return run

@@ -52,9 +52,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def plain(self) -> bool:
         """The highest logit wins, untouched."""
-        return (
-            self.temperature == 0.0 and not self.banned and not self.logit_bias and not self.history
-        )
+        return self.temperature == 0.0 and not self.banned and not self.logit_bias and not self.history
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ Piece: TypeAlias = str | int | Slot | list[int]
 
 
 class PromptBuilder:
-    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: call them off the event loop."""
+    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: not for the event loop."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         source = checkpoint.text("tokenizer.json")
@@ -61,25 +61,24 @@ class PromptBuilder:
 
     def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[str]) -> list[Piece]:
         """The prompt in pieces, with one slot for each item. Raises InvalidInput where slots and items do not agree."""
-        match prompt:
-            case ChatPrompt(messages):
-                if not messages:
-                    raise InvalidInput("the conversation has no messages", reason="EMPTY_PROMPT", field="chat.messages")
-                pieces: list[Piece] = []
-                for text, from_caller in self._template.render(messages):
-                    pieces.extend([text] if from_caller else self._split(text))
-                field = "chat.messages"
-            case TextPrompt(text):
-                pieces, field = self._split(text), "text.prompt"
-            case TokenPrompt(ids):
-                if any(not 0 <= token < self.vocab_size for token in ids):
-                    raise InvalidInput(
-                        "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="tokens.ids"
-                    )
-                pieces, field = self._split_ids(ids), "tokens.ids"
+        pieces: list[Piece]
+        if isinstance(prompt, ChatPrompt):
+            pieces, field = self._chat(prompt), "chat.messages"
+        elif isinstance(prompt, TextPrompt):
+            pieces, field = self._split(prompt.text), "text.prompt"
+        else:
+            pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
         return self._with_slots(pieces, modalities, field)
+
+    def _chat(self, prompt: ChatPrompt) -> list[Piece]:
+        if not prompt.messages:
+            raise InvalidInput("the conversation has no messages", reason="EMPTY_PROMPT", field="chat.messages")
+        pieces: list[Piece] = []
+        for text, from_caller in self._template.render(prompt.messages):
+            pieces.extend([text] if from_caller else self._split(text))
+        return pieces
 
     def lay(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> Laid:
         """The final prompt, when the header of every item is known (in item order)."""
@@ -106,10 +105,7 @@ class PromptBuilder:
         """Appends the rows of an item's next run."""
         groups = self._layout.groups(header)
         count = header.tokens // groups
-        if spans and spans[-1].item == slot.item:
-            earlier = spans.pop().runs
-        else:
-            earlier = ()
+        earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         run = Run(len(ids), len(earlier) * count, count)
         spans.append(Span(slot.item, header, (*earlier, run)))
         ids.extend([self._media.video if slot.modality == "video" else self._media.image] * count)
@@ -148,8 +144,9 @@ class PromptBuilder:
         if found != list(modalities):
             raise InvalidInput(
                 f"the prompt has {len(found)} media placeholders for {len(modalities)} items, or their kinds differ",
-                reason="PLACEHOLDER_MISMATCH", field=field,
-            )  # fmt: skip
+                reason="PLACEHOLDER_MISMATCH",
+                field=field,
+            )
         return out
 
     def _split(self, text: str) -> list[Piece]:
@@ -165,6 +162,8 @@ class PromptBuilder:
 
     def _split_ids(self, ids: Sequence[int]) -> list[Piece]:
         """Cuts ids at media placeholders."""
+        if any(not 0 <= token < self.vocab_size for token in ids):
+            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="tokens.ids")
         out: list[Piece] = []
         for token in ids:
             if token in (self._media.image, self._media.video):

@@ -96,8 +96,10 @@ class RowStore:
         if sum(sizes.values()) > self.capacity_bytes:
             raise Exhausted(
                 "the request's media need more embedding memory than there is",
-                reason="EMBEDDINGS_TOO_LARGE", field="media", retry_after=None,
-            )  # fmt: skip
+                reason="EMBEDDINGS_TOO_LARGE",
+                field="media",
+                retry_after=None,
+            )
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
             while (entries := self._try_acquire(headers)) is None:
                 self._freed.clear()

@@ -75,10 +75,17 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
     device = config.device or default_device()
     vision = checkpoint.config.get("vision_config", {})
     return EngineSettings(
-        model=str(checkpoint.folder), device=device,
+        model=str(checkpoint.folder),
+        device=device,
         dtype=config.dtype or default_dtype(device),
-        threads=config.threads, kv_cache_bytes=config.kv_cache_bytes, block_size=config.block_size,
-        max_context=config.max_context, max_running=config.max_running, max_step_tokens=config.max_step_tokens,
-        prefix_cache=config.prefix_cache, row_bytes=config.row_cache_bytes,
-        row_levels=1 + len(vision.get("deepstack_visual_indexes", ())), log_level=config.log_level,
-    )  # fmt: skip
+        threads=config.threads,
+        kv_cache_bytes=config.kv_cache_bytes,
+        block_size=config.block_size,
+        max_context=config.max_context,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        prefix_cache=config.prefix_cache,
+        row_bytes=config.row_cache_bytes,
+        row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
+        log_level=config.log_level,
+    )

@@ -15,6 +15,7 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
 from llm_service.generate import Begun, Delta, Ended, Generator
 from llm_service.prompt import PromptBuilder
+from llm_service.request import MediaItem
 from llm_service.rows import RowStore
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
@@ -47,7 +48,7 @@ class LlmServicer(LlmServiceServicer):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def Generate(  # noqa: N802 - the contract's name
+    async def Generate(
         self, request: llm_pb2.GenerateRequest, context: Context[llm_pb2.GenerateRequest, llm_pb2.GenerateResponse]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
         """Streams a generation."""
@@ -66,13 +67,13 @@ class LlmServicer(LlmServiceServicer):
                     assert begun is not None
                     yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
 
-    async def Abort(  # noqa: N802
+    async def Abort(
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
     ) -> llm_pb2.AbortResponse:
         """Ends requests by name."""
         return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, request.request_ids)))
 
-    async def Tokenize(  # noqa: N802
+    async def Tokenize(
         self, request: llm_pb2.TokenizeRequest, context: Context[llm_pb2.TokenizeRequest, llm_pb2.TokenizeResponse]
     ) -> llm_pb2.TokenizeResponse:
         """Gives token ids without generating."""
@@ -83,7 +84,8 @@ class LlmServicer(LlmServiceServicer):
                     raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
                 ids = await asyncio.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
             case "chat":
-                chat = self._parts.requests.chat(request.chat, media := [])
+                media: list[MediaItem] = []
+                chat = self._parts.requests.chat(request.chat, media)
                 if media:
                     raise InvalidInput("media have no tokens before they are encoded", field="chat.messages")
                 pieces = await asyncio.to_thread(prompts.pieces, chat, ())
@@ -92,7 +94,7 @@ class LlmServicer(LlmServiceServicer):
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
         return llm_pb2.TokenizeResponse(ids=ids)
 
-    async def GetInfo(  # noqa: N802
+    async def GetInfo(
         self,
         request: llm_pb2.LlmServiceGetInfoRequest,
         context: Context[llm_pb2.LlmServiceGetInfoRequest, llm_pb2.LlmServiceGetInfoResponse],
@@ -100,12 +102,18 @@ class LlmServicer(LlmServiceServicer):
         """Describes the service."""
         parts, ready = self._parts, self._parts.engine.ready
         return llm_pb2.LlmServiceGetInfoResponse(
-            version=__version__, model=parts.model, architecture=parts.architecture, encoder_digest=parts.digest,
-            context_tokens=ready.context if ready else 0, vocab_size=parts.prompts.vocab_size, tensor_parallel=1,
-            devices=[ready.device] if ready else [], unimplemented_sampling=UNIMPLEMENTED_SAMPLING,
-        )  # fmt: skip
+            version=__version__,
+            model=parts.model,
+            architecture=parts.architecture,
+            encoder_digest=parts.digest,
+            context_tokens=ready.context if ready else 0,
+            vocab_size=parts.prompts.vocab_size,
+            tensor_parallel=1,
+            devices=[ready.device] if ready else [],
+            unimplemented_sampling=UNIMPLEMENTED_SAMPLING,
+        )
 
-    async def GetLoad(  # noqa: N802
+    async def GetLoad(
         self,
         request: llm_pb2.LlmServiceGetLoadRequest,
         context: Context[llm_pb2.LlmServiceGetLoadRequest, llm_pb2.LlmServiceGetLoadResponse],
@@ -115,20 +123,30 @@ class LlmServicer(LlmServiceServicer):
         state, outcomes = await parts.engine.state(), parts.generator.outcomes
         preparing = parts.generator.open_requests - parts.engine.requests
         return llm_pb2.LlmServiceGetLoadResponse(
-            waiting=state.waiting + max(0, preparing), running=state.running, kv_blocks_used=state.kv_blocks_used,
-            kv_blocks_total=state.kv_blocks_total, prefix_hit_tokens=state.prefix_hit_tokens,
-            prompt_tokens=state.prompt_tokens, generated_tokens=state.generated_tokens, preemptions=state.preemptions,
-            steps=state.steps, rows_received=parts.rows.counters.received, row_hits=parts.rows.counters.hits,
-            row_bytes=parts.rows.used_bytes, row_capacity_bytes=parts.rows.capacity_bytes,
-            finished_requests=outcomes["finished"], failed_requests=outcomes["failed"] + outcomes["refused"],
-            cancelled_requests=outcomes["cancelled"], stage_totals=_timings(parts.generator.stage_totals),
+            waiting=state.waiting + max(0, preparing),
+            running=state.running,
+            kv_blocks_used=state.kv_blocks_used,
+            kv_blocks_total=state.kv_blocks_total,
+            prefix_hit_tokens=state.prefix_hit_tokens,
+            prompt_tokens=state.prompt_tokens,
+            generated_tokens=state.generated_tokens,
+            preemptions=state.preemptions,
+            steps=state.steps,
+            rows_received=parts.rows.counters.received,
+            row_hits=parts.rows.counters.hits,
+            row_bytes=parts.rows.used_bytes,
+            row_capacity_bytes=parts.rows.capacity_bytes,
+            finished_requests=outcomes["finished"],
+            failed_requests=outcomes["failed"] + outcomes["refused"],
+            cancelled_requests=outcomes["cancelled"],
+            stage_totals=_timings(parts.generator.stage_totals),
             encoders=[
                 llm_pb2.EncoderStatus(address=peer.address, usable=peer.usable, in_flight=peer.in_flight)
                 for peer in parts.pool.peers
             ],
-        )  # fmt: skip
+        )
 
-    async def FlushCache(  # noqa: N802
+    async def FlushCache(
         self,
         request: llm_pb2.LlmServiceFlushCacheRequest,
         context: Context[llm_pb2.LlmServiceFlushCacheRequest, llm_pb2.LlmServiceFlushCacheResponse],
@@ -141,9 +159,13 @@ class LlmServicer(LlmServiceServicer):
 def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
     spans = [
         llm_pb2.MediaSpan(
-            item=span.item, start=span.start, length=span.end - span.start, rows=span.header.tokens,
-            key=span.header.key, cached=span.header.cached,
-        )  # fmt: skip
+            item=span.item,
+            start=span.start,
+            length=span.end - span.start,
+            rows=span.header.tokens,
+            key=span.header.key,
+            cached=span.header.cached,
+        )
         for span in event.laid.spans
     ]
     return llm_pb2.GenerateStarted(
@@ -167,9 +189,12 @@ def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
         prompt_tokens=len(begun.laid.ids), cached_tokens=begun.cached, completion_tokens=event.completion_tokens
     )
     return llm_pb2.GenerateFinished(
-        index=event.choice, reason=_REASONS[event.reason], usage=usage, stop_text=event.stop_text,
+        index=event.choice,
+        reason=_REASONS[event.reason],
+        usage=usage,
+        stop_text=event.stop_text,
         timings=_timings(event.timings),
-    )  # fmt: skip
+    )
 
 
 def _timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:

@@ -30,5 +30,7 @@ def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     """The tokens that end an answer: generation_config.json's, else config.json's; there may be one or several."""
     config = checkpoint.config
     stated = [checkpoint.json("generation_config.json"), config.get("text_config") or {}, config]
-    found = next((given["eos_token_id"] for given in stated if given.get("eos_token_id") is not None), [])
+    found: int | list[int] = next(
+        (given["eos_token_id"] for given in stated if given.get("eos_token_id") is not None), []
+    )
     return frozenset(found if isinstance(found, list) else [found])

@@ -6,17 +6,20 @@ from typing import assert_never
 
 from common.errors import DataLoss
 from common.wire import DType
-from llm_service.request import Encoded, Key, MediaHeader, MediaItem, Opaque, Url
+from llm_service.request import Encoded, Key, MediaHeader, MediaItem, Modality, Opaque, Url
 from twinlens.v1 import encoder_pb2, media_pb2
 
-_MODALITIES = {
-    "image": media_pb2.MODALITY_IMAGE, "video": media_pb2.MODALITY_VIDEO, "audio": media_pb2.MODALITY_AUDIO,
-}  # fmt: skip
-_NAMES = {number: name for name, number in _MODALITIES.items()}
+_MODALITIES: dict[Modality, media_pb2.Modality] = {
+    "image": media_pb2.MODALITY_IMAGE,
+    "video": media_pb2.MODALITY_VIDEO,
+    "audio": media_pb2.MODALITY_AUDIO,
+}
+_NAMES: dict[int, Modality] = {number: name for name, number in _MODALITIES.items()}
 _DTYPES = {
-    media_pb2.DATA_TYPE_FLOAT32: DType.FLOAT32, media_pb2.DATA_TYPE_BFLOAT16: DType.BFLOAT16,
+    media_pb2.DATA_TYPE_FLOAT32: DType.FLOAT32,
+    media_pb2.DATA_TYPE_BFLOAT16: DType.BFLOAT16,
     media_pb2.DATA_TYPE_FLOAT16: DType.FLOAT16,
-}  # fmt: skip
+}
 
 
 def media_message(item: MediaItem) -> media_pb2.Media:
@@ -49,7 +52,14 @@ def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
     if message.dtype not in _DTYPES or message.modality not in _NAMES:
         raise DataLoss("an encoder sent a header that makes no sense")
     return MediaHeader(
-        key=message.key, modality=_NAMES[message.modality], grid=grid, tokens=message.tokens,  # type: ignore[arg-type]
-        width=message.width, levels=message.levels, dtype=_DTYPES[message.dtype].value,
-        timestamps=tuple(message.timestamps), seconds_per_grid=message.seconds_per_grid, cached=message.cached,
-    )  # fmt: skip
+        key=message.key,
+        modality=_NAMES[message.modality],
+        grid=grid,
+        tokens=message.tokens,
+        width=message.width,
+        levels=message.levels,
+        dtype=_DTYPES[message.dtype].value,
+        timestamps=tuple(message.timestamps),
+        seconds_per_grid=message.seconds_per_grid,
+        cached=message.cached,
+    )

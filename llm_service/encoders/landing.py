@@ -88,9 +88,13 @@ class Landing:
             try:
                 call = await holds.enter_async_context(
                     peer.encode(
-                        item, request_id=request.id, salt=request.salt, priority=request.priority,
-                        timeout=self._remaining(request), layout=self._store.layout,
-                    )  # fmt: skip
+                        item,
+                        request_id=request.id,
+                        salt=request.salt,
+                        priority=request.priority,
+                        timeout=self._remaining(request),
+                        layout=self._store.layout,
+                    )
                 )
                 return Opened(item, await call.header(), peer, call, holds)
             except (Unavailable, DataLoss) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import grpc
@@ -67,9 +67,12 @@ class Peer:
     ) -> AsyncIterator[EncodeCall]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early. `timeout` in seconds."""
         request = encoder_pb2.EncodeRequest(
-            request_id=request_id, items=[media_message(item)], cache_salt=salt, priority=priority,
+            request_id=request_id,
+            items=[media_message(item)],
+            cache_salt=salt,
+            priority=priority,
             accepts=[encoder_pb2.TRANSPORT_INLINE],
-        )  # fmt: skip
+        )
         call = self._stub.Encode(request, timeout=timeout, metadata=self._metadata)
         self.in_flight += 1
         try:
@@ -86,7 +89,9 @@ class Peer:
 class EncodeCall:
     """An open Encode stream of one item: `header` first, then `rows`."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[object, encoder_pb2.EncodeResponse], layout: RowLayout) -> None:
+    def __init__(
+        self, call: grpc.aio.UnaryStreamCall[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse], layout: RowLayout
+    ) -> None:
         self._call = call
         self._layout = layout
 
@@ -105,7 +110,7 @@ class EncodeCall:
         if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
             raise DataLoss("the encoder's rows do not fit this model")
 
-    async def rows(self, skip: int, total: int) -> AsyncIterator[bytes]:
+    async def rows(self, skip: int, total: int) -> AsyncGenerator[bytes, None]:
         """Yields runs of whole rows in order, from row `skip` on, until `total` have come; each is checked first."""
         expected = 0
         async with aclosing(self._events()) as events:
@@ -126,7 +131,7 @@ class EncodeCall:
         if expected != total:
             raise Unavailable("the encoder ended the stream before the last row")
 
-    async def _events(self) -> AsyncIterator[encoder_pb2.EncodeResponse]:
+    async def _events(self) -> AsyncGenerator[encoder_pb2.EncodeResponse, None]:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
         while True:
             try:

@@ -76,7 +76,9 @@ class EncoderPool:
                 _log.debug("name does not resolve", name=host)
                 found.update(self._peers.keys())
                 continue
-            found.update(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for *_, (ip, *_) in answers)
+            found.update(
+                f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for *_, (ip, *_) in answers if isinstance(ip, str)
+            )
         return found
 
     async def _remove(self, address: str) -> None:

@@ -8,8 +8,17 @@ from typing import Protocol
 
 from common.processes import ParentLink
 from llm_service.engine.messages import (
-    Abort, Add, Flush, Flushed, FromEngine, Inspect, Landed, Released, ToEngine, Tokens,
-)  # fmt: skip
+    Abort,
+    Add,
+    Flush,
+    Flushed,
+    FromEngine,
+    Inspect,
+    Landed,
+    Released,
+    ToEngine,
+    Tokens,
+)
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepPlan, StepResult
 

@@ -15,9 +15,22 @@ from common import log
 from common.errors import Internal, TwinlensError, Unavailable, from_code
 from common.processes import Child, ChildDied
 from llm_service.engine.messages import (
-    Abort, Add, EngineSettings, Failed, Flush, Flushed, FromEngine, Inspect, Landed, Ready, Released, Started, State,
-    Token, Tokens,
-)  # fmt: skip
+    Abort,
+    Add,
+    EngineSettings,
+    Failed,
+    Flush,
+    Flushed,
+    FromEngine,
+    Inspect,
+    Landed,
+    Ready,
+    Released,
+    Started,
+    State,
+    Token,
+    Tokens,
+)
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
@@ -25,7 +38,7 @@ _RESTART_SECONDS = 0.2
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the engine. `next` gives its events; `on_released` is called once, when the engine has let go of it."""
+    """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it."""
 
     id: int
     on_released: Callable[[], None]
@@ -135,9 +148,7 @@ class EngineFront:
     async def _keep(self) -> None:
         """Runs one engine after the other, until cancelled, or until the first one fails to start."""
         while True:
-            child = self._child = await Child.start(
-                "llm_service.engine", receives=FromEngine, fds=(self._arena_fd,)
-            )
+            child = self._child = await Child.start("llm_service.engine", receives=FromEngine, fds=(self._arena_fd,))
             try:
                 child.send(self._settings)
                 while True:

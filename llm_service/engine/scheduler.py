@@ -92,10 +92,14 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Failed]:
         """Ends every request whose deadline has passed by `now`, on the monotonic clock."""
-        late = [id for id, (first, *_) in self._requests.items() if first.deadline is not None and first.deadline <= now]
+        late = [
+            id for id, (first, *_) in self._requests.items() if first.deadline is not None and first.deadline <= now
+        ]
         for id in late:
             self.abort(id)
-        return [Failed(id, _DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed while generating") for id in late]
+        return [
+            Failed(id, _DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed while generating") for id in late
+        ]
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of all requests."""
@@ -105,11 +109,16 @@ class Scheduler:
         """Queues and counters."""
         counters = self.counters
         return State(
-            waiting=len(self._waiting), running=len(self._running), kv_blocks_used=self.blocks.used,
-            kv_blocks_total=self.blocks.total, prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens, generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions, steps=counters.steps,
-        )  # fmt: skip
+            waiting=len(self._waiting),
+            running=len(self._running),
+            kv_blocks_used=self.blocks.used,
+            kv_blocks_total=self.blocks.total,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+        )
 
     # --- what to compute -----------------------------------------------------------------------------------------
 
@@ -142,7 +151,7 @@ class Scheduler:
         return (self._build(work) if work else None), started
 
     def _make_room(self, sequence: Sequence, count: int, work: list[tuple[Sequence, int]]) -> bool:
-        """Grows a running sequence's table by `count` tokens, at the cost of those behind it that the step leaves out."""
+        """Grows a running sequence's table by `count` tokens, at the cost of those behind it that the step spares."""
         used = {id(planned) for planned, _ in work}
         while not self.blocks.grow(sequence.table, sequence.computed + count):
             behind = [s for s in self._running if s.rank > sequence.rank and id(s) not in used and s.table.blocks]

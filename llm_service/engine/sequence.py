@@ -60,12 +60,20 @@ class Sequence:
         sequences: list[Sequence] = []
         for choice in range(add.sampling.n):
             sequence = cls(
-                id=add.id, choice=choice, prompt_tokens=len(prompt), tokens=array("i", prompt), positions=positions,
-                delta=add.delta, items=items, sampling=add.sampling, root=root_identity(add.salt),
+                id=add.id,
+                choice=choice,
+                prompt_tokens=len(prompt),
+                tokens=array("i", prompt),
+                positions=positions,
+                delta=add.delta,
+                items=items,
+                sampling=add.sampling,
+                root=root_identity(add.salt),
                 seed=seed if add.sampling.seed is None else add.sampling.seed,
-                rank=(-add.priority, arrival), deadline=add.deadline,
+                rank=(-add.priority, arrival),
+                deadline=add.deadline,
                 after=sequences[0] if sequences else None,
-            )  # fmt: skip
+            )
             sequences.append(sequence)
         return sequences
 
@@ -137,14 +145,21 @@ class Sequence:
         """How the next token is to be chosen from the logits at place `at`."""
         sampling = self.sampling
         return Draw(
-            at=at, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+            at=at,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             uniform=0.0 if sampling.greedy else uniform(self.seed, self.choice, self.generated),
-            banned=banned if self.generated < sampling.min_tokens else (), logit_bias=sampling.logit_bias,
-            repetition_penalty=sampling.repetition_penalty, presence_penalty=sampling.presence_penalty,
+            banned=banned if self.generated < sampling.min_tokens else (),
+            logit_bias=sampling.logit_bias,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            history=self.tokens.tobytes() if sampling.needs_history else b"", output_from=self.prompt_tokens,
+            history=self.tokens.tobytes() if sampling.needs_history else b"",
+            output_from=self.prompt_tokens,
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        )  # fmt: skip
+        )
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

@@ -6,6 +6,7 @@ Other back ends take the same `AttentionBatch`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ class AttentionBatch:
 
 
 def _slots(blocks: list[int], total: int, size: int, device: torch.device) -> slice | Tensor:
-    if all(after == before + 1 for before, after in zip(blocks, blocks[1:], strict=False)):
+    if all(after == before + 1 for before, after in itertools.pairwise(blocks)):
         return slice(blocks[0] * size, blocks[0] * size + total)
     starts = torch.tensor(blocks, device=device).unsqueeze(1) * size
     return (starts + torch.arange(size, device=device)).flatten()[:total]
@@ -82,9 +83,14 @@ def paged_attention(
             out[segment.begin] = _attend_one(query[segment.begin], known[0], known[1], scale)
             continue
         attended = functional.scaled_dot_product_attention(
-            query[segment.begin : segment.end].transpose(0, 1).unsqueeze(0), known[:1], known[1:],
-            attn_mask=segment.mask, is_causal=segment.mask is None, scale=scale, enable_gqa=True,
-        )  # fmt: skip
+            query[segment.begin : segment.end].transpose(0, 1).unsqueeze(0),
+            known[:1],
+            known[1:],
+            attn_mask=segment.mask,
+            is_causal=segment.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
         out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
     return out.flatten(1)
 

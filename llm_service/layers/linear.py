@@ -17,9 +17,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.parts = parts
         self.weight = nn.Parameter(torch.empty(sum(parts.values()), inputs, dtype=dtype), requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.empty(sum(parts.values()), dtype=dtype), requires_grad=False) if bias else None
-        )
+        self.bias = nn.Parameter(torch.empty(sum(parts.values()), dtype=dtype), requires_grad=False) if bias else None
 
     def place(self, part: str, kind: str, tensor: Tensor) -> None:
         """Copies a checkpoint tensor (`kind` is weight or bias) into its part; raises ValueError on a wrong shape."""

@@ -7,6 +7,7 @@ that says what its attention has (biases, or norms of queries and keys).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,8 @@ class Attention(nn.Module):
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         query = rotate(self.q_norm(query), *rotary)
         key = rotate(self.k_norm(key), *rotary)
-        return self.o(paged_attention(query, key, value, cache, batch, self.head_dim**-0.5))
+        out: Tensor = self.o(paged_attention(query, key, value, cache, batch, self.head_dim**-0.5))
+        return out
 
 
 class MLP(nn.Module):
@@ -66,7 +68,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        out: Tensor = self.down(functional.silu(gate) * up)
+        return out
 
 
 class Layer(nn.Module):
@@ -82,7 +85,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """[n, hidden] → [n, hidden], in place of x."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, cache, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Decoder(nn.Module):
@@ -102,12 +106,15 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.lm_head = PackedLinear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype)
         if config.tied:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
         self.to(device)
         self.rotary = MultimodalRotary(
-            config.head_dim, config.rope_theta, config.mrope_sections,
-            interleaved=config.mrope_interleaved, device=device,
-        )  # fmt: skip
+            config.head_dim,
+            config.rope_theta,
+            config.mrope_sections,
+            interleaved=config.mrope_interleaved,
+            device=device,
+        )
 
     def forward(
         self, hidden: Tensor, positions: Tensor, caches: Tensor, batch: AttentionBatch, deepstack: Deepstack | None
@@ -118,7 +125,8 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rotary, caches[index], batch)
             if deepstack is not None:
                 deepstack.add_to(hidden, index)
-        return self.norm(hidden)
+        out: Tensor = self.norm(hidden)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary]."""

@@ -14,13 +14,18 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.registry import decoder_class
 
-# Where the text side stands in checkpoints: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
+# Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 _PACKED = {
-    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o",
-    "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down",
-}  # fmt: skip
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "o_proj": "o",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "down_proj": "down",
+}
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:

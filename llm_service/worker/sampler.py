@@ -16,8 +16,12 @@ def sample(logits: Tensor, draws: list[Draw]) -> StepResult:
     """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities where asked for."""
     if all(draw.plain and draw.logprobs < 0 for draw in draws):
         return StepResult(logits.argmax(-1).tolist(), [None] * len(draws))
-    tokens = [int(row.argmax()) if draw.plain else _choose(row.clone(), draw) for row, draw in zip(logits, draws, strict=True)]
-    return StepResult(tokens, [_logprobs(row, draw, token) for row, draw, token in zip(logits, draws, tokens, strict=True)])
+    tokens = [
+        int(row.argmax()) if draw.plain else _choose(row.clone(), draw) for row, draw in zip(logits, draws, strict=True)
+    ]
+    return StepResult(
+        tokens, [_logprobs(row, draw, token) for row, draw, token in zip(logits, draws, tokens, strict=True)]
+    )
 
 
 def _choose(row: Tensor, draw: Draw) -> int:

@@ -85,10 +85,12 @@ def _video(directory: Path, video: reference.Video) -> tuple[MediaHeader, torch.
     seconds = 2 / metadata.sampled_fps
     return MediaHeader(
         header.key, "video", header.grid, header.tokens, header.width, header.levels, "float32", middles, seconds
-    ), rows  # fmt: skip
+    ), rows
 
 
-def _header(kind: str, patches: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor) -> tuple[MediaHeader, torch.Tensor]:
+def _header(
+    kind: str, patches: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor
+) -> tuple[MediaHeader, torch.Tensor]:
     key = hashlib.sha256(patches.numpy().tobytes() + grids.numpy().tobytes()).digest()
     tokens, levels, width = rows.shape
     t, h, w = grids[0].tolist()
@@ -99,9 +101,15 @@ class LocalEngine:
     """Scheduler and runner over one checkpoint; `run` serves prompts together until all have ended."""
 
     def __init__(
-        self, directory: Path, *, step_tokens: int = 4096, blocks: int = 512, block_size: int = 16,
-        max_running: int = 16, prefix_cache: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        *,
+        step_tokens: int = 4096,
+        blocks: int = 512,
+        block_size: int = 16,
+        max_running: int = 16,
+        prefix_cache: bool = False,
+    ) -> None:
         checkpoint = Checkpoint(directory)
         decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
         levels = 1 + len(checkpoint.config["vision_config"].get("deepstack_visual_indexes", ()))
@@ -111,8 +119,10 @@ class LocalEngine:
         self.runner = Runner(decoder, arena, blocks, block_size)
         self.scheduler = Scheduler(
             BlockManager(blocks, block_size, prefix_cache=prefix_cache),
-            Limits(max_running, step_tokens, blocks * block_size), frozenset({-1}), arena.row_bytes,
-        )  # fmt: skip
+            Limits(max_running, step_tokens, blocks * block_size),
+            frozenset({-1}),
+            arena.row_bytes,
+        )
         self._arena = arena
         self._free = 0
         self._places: dict[bytes, int] = {}
@@ -128,9 +138,16 @@ class LocalEngine:
         self._ids += 1
         self.scheduler.add(
             Add(
-                id=self._ids, token_ids=array("i", prompt.laid.ids).tobytes(), positions=prompt.laid.positions,
-                delta=prompt.laid.delta, items=items, sampling=sampling, salt=prompt.salt, priority=0, deadline=None,
-            )  # fmt: skip
+                id=self._ids,
+                token_ids=array("i", prompt.laid.ids).tobytes(),
+                positions=prompt.laid.positions,
+                delta=prompt.laid.delta,
+                items=items,
+                sampling=sampling,
+                salt=prompt.salt,
+                priority=0,
+                deadline=None,
+            )
         )
         return self._ids
 
