@@ -1,0 +1,36 @@
+# One image for both services: `python -m encoder_service …`, `python -m llm_service …`, and the `twinlens` command.
+#
+# What pip installs is decided by its own settings: build arguments for an index, or a pip.conf mounted at
+# /etc/pip.conf. The default torch is whichever those settings offer for this platform.
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_EXTRA_INDEX_URL=
+ARG TORCH=torch
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/twinlens
+WORKDIR /src
+# The dependencies change more rarely than the sources, so they are a layer of their own.
+COPY pyproject.toml constraints.txt ./
+COPY tools/requirements.py tools/
+RUN python3 tools/requirements.py services > requirements.txt \
+ && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --requirement requirements.txt
+COPY README.md LICENSE ./
+COPY twinlens twinlens
+COPY common common
+COPY encoder_service encoder_service
+COPY llm_service llm_service
+RUN /opt/twinlens/bin/pip install --no-deps .
+
+FROM ${PYTHON_IMAGE}
+# The cache folder is there, and the user's, so that a volume mounted over it can be written.
+RUN useradd --system --create-home --uid 10001 twinlens \
+ && install -d -o twinlens /home/twinlens/.cache/huggingface
+COPY --from=build /opt/twinlens /opt/twinlens
+# The embedded checkpoint; another is mounted over it or named with --model.
+COPY models /srv/models
+ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER twinlens
+WORKDIR /srv
+EXPOSE 7001 7002
+CMD ["twinlens", "--help"]
