@@ -112,18 +112,11 @@ class PromptBuilder:
 
     def _expanded(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> list[Piece]:
         """Where frames stand apart, a video's one slot becomes, for each frame group, a timestamp and a slot of its own
-        between vision marks; the marks that stood around the one slot make way."""
+        between vision marks. The marks that the template puts around the one slot stay, as transformers has it since
+        5.17 (before, it took them out)."""
         out: list[Piece] = []
-        skip_end = False
         for piece in pieces:
-            if skip_end and piece == self._media.vision_end:
-                skip_end = False
-                continue
-            skip_end = False
             if isinstance(piece, Slot) and self._layout.frames_apart and piece.modality == "video":
-                if out and out[-1] == self._media.vision_start:
-                    out.pop()
-                    skip_end = True
                 for seconds in headers[piece.item].timestamps:
                     out.extend((f"<{seconds:.1f} seconds>", self._media.vision_start, piece, self._media.vision_end))
             else:

@@ -326,8 +326,6 @@ def _write_tokenizer(family: Family, root: Path, layout: Layout) -> None:
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
     tokenizer.save(str(root / "tokenizer.json"))
     video = "'<|vision_start|><|video_pad|><|vision_end|>'"
-    if family == "qwen3_vl":  # the library puts the timestamps and their marks in place of the pad alone
-        video = "'<|video_pad|>'"
     template = _TEMPLATE.replace("VIDEO", video).replace("default_system", str(family != "qwen3_vl").lower())
     added = {
         str(number): {
