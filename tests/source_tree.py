@@ -40,9 +40,7 @@ class Module:
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 for part, guarded in ((child.body, True), (child.orelse, typing_only)):
                     for statement in part:
-                        yield from self._walk(
-                            ast.Module([statement], []), deferred=deferred, typing_only=guarded
-                        )
+                        yield from self._walk(ast.Module([statement], []), deferred=deferred, typing_only=guarded)
             else:
                 inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 yield from self._walk(child, deferred=deferred or inside, typing_only=typing_only)

@@ -78,11 +78,7 @@ def ground_floor(tree: Tree) -> list[str]:
     found = []
     for owner, forbidden in (("common", SERVICES), ("twinlens", ("common", *SERVICES))):
         for module in tree.matching(f"{owner}.*"):
-            found += [
-                f"{module.name} → {each.name}"
-                for each in module.imports
-                if service_of(each.name) in forbidden
-            ]
+            found += [f"{module.name} → {each.name}" for each in module.imports if service_of(each.name) in forbidden]
     return found
 
 
@@ -94,9 +90,7 @@ def services_apart(tree: Tree) -> list[str]:
     for service in ("common", *SERVICES):
         for module in tree.matching(f"{service}.*"):
             theirs = [each.name for each in module.imports if service_of(each.name) in ours - {service}]
-            found += [
-                f"{module.name} → {name}" for name in theirs if not any(fits(name, each) for each in shared)
-            ]
+            found += [f"{module.name} → {name}" for name in theirs if not any(fits(name, each) for each in shared)]
     return found
 
 

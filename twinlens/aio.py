@@ -56,9 +56,7 @@ class _AsyncClient:
 class AsyncLlmClient(_AsyncClient):
     """Calls an LLM service. Made, used and closed in one event loop."""
 
-    def __init__(
-        self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT
-    ) -> None:
+    def __init__(self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT) -> None:
         super().__init__(endpoint, timeout=timeout)
         self._stub = v1.LlmServiceStub(self._channel)
 
@@ -89,9 +87,7 @@ class AsyncLlmClient(_AsyncClient):
         own sampling stands, so giving `sampling` too is a ValueError.
         """
         request = as_request(prompt, sampling)
-        return AsyncStream(
-            self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata)
-        )
+        return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
 
     async def abort(self, *request_ids: str) -> int:
         """Ends requests by name; returns how many of them were running."""
@@ -119,9 +115,7 @@ class AsyncLlmClient(_AsyncClient):
 class AsyncEncoderClient(_AsyncClient):
     """Calls an encoder service. Made, used and closed in one event loop."""
 
-    def __init__(
-        self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT
-    ) -> None:
+    def __init__(self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT) -> None:
         super().__init__(endpoint, timeout=timeout)
         self._stub = v1.EncoderServiceStub(self._channel)
 
@@ -134,9 +128,7 @@ class AsyncEncoderClient(_AsyncClient):
 
     async def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
         """Which content keys are in the store, in the order asked."""
-        return list(
-            (await self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt))).present
-        )
+        return list((await self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt))).present)
 
     async def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
         """Starts encoding into the store; returns headers without waiting for rows."""

@@ -75,8 +75,7 @@ class Endpoint:
             raise ValueError("an address is needed, for example 127.0.0.1:7002")
         if self.token and self.tls is None and not self.plaintext_token and not is_local(self.address):
             raise ValueError(
-                "a token would cross the network unencrypted: "
-                "use TLS, or plaintext_token for a network that you trust"
+                "a token would cross the network unencrypted: use TLS, or plaintext_token for a network that you trust"
             )
 
     @property

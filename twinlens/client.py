@@ -63,9 +63,7 @@ class _Client:
 class LlmClient(_Client):
     """Calls an LLM service. Safe to use from several threads."""
 
-    def __init__(
-        self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT
-    ) -> None:
+    def __init__(self, endpoint: Endpoint | str = "127.0.0.1:7002", *, timeout: float = STREAM_TIMEOUT) -> None:
         super().__init__(endpoint, timeout=timeout)
         self._stub = v1.LlmServiceStub(self._channel)
 
@@ -124,9 +122,7 @@ class LlmClient(_Client):
 class EncoderClient(_Client):
     """Calls an encoder service. Safe to use from several threads."""
 
-    def __init__(
-        self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT
-    ) -> None:
+    def __init__(self, endpoint: Endpoint | str = "127.0.0.1:7001", *, timeout: float = STREAM_TIMEOUT) -> None:
         super().__init__(endpoint, timeout=timeout)
         self._stub = v1.EncoderServiceStub(self._channel)
 

@@ -48,13 +48,9 @@ def add_parser(commands: Any) -> None:
             help=f"{article} {kind}: a file, or an http(s) address; repeatable",
         )
     parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
-    parser.add_argument(
-        "--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s"
-    )
+    parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
-    parser.add_argument(
-        "--timings", action="store_true", help="then print tokens and stage times to standard error"
-    )
+    parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
     parser.add_argument(
         "--timeout",
         type=bounded(float, 0.001),
@@ -62,9 +58,7 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="for the whole answer (default: %(default)g)",
     )
-    _add_sampling(
-        parser.add_argument_group("sampling", "what is not given is left to the model's own settings")
-    )
+    _add_sampling(parser.add_argument_group("sampling", "what is not given is left to the model's own settings"))
     _add_preprocessing(parser.add_argument_group("preprocessing"))
     add_flags(parser)
 
@@ -74,9 +68,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this mass")
     group.add_argument("--top-k", type=int, metavar="K", help="keep this many of the likeliest tokens")
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest"
-    )
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
     for name in ("repetition", "presence", "frequency"):
         group.add_argument(f"--{name}-penalty", type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
@@ -85,9 +77,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-pixels", type=int, metavar="N", help="least area of a picture after resizing")
-    group.add_argument(
-        "--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing"
-    )
+    group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing")
     group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")
     group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
 

@@ -13,9 +13,7 @@ from twinlens.channel import Endpoint, Tls
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the token and TLS flags."""
     group = parser.add_argument_group("connection")
-    group.add_argument(
-        "--token-file", metavar="FILE", help="file with the bearer token (or set TWINLENS_TOKEN)"
-    )
+    group.add_argument("--token-file", metavar="FILE", help="file with the bearer token (or set TWINLENS_TOKEN)")
     group.add_argument(
         "--plaintext-token",
         action="store_true",
@@ -33,9 +31,7 @@ def endpoint(address: str, arguments: argparse.Namespace) -> Endpoint:
     return Endpoint(address, _token(arguments), _tls(arguments), arguments.plaintext_token)
 
 
-def bounded(
-    kind: Callable[[str], float], low: float = 0, high: float = float("inf")
-) -> Callable[[str], float]:
+def bounded(kind: Callable[[str], float], low: float = 0, high: float = float("inf")) -> Callable[[str], float]:
     """A number from `low` to `high`, for argparse; NaN is refused."""
 
     def read(text: str) -> float:

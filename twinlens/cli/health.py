@@ -14,9 +14,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("health", help="ask a server whether it is serving", description=__doc__)
     parser.set_defaults(run=run)
     parser.add_argument("address", metavar="ADDR", help="for example 127.0.0.1:7001")
-    parser.add_argument(
-        "--service", default="", help="for example twinlens.v1.LlmService (default: the server)"
-    )
+    parser.add_argument("--service", default="", help="for example twinlens.v1.LlmService (default: the server)")
     parser.add_argument(
         "--timeout",
         type=bounded(float, 0.001),

@@ -26,13 +26,9 @@ from twinlens.v1 import (
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
-        "status", help="show both services' load, caches and stage times", description=__doc__
-    )
+    parser = commands.add_parser("status", help="show both services' load, caches and stage times", description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s"
-    )
+    parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument(
         "--encoder",
         action="append",
@@ -70,9 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _pair(info: Message, load: Message) -> dict[str, Any]:
     return {
         "info": MessageToDict(info, preserving_proto_field_name=True),
-        "load": MessageToDict(
-            load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        ),
+        "load": MessageToDict(load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),
     }
 
 
@@ -97,9 +91,7 @@ def _llm_text(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGet
     return _section(title, rows, load.stage_totals)
 
 
-def _encoder_text(
-    address: str, info: EncoderServiceGetInfoResponse, load: EncoderServiceGetLoadResponse
-) -> str:
+def _encoder_text(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServiceGetLoadResponse) -> str:
     asked = load.store_hits + load.store_misses
     rows = [
         ("items queued / running", f"{load.queued_items} / {load.running_items}"),

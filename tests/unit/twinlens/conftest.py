@@ -23,9 +23,7 @@ def serving(
 ) -> Iterator[str]:
     """A server for the services that are given; yields its address."""
     with ThreadPoolExecutor(4) as pool:
-        server = grpc.server(
-            pool, options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
-        )
+        server = grpc.server(pool, options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)])
         if llm is not None:
             v1.add_LlmServiceServicer_to_server(llm, server)
         if encoder is not None:

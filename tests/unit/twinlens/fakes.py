@@ -102,9 +102,7 @@ class FakeEncoder(v1.EncoderServiceServicer):
         return v1.EncoderServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
 
     def GetLoad(self, request, context):
-        return v1.EncoderServiceGetLoadResponse(
-            vit_calls=3, store_hits=3, store_misses=1, store_bytes=3 << 20
-        )
+        return v1.EncoderServiceGetLoadResponse(vit_calls=3, store_hits=3, store_misses=1, store_bytes=3 << 20)
 
     def FlushCache(self, request, context):
         return v1.EncoderServiceFlushCacheResponse(entries=2, bytes=64)

@@ -31,9 +31,7 @@ class TestAsk:
         out, err = capsys.readouterr()
         assert (out, err) == ("A red circle.\n", "")
 
-    def test_media_keep_their_order_before_the_question(
-        self, llm: FakeLlm, llm_address: str, picture
-    ) -> None:
+    def test_media_keep_their_order_before_the_question(self, llm: FakeLlm, llm_address: str, picture) -> None:
         clip = "https://host/clip.mp4"
         assert ask(llm_address, "--video", clip, "--image", picture, "--system", "be brief", "what?") == 0
         system, user = llm.requests[0].chat.messages
@@ -47,9 +45,7 @@ class TestAsk:
         expected = v1.SamplingParams(max_tokens=5, temperature=0, seed=7, stop=["a", "b"])
         assert llm.requests[0].sampling == expected
 
-    def test_preprocessing_flags_go_to_the_media_that_they_mean(
-        self, llm: FakeLlm, llm_address: str, picture
-    ) -> None:
+    def test_preprocessing_flags_go_to_the_media_that_they_mean(self, llm: FakeLlm, llm_address: str, picture) -> None:
         flags = ["--max-pixels", "100", "--fps", "1", "--max-frames", "4"]
         assert ask(llm_address, "what?", "--image", picture, "--video", picture, *flags) == 0
         image, video, _ = llm.requests[0].chat.messages[0].parts
@@ -133,9 +129,7 @@ class TestAsk:
 
 
 class TestStatus:
-    def test_it_shows_both_services(
-        self, llm: FakeLlm, llm_address: str, encoder_address: str, capsys
-    ) -> None:
+    def test_it_shows_both_services(self, llm: FakeLlm, llm_address: str, encoder_address: str, capsys) -> None:
         llm.encoders = [encoder_address]
         assert main(["status", "--llm", llm_address]) == 0
         out = capsys.readouterr().out
@@ -160,9 +154,7 @@ class TestStatus:
 
 
 def test_python_m_twinlens_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "twinlens", "--version"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "twinlens", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"twinlens {__version__}\n"
 
 

@@ -67,9 +67,7 @@ class TestThreads:
             kinds = [event.WhichOneof("event") for event in client.generate("hello")]
         assert kinds == ["started", None, "delta", "delta", "delta", "finished"]
 
-    def test_a_refusal_after_some_events_is_raised_in_the_loop(
-        self, refusing: FakeLlm, llm_address: str
-    ) -> None:
+    def test_a_refusal_after_some_events_is_raised_in_the_loop(self, refusing: FakeLlm, llm_address: str) -> None:
         seen = []
         with LlmClient(llm_address) as client, pytest.raises(TwinlensError) as caught:
             seen.extend(client.generate("hello"))
@@ -165,9 +163,7 @@ class TestEventLoop:
             answers = await asyncio.gather(*(client.ask(f"<{number}>") for number in range(20)))
         assert [answer.text for answer in answers] == [f"<{number}>" * 2 for number in range(20)]
 
-    async def test_a_refusal_after_some_events_is_raised_in_the_loop(
-        self, refusing: FakeLlm, llm_address: str
-    ) -> None:
+    async def test_a_refusal_after_some_events_is_raised_in_the_loop(self, refusing: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(llm_address) as client:
             events = client.generate("hello")
             with pytest.raises(TwinlensError, match="too large"):
@@ -179,9 +175,7 @@ class TestEventLoop:
                 assert (await anext(events)).delta.text == "one"
             assert await asyncio.to_thread(stuck.ended.wait, 10)
 
-    async def test_a_stream_cancelled_by_another_task_just_stops(
-        self, stuck: FakeLlm, llm_address: str
-    ) -> None:
+    async def test_a_stream_cancelled_by_another_task_just_stops(self, stuck: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(llm_address) as client:
             events = client.generate("hello")
             await anext(events)
@@ -190,9 +184,7 @@ class TestEventLoop:
             events.cancel()
             assert await rest is None
 
-    async def test_a_cancelled_task_is_cancelled_and_ends_its_call(
-        self, stuck: FakeLlm, llm_address: str
-    ) -> None:
+    async def test_a_cancelled_task_is_cancelled_and_ends_its_call(self, stuck: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(llm_address) as client:
             begun = asyncio.Event()
 
