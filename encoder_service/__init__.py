@@ -1,0 +1,1 @@
+"""The encoder service: pictures and videos in, embedding rows out."""

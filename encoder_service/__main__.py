@@ -1,0 +1,25 @@
+"""`python -m encoder_service`: one encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from common.checkpoint import CheckpointError
+from common.config import load
+from encoder_service.config import PREFIX, EncoderConfig
+from encoder_service.engine.dispatch import WorkerError
+from encoder_service.server import serve
+
+
+def main() -> None:
+    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+    config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
+    try:
+        asyncio.run(serve(config))
+    except (CheckpointError, WorkerError, OSError) as error:
+        sys.exit(f"encoder_service: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The encoder service's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import option, size
+from common.grpc_server import ServerConfig
+from encoder_service.media.limits import MediaLimits
+
+PREFIX = "TWINLENS_ENCODER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ServerConfig, MediaLimits):
+    """Options of `python -m encoder_service`."""
+
+    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub")
+    device: str = option("auto", "where the vision tower runs: auto, cpu, cuda or cuda:N")
+    dtype: str = option(
+        "auto",
+        "element type of weights and rows; auto is float32 on a CPU, bfloat16 on a GPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64)
+    threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
+    decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
+    decode_seconds: float = option(20.0, "longest that one media file may take to decode", minimum=0.1)
+    decode_memory_bytes: int = option(
+        4 << 30,
+        "memory that one decode process may map beside the staging memory",
+        parse=size,
+        minimum=1 << 30,
+    )
+    worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
+    store_bytes: int = option(1 << 30, "memory for computed rows", parse=size, minimum=1 << 16)
+    staging_bytes: int = option(1 << 30, "memory for media on the way to a worker", parse=size, minimum=1 << 16)
+    max_patches_per_call: int = option(
+        65_536, "most patches of one picture or frame group; bounds a worker's memory", minimum=4
+    )
+    batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
+    batch_items: int = option(64, "items that are packed into one pass", minimum=1)
+    max_queued_items: int = option(1024, "items held at once; further ones are refused", minimum=1)
+    max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
+
+    def validate(self) -> None:
+        """Raises ValueError where options contradict each other."""
+        if not self.model:
+            raise ValueError("--model is needed")
+        if self.batch_patches > self.max_patches_per_call:
+            raise ValueError("--batch-patches must not be above --max-patches-per-call")
+        self.check_server()

@@ -1,0 +1,147 @@
+"""Between messages and nouns. Every field of a request is read here, used, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from common.errors import Forbidden, InvalidInput, Precondition, TwinlensError, Unsupported
+from common.grpc_calls import plain_status
+from common.wire import DType, RowLayout
+from encoder_service.item import Header, Item, Key, Modality, Options, Pixels
+from encoder_service.media.limits import MediaLimits
+from twinlens.v1 import encoder_pb2, media_pb2
+
+KEY_BYTES = 32
+
+_MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
+MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
+DTYPES = {
+    DType.FLOAT32: media_pb2.DATA_TYPE_FLOAT32,
+    DType.BFLOAT16: media_pb2.DATA_TYPE_BFLOAT16,
+    DType.FLOAT16: media_pb2.DATA_TYPE_FLOAT16,
+}
+
+
+def check_items(items: list[media_pb2.Media], limits: MediaLimits) -> None:
+    """Raises InvalidInput for no items, or too many of a kind."""
+    if not items:
+        raise InvalidInput("there are no items", reason="NO_ITEMS", field="items")
+    counts = Counter(media.modality for media in items)
+    for kind, most in (
+        (media_pb2.MODALITY_IMAGE, limits.max_images),
+        (media_pb2.MODALITY_VIDEO, limits.max_videos),
+    ):
+        if counts[kind] > most:
+            what = media_pb2.Modality.Name(kind).removeprefix("MODALITY_").lower()
+            raise InvalidInput(f"more than {most} items are a {what}", reason="TOO_MANY_ITEMS", field="items")
+    if len(items) > limits.max_images + limits.max_videos:
+        raise InvalidInput("there are too many items", reason="TOO_MANY_ITEMS", field="items")
+
+
+def check_transports(accepts: list[int]) -> None:
+    """Raises Precondition where the caller can use none of our transports."""
+    stated = {number for number in accepts if number != encoder_pb2.TRANSPORT_UNSPECIFIED}
+    if stated and encoder_pb2.TRANSPORT_INLINE not in stated:
+        raise Precondition("only inline rows are offered", reason="NO_COMMON_TRANSPORT", field="accepts")
+
+
+def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
+    """One item of a request; raises InvalidInput, Forbidden or Unsupported, naming the field."""
+    field = f"items[{index}]"
+    if media.modality == media_pb2.MODALITY_AUDIO:
+        raise Unsupported("audio is not served by this model", reason="NO_AUDIO", field=f"{field}.modality")
+    if media.modality not in _MODALITIES:
+        raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
+    source = media.WhichOneof("source")
+    if media.mime_type and source != "data":
+        raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
+    options = _options(media, field)
+    return Item(
+        modality=_MODALITIES[media.modality],
+        source=_source(media, source, options, field),
+        options=options,
+        salt=salt,
+        priority=priority,
+        field=field,
+    )
+
+
+def key(value: bytes, field: str) -> bytes:
+    """A content key; raises InvalidInput for one of another length."""
+    if len(value) != KEY_BYTES:
+        raise InvalidInput(f"a content key has {KEY_BYTES} bytes", reason="BAD_KEY", field=field)
+    return value
+
+
+def header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> encoder_pb2.EncodeHeader:
+    """An item's header as it travels."""
+    return encoder_pb2.EncodeHeader(
+        item=index,
+        key=found.key,
+        modality=MODALITIES[found.modality],
+        grid=media_pb2.Grid(t=found.grid.t, h=found.grid.h, w=found.grid.w),
+        tokens=found.tokens,
+        width=layout.width,
+        levels=layout.levels,
+        dtype=DTYPES[layout.dtype],
+        timestamps=found.timestamps,
+        cached=cached,
+        seconds_per_grid=found.seconds_per_grid,
+    )
+
+
+def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
+    """Seconds by stage as they travel."""
+    return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
+
+
+def error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
+    """One item's failure as it travels."""
+    return encoder_pb2.EncodeError(item=index, status=plain_status(failure))
+
+
+def _options(media: media_pb2.Media, field: str) -> Options:
+    given = media.options
+    if given.HasField("video_pruning_rate"):
+        raise Unsupported(
+            "pruning of video tokens is not in this release",
+            reason="NO_PRUNING",
+            field=f"{field}.options.video_pruning_rate",
+        )
+    if given.HasField("fps") and not math.isfinite(given.fps):
+        raise InvalidInput("fps must be a number", reason="BAD_OPTION", field=f"{field}.options.fps")
+    return Options(
+        min_pixels=given.min_pixels if given.HasField("min_pixels") else None,
+        max_pixels=given.max_pixels if given.HasField("max_pixels") else None,
+        fps=given.fps if given.HasField("fps") else None,
+        max_frames=given.max_frames if given.HasField("max_frames") else None,
+    )
+
+
+def _source(media: media_pb2.Media, source: str | None, options: Options, field: str) -> bytes | Pixels | Key:
+    match source:
+        case "data":
+            return media.data
+        case "key":
+            if options.stated():
+                raise InvalidInput(
+                    "a key already stands for its options", reason="BAD_OPTION", field=f"{field}.options"
+                )
+            return Key(key(media.key, f"{field}.key"))
+        case "pixels":
+            given = media.pixels
+            return Pixels(given.data, given.frames, given.height, given.width, tuple(given.timestamps))
+        case "url":
+            raise Forbidden(
+                "media may not be fetched from this address", reason="FETCH_FORBIDDEN", field=f"{field}.url"
+            )
+        case "embedding":
+            raise Unsupported(
+                "embeddings as input are not in this release",
+                reason="NO_EMBEDDINGS",
+                field=f"{field}.embedding",
+            )
+        case _:
+            raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)

@@ -1,0 +1,90 @@
+"""Which of the waiting units run next, on which worker: by patches, oldest first, no one forever.
+
+A unit is one item, or some frame groups of a video. Batches are bounded in patches and in units.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoder_service.item import Grid
+from encoder_service.worker.messages import Piece
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Something to compute. `done` is settled once, when no worker can write its rows any more.
+
+    `number` says how old it is; `started_at` when a worker first got it, 0 before. One that is `alone` shares
+    a batch with nothing: it was there when a worker died.
+    """
+
+    key: bytes
+    piece: Piece
+    patches: int
+    priority: int
+    number: int
+    done: asyncio.Future[None]
+    alone: bool = False
+    started_at: float = 0.0
+    attempts: int = 0
+
+
+def order(unit: Unit) -> tuple[int, int]:
+    """Higher priority first, then older first."""
+    return (-unit.priority, unit.number)
+
+
+def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int) -> list[list[Unit]]:
+    """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `most_units`
+    units.
+
+    The first in order always goes, even if it is larger than the budget; those after it go where they fit.
+    What was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
+    workers become [1000] and [200 100 50].
+    """
+    if not waiting or workers < 1:
+        return []
+    chosen = _choose(sorted(waiting, key=order), workers * budget, workers * most_units)
+    batches: list[list[Unit]] = [[] for _ in range(workers)]
+    loads = [0] * workers
+    first, rest = chosen[0], sorted(chosen[1:], key=lambda unit: -unit.patches)
+    for unit in (first, *rest):
+        index = min(range(workers), key=lambda worker: (loads[worker], worker))
+        batch = batches[index]
+        fits = not batch or (
+            loads[index] + unit.patches <= budget and len(batch) < most_units and not unit.alone and not batch[0].alone
+        )
+        if fits:
+            batch.append(unit)
+            loads[index] += unit.patches
+            if unit.alone:
+                loads[index] = max(loads[index], budget)
+    return [batch for batch in batches if batch]
+
+
+def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, int]]:
+    """Cuts a grid at frame groups into runs [first, end), since attention never crosses one.
+
+    A run has at most `budget` patches, or one group. With several workers there is a run for each, as long as
+    a run keeps `worth` patches. A grid of 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4,
+    5).
+    """
+    group = grid.h * grid.w
+    most = max(1, budget // group)
+    runs = max(-(-grid.t // most), min(workers, grid.t, max(1, grid.patches // worth)))
+    step = -(-grid.t // runs)
+    return [(first, min(first + step, grid.t)) for first in range(0, grid.t, step)]
+
+
+def _choose(ordered: Sequence[Unit], patches: int, units: int) -> list[Unit]:
+    chosen, total = [ordered[0]], ordered[0].patches
+    for unit in ordered[1:]:
+        if len(chosen) == units:
+            break
+        if total + unit.patches <= patches:
+            chosen.append(unit)
+            total += unit.patches
+    return chosen

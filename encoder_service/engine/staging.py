@@ -1,0 +1,112 @@
+"""Leases of ranges in the staging arena, first come, first served.
+
+A lease takes all its ranges at once or waits for them, so that no two waiters can each hold what the other
+needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from common.arena import Range, RangeAllocator, SharedBuffer
+from common.errors import Exhausted
+
+_GIVE_BACK = 4 << 20
+"""Freed ranges from this size on are given back to the system; smaller ones are soon used again."""
+
+
+class Lease:
+    """Ranges of one owner. `free` gives one back early; the rest go when the lease ends."""
+
+    def __init__(self, staging: Staging, ranges: list[Range]) -> None:
+        self._staging = staging
+        self.ranges = ranges
+        self._held = list(ranges)
+
+    def free(self, span: Range) -> None:
+        """Gives one range back."""
+        self._held.remove(span)
+        self._staging.give_back([span])
+
+    def end(self) -> None:
+        """Gives back what is still held."""
+        held, self._held = self._held, []
+        self._staging.give_back(held)
+
+
+class Staging:
+    """The arena that encoded bytes and decoded pixels pass through on their way to a worker."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self.buffer = buffer
+        self._ranges = RangeAllocator(buffer.size)
+        self._waiters: deque[tuple[tuple[int, ...], asyncio.Future[list[Range]]]] = deque()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are leased."""
+        return self._ranges.used
+
+    @asynccontextmanager
+    async def lease(self, *sizes: int) -> AsyncIterator[Lease]:
+        """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing
+        behind.
+
+        Raises Exhausted, without a retry hint, where the sizes are more than the whole arena.
+        """
+        if sum(sizes) + 64 * len(sizes) > self._ranges.capacity:
+            raise Exhausted("the media does not fit the staging memory", reason="STAGING_TOO_SMALL", retry_after=None)
+        lease = Lease(self, await self._take(sizes))
+        try:
+            yield lease
+        finally:
+            lease.end()
+
+    def give_back(self, ranges: list[Range]) -> None:
+        """Frees ranges and serves those who wait."""
+        for span in ranges:
+            self._ranges.free(span)
+            if span.size >= _GIVE_BACK:
+                self.buffer.discard(span)
+        self._serve()
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where ranges overlap or, at idle, where one is still leased."""
+        self._ranges.check_integrity()
+        if idle:
+            assert self._ranges.used == 0, "a staging range was never given back"
+            assert not self._waiters, "someone waits for an idle arena"
+
+    async def _take(self, sizes: tuple[int, ...]) -> list[Range]:
+        future: asyncio.Future[list[Range]] = asyncio.get_running_loop().create_future()
+        self._waiters.append((sizes, future))
+        self._serve()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_back(future.result())
+            self._serve()
+            raise
+
+    def _serve(self) -> None:
+        while self._waiters:
+            sizes, future = self._waiters[0]
+            if not future.done():
+                if (ranges := self._allocate(sizes)) is None:
+                    return
+                future.set_result(ranges)
+            self._waiters.popleft()
+
+    def _allocate(self, sizes: tuple[int, ...]) -> list[Range] | None:
+        taken: list[Range] = []
+        for size in sizes:
+            if (span := self._ranges.allocate(size)) is None:
+                for other in taken:
+                    self._ranges.free(other)
+                return None
+            taken.append(span)
+        return taken

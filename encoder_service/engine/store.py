@@ -1,0 +1,171 @@
+"""The store: computed rows by content key, in one arena, under a byte budget.
+
+An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Room is
+reserved before anything is computed, so that a batch that was started can always be written. Whoever pins an
+entry unpins it; whoever reserves room commits or abandons it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from common.arena import Range, RangeAllocator, SharedBuffer
+from common.errors import InvalidInput
+from encoder_service.item import Header
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Rows of one item: where they lie, what they are, whose they are, and how many are reading them."""
+
+    header: Header
+    salt: bytes
+    span: Range
+    pins: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    size: int
+    future: asyncio.Future[Range]
+
+
+class Store:
+    """Rows of `row_bytes` each in `buffer`, indexed by key."""
+
+    def __init__(self, buffer: SharedBuffer, row_bytes: int) -> None:
+        self._buffer = buffer
+        self._row_bytes = row_bytes
+        self._ranges = RangeAllocator(buffer.size)
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._reserved: set[Range] = set()
+        self._waiters: deque[_Waiter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def used(self) -> int:
+        """Bytes of entries and reservations."""
+        return self._ranges.used
+
+    @property
+    def capacity(self) -> int:
+        """The budget in bytes."""
+        return self._ranges.capacity
+
+    def has(self, key: bytes, salt: str) -> bool:
+        """The rows are here, and were made under this salt. Asking changes nothing."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.salt == salt_hash(salt)
+
+    def find(self, key: bytes, salt: str) -> Entry | None:
+        """The entry of a key, if it was made under this salt; it becomes the most recently used."""
+        if not self.has(key, salt):
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    @contextmanager
+    def pinned(self, entry: Entry) -> Iterator[memoryview]:
+        """The entry's bytes, which stay where they are for the length of the block."""
+        self.pin(entry)
+        try:
+            yield self._buffer.slice(entry.span)
+        finally:
+            self.unpin(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Keeps an entry from being evicted, until `unpin`."""
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """Takes one pin off."""
+        assert entry.pins > 0, "this entry is not pinned"
+        entry.pins -= 1
+        if not entry.pins:
+            self._serve()
+
+    async def reserve(self, tokens: int) -> Range:
+        """Room for an item's rows; evicts what it must, and waits its turn where everything is in use.
+
+        Owned by the caller until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
+        """
+        size = tokens * self._row_bytes
+        if size > self.capacity:
+            raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
+        waiter = _Waiter(size, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._serve()
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled():
+                self.abandon(waiter.future.result())
+            self._serve()
+            raise
+
+    def commit(self, span: Range, header: Header, salt: str) -> Entry:
+        """Turns a reservation whose rows are written into an entry, which is returned pinned once."""
+        assert header.key not in self._entries, "an entry is written once"
+        self._reserved.remove(span)
+        entry = Entry(header, salt_hash(salt), span, pins=1)
+        self._entries[header.key] = entry
+        return entry
+
+    def abandon(self, span: Range) -> None:
+        """Gives a reservation back."""
+        self._reserved.remove(span)
+        self._ranges.free(span)
+        self._serve()
+
+    def flush(self) -> tuple[int, int]:
+        """Forgets every entry that no one is reading: how many, and their bytes."""
+        gone = [entry for entry in self._entries.values() if not entry.pins]
+        for entry in gone:
+            del self._entries[entry.header.key]
+            self._ranges.free(entry.span)
+        self._serve()
+        return len(gone), sum(entry.span.size for entry in gone)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where ranges and entries disagree or, at idle, where something is still
+        held."""
+        self._ranges.check_integrity()
+        spans = [entry.span for entry in self._entries.values()] + list(self._reserved)
+        assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
+        if idle:
+            assert not self._reserved, "a reservation was neither committed nor abandoned"
+            assert not self._waiters, "someone waits for an idle store"
+            assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
+
+    def _serve(self) -> None:
+        while self._waiters:
+            waiter = self._waiters[0]
+            if not waiter.future.done():
+                if (span := self._make_room(waiter.size)) is None:
+                    return
+                self._reserved.add(span)
+                waiter.future.set_result(span)
+            self._waiters.popleft()
+
+    def _make_room(self, size: int) -> Range | None:
+        """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be
+        enough."""
+        idle = [key for key, entry in self._entries.items() if not entry.pins]
+        free = self.capacity - self._ranges.used
+        if free + sum(self._entries[key].span.size + 64 for key in idle) < size:
+            return None
+        while (span := self._ranges.allocate(size)) is None and idle:
+            self._ranges.free(self._entries.pop(idle.pop(0)).span)
+        return span
+
+
+def salt_hash(salt: str) -> bytes:
+    """What is kept of a tenant's secret."""
+    return hashlib.sha256(salt.encode()).digest()

@@ -1,0 +1,1 @@
+"""From encoded bytes to decoded pixels, under limits."""

@@ -1,0 +1,135 @@
+"""The pool of decode processes: bounded time, bounded memory, and a new process for each that dies.
+
+A job's ranges in the staging arena belong to its caller, who gets them back only when no process can still
+write there: on a timeout or a cancelled call the process is killed, and awaited, first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from common import log
+from common.arena import Range, SharedBuffer
+from common.errors import InvalidInput, TwinlensError
+from common.processes import Child, ChildDied
+from encoder_service.item import Inspection, Plan
+from encoder_service.media.messages import (
+    Begin,
+    Decode,
+    FromDecoder,
+    Inspect,
+    Inspected,
+    Ready,
+    Refused,
+)
+
+MODULE = "encoder_service.media"
+_ATTEMPTS = 2
+_PATIENCE = 0.5
+"""Seconds that a job may go on after its caller has left, before its process is killed."""
+
+_log = log.get("decoder")
+
+
+class DecoderPool:
+    """`processes` decode processes over one staging arena. `start` and `stop` are its owner's."""
+
+    def __init__(self, staging: SharedBuffer, *, processes: int, seconds: float, memory_bytes: int) -> None:
+        self._staging = staging
+        self._seconds = seconds
+        self._memory_bytes = memory_bytes
+        self._count = processes
+        self._children: set[Child[FromDecoder]] = set()
+        self._idle: asyncio.Queue[Child[FromDecoder]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Starts every process; raises ChildDied where one cannot start."""
+        await asyncio.gather(*(self._add() for _ in range(self._count)))
+
+    async def stop(self) -> None:
+        """Ends every process and waits until they are gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(child.stop(grace=1.0) for child in self._children))
+        self._children.clear()
+
+    async def inspect(self, data: Range, *, video: bool, field: str) -> Inspection:
+        """Parses the header of encoded bytes; raises InvalidInput where they cannot be read."""
+        answer = await self._job(Inspect(video=video, offset=data.offset, size=data.size), field)
+        if not isinstance(answer, Inspected):
+            raise ChildDied("an answer to another question")
+        return Inspection(answer.width, answer.height, answer.frames, answer.fps)
+
+    async def decode(self, data: Range, pixels: Range, plan: Plan, *, video: bool, field: str) -> None:
+        """Decodes the plan's frames into `pixels`; raises InvalidInput where they cannot be read."""
+        job = Decode(
+            video=video,
+            offset=data.offset,
+            size=data.size,
+            pixels=pixels.offset,
+            frames=list(plan.frames),
+            height=plan.height,
+            width=plan.width,
+        )
+        await self._job(job, field)
+
+    async def _job(self, job: Inspect | Decode, field: str) -> FromDecoder:
+        for attempt in range(1, _ATTEMPTS + 1):
+            child = await self._idle.get()
+            try:
+                answer = await self._ask(child, job)
+            except ChildDied:
+                _log.warning("a decode process died", attempt=attempt)
+                continue
+            except TimeoutError:
+                raise InvalidInput("the media takes too long to decode", reason="MEDIA_TOO_SLOW", field=field) from None
+            if isinstance(answer, Refused):
+                _log.info("media refused", why=answer.why)
+                raise _unreadable(field)
+            return answer
+        raise _unreadable(field)
+
+    async def _ask(self, child: Child[FromDecoder], job: Inspect | Decode) -> FromDecoder:
+        """One question to one process. The process is idle again, or gone, when this returns or raises."""
+        child.send(job)
+        asked = asyncio.ensure_future(child.receive())
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            await asyncio.wait({asked}, timeout=_PATIENCE)
+            if asked.done() and not asked.cancelled() and asked.exception() is None:
+                self._idle.put_nowait(child)
+            else:
+                await self._replace(child, asked)
+            raise
+        except (ChildDied, TimeoutError):
+            await self._replace(child, asked)
+            raise
+        self._idle.put_nowait(child)
+        return answer
+
+    async def _replace(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
+        child.kill()
+        await asyncio.gather(asked, return_exceptions=True)
+        await child.stop(grace=1.0)
+        self._children.discard(child)
+        self.restarts += 1
+        task = asyncio.create_task(self._add())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _add(self) -> None:
+        child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._staging.fd,))
+        self._children.add(child)
+        child.send(Begin(staging_bytes=self._staging.size, memory_bytes=self._memory_bytes))
+        if not isinstance(await child.receive(), Ready):
+            raise ChildDied("a decode process did not start")
+        self._idle.put_nowait(child)
+
+
+def _unreadable(field: str) -> TwinlensError:
+    return InvalidInput("the media cannot be decoded", reason="MEDIA_UNREADABLE", field=field)

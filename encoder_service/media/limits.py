@@ -1,0 +1,153 @@
+"""Every limit on media, each checked before the expensive step that it guards, by the one function for that
+step.
+
+`check_item` sees the request, `check_picture` and `check_video` see a header that was parsed, `check_plan`
+sees what is about to be decoded and computed. Each raises `InvalidInput` with a stable reason and the request
+field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from common.config import option, size
+from common.errors import InvalidInput
+from encoder_service.item import Inspection, Item, Key, Modality, Options, Pixels, Plan
+from encoder_service.media import sniff
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the service's configuration has two bases
+class MediaLimits:
+    """Options that bound what is accepted. Areas are in pixels: width times height."""
+
+    max_image_bytes: int = option(20 << 20, "largest encoded picture", parse=size, minimum=1)
+    max_video_bytes: int = option(64 << 20, "largest encoded video", parse=size, minimum=1)
+    max_image_area: int = option(16_800_000, "largest picture or video frame, in pixels", minimum=16)
+    max_video_area: int = option(128_000_000, "largest sum of a video's kept frames, in pixels", minimum=16)
+    min_side: int = option(4, "shortest side of a picture or frame, in pixels", minimum=1)
+    max_side: int = option(16384, "longest side of a picture or frame, in pixels", minimum=1)
+    max_ratio: float = option(200.0, "greatest ratio of a picture's sides", minimum=1)
+    max_frames: int = option(768, "most frames kept of a video", minimum=1)
+    max_scanned_frames: int = option(100_000, "most frames that a video may have", minimum=1)
+    max_images: int = option(16, "most pictures in one request", minimum=1)
+    max_videos: int = option(2, "most videos in one request", minimum=1)
+
+
+def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
+    """Checks size, format and options of an item as it came."""
+    _check_options(item.options, item.modality, item.field, limits)
+    match item.source:
+        case Key():
+            return
+        case Pixels() as pixels:
+            _check_size(item, limits)
+            _check_pixels(pixels, item.modality, f"{item.field}.pixels", limits)
+        case data:
+            if not data:
+                raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
+            _check_size(item, limits)
+            sniff.check(data, item.modality, mime_type, item.field)
+
+
+def check_picture(seen: Inspection, field: str, limits: MediaLimits) -> None:
+    """Checks a picture's dimensions before it is decoded."""
+    _check_sides(seen.width, seen.height, field, limits)
+
+
+def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
+    """Checks what a video claims of itself before frames are decoded."""
+    _check_sides(seen.width, seen.height, field, limits)
+    if not math.isfinite(seen.fps) or not 0 < seen.fps <= 1000 or seen.frames < 1:
+        raise InvalidInput("the video has no usable frame rate or length", reason="VIDEO_UNREADABLE", field=field)
+    if seen.frames > limits.max_scanned_frames:
+        raise InvalidInput(
+            f"the video has more than {limits.max_scanned_frames} frames",
+            reason="VIDEO_TOO_LONG",
+            field=field,
+        )
+
+
+def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) -> None:
+    """Checks what would be decoded and computed. `max_patches` is the most of one frame group."""
+    if len(plan.frames) > 1 and len(plan.frames) * plan.height * plan.width > limits.max_video_area:
+        raise InvalidInput(
+            f"the kept frames have more than {limits.max_video_area} pixels together; sample fewer",
+            reason="VIDEO_TOO_LARGE",
+            field=field,
+        )
+    if plan.grid.h * plan.grid.w > max_patches:
+        raise InvalidInput(
+            f"after resizing, the media has more than {max_patches} patches a frame; lower max_pixels",
+            reason="TOO_MANY_PATCHES",
+            field=field,
+        )
+
+
+def _check_size(item: Item, limits: MediaLimits) -> None:
+    video = item.modality is Modality.VIDEO
+    if isinstance(item.source, Pixels):
+        most = 3 * (limits.max_video_area if video else limits.max_image_area)
+    else:
+        most = limits.max_video_bytes if video else limits.max_image_bytes
+    if item.size > most:
+        reason = "VIDEO_TOO_LARGE" if video else "IMAGE_TOO_LARGE"
+        raise InvalidInput(f"the media is larger than {most} bytes", reason=reason, field=item.field)
+
+
+def _check_pixels(pixels: Pixels, modality: Modality, field: str, limits: MediaLimits) -> None:
+    def refuse(why: str) -> InvalidInput:
+        return InvalidInput(why, reason="BAD_PIXELS", field=field)
+
+    if min(pixels.frames, pixels.height, pixels.width) < 1:
+        raise refuse("frames, height and width must be above 0")
+    if pixels.frames > (limits.max_frames if modality is Modality.VIDEO else 1):
+        raise refuse("there are too many frames")
+    if len(pixels.data) != pixels.frames * pixels.height * pixels.width * 3:
+        raise refuse("the data is not frames · height · width · 3 bytes")
+    times = pixels.timestamps
+    if times and (
+        modality is Modality.IMAGE
+        or len(times) != pixels.frames
+        or not all(math.isfinite(time) and time >= 0 for time in times)
+        or any(after < before for before, after in itertools.pairwise(times))
+    ):
+        raise refuse("timestamps must be one for each frame of a video, from 0 on, in order")
+    _check_sides(pixels.width, pixels.height, field, limits)
+
+
+def _check_sides(width: int, height: int, field: str, limits: MediaLimits) -> None:
+    short, long = min(width, height), max(width, height)
+    if short < limits.min_side:
+        raise InvalidInput(f"a side is shorter than {limits.min_side} pixels", reason="IMAGE_TOO_SMALL", field=field)
+    if long > limits.max_side or width * height > limits.max_image_area:
+        raise InvalidInput(
+            f"larger than {limits.max_image_area} pixels, or {limits.max_side} on a side",
+            reason="IMAGE_TOO_LARGE",
+            field=field,
+        )
+    if long / short > limits.max_ratio:
+        raise InvalidInput(
+            f"the sides differ by more than {limits.max_ratio:g} to 1", reason="IMAGE_RATIO", field=field
+        )
+
+
+def _check_options(options: Options, modality: Modality, field: str, limits: MediaLimits) -> None:
+    def refuse(name: str, why: str) -> InvalidInput:
+        return InvalidInput(f"{name} {why}", reason="BAD_OPTION", field=f"{field}.options.{name}")
+
+    for name in ("min_pixels", "max_pixels"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= limits.max_video_area:
+            raise refuse(name, f"must be from 1 to {limits.max_video_area}")
+    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
+        raise refuse("min_pixels", "must not be above max_pixels")
+    if modality is not Modality.VIDEO:
+        for name in ("fps", "max_frames"):
+            if getattr(options, name) is not None:
+                raise refuse(name, "is an option of videos alone")
+    if options.fps is not None and not (math.isfinite(options.fps) and 0 < options.fps <= 1000):
+        raise refuse("fps", "must be above 0 and at most 1000")
+    if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
+        raise refuse("max_frames", f"must be from 1 to {limits.max_frames}")

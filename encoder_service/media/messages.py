@@ -1,0 +1,61 @@
+"""What the service and its decode processes say to each other. Bytes and pixels travel in the staging
+arena."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Begin(msgspec.Struct, tag=True):
+    """First message to a decode process: the arena's size and the most memory it may map beyond it, in
+    bytes."""
+
+    staging_bytes: int
+    memory_bytes: int
+
+
+class Inspect(msgspec.Struct, tag=True):
+    """Parse the header of the encoded bytes at [offset, offset + size)."""
+
+    video: bool
+    offset: int
+    size: int
+
+
+class Decode(msgspec.Struct, tag=True):
+    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, 3] uint8."""
+
+    video: bool
+    offset: int
+    size: int
+    pixels: int
+    frames: list[int]
+    height: int
+    width: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The decode process can work."""
+
+
+class Inspected(msgspec.Struct, tag=True):
+    """A header's contents, dimensions after orientation; `frames` is 1 and `fps` 0 for a picture."""
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+
+
+class Decoded(msgspec.Struct, tag=True):
+    """The pixels are written."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The bytes cannot be read. `why` is for the log alone."""
+
+    why: str
+
+
+ToDecoder = Begin | Inspect | Decode
+FromDecoder = Ready | Inspected | Decoded | Refused

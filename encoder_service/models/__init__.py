@@ -1,0 +1,1 @@
+"""Vision towers, one small file for each family over shared blocks."""

@@ -1,0 +1,192 @@
+"""What the towers share: packed attention, rotary positions, patch embedding, mergers.
+
+A batch is one packed sequence of patches [N, …]; `Segments` says where one picture, frame group or window
+ends and the next begins. Attention never crosses a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from encoder_service.item import Grid
+
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Lengths of the segments of a packed sequence, in order; their sum is the sequence's length."""
+
+    lengths: tuple[int, ...]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Neighbours of one length, together: (count, length) runs. Lengths 4 4 4 6 4 give (3, 4), (1, 6),
+        (1, 4)."""
+        return [(len(list(group)), length) for length, group in itertools.groupby(self.lengths)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Cosines and sines [N, 1, head_dim] float32 of each patch's row and column."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    """Full attention inside each segment. q, k, v and the result are [N, heads, head_dim].
+
+    Neighbouring segments of one length go through the kernel as one batch. This is the seam for other back
+    ends.
+    """
+    pieces, start = [], 0
+    for count, length in segments.runs():
+        end = start + count * length
+        shape = (count, length, *q.shape[1:])
+        one, two, three = (part[start:end].view(shape).transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(one, two, three)
+        pieces.append(out.transpose(1, 2).reshape(end - start, *q.shape[1:]))
+        start = end
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates [N, heads, head_dim] in float32, the first half of a head against the second."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * rotary.cos + turned * rotary.sin).to(x.dtype)
+
+
+def patch_positions(grid: Grid, merge: int) -> Tensor:
+    """The (row, column) of each patch of one frame group, [h·w, 2], in the order that patches come in.
+
+    Patches of one merge × merge square stand together. A 2 × 4 grid with merge 2 gives
+    (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) (1,2) (1,3).
+    """
+    rows = torch.arange(grid.h).view(grid.h // merge, 1, merge, 1)
+    columns = torch.arange(grid.w).view(1, grid.w // merge, 1, merge)
+    shape = (grid.h // merge, grid.w // merge, merge, merge)
+    return torch.stack([rows.expand(shape).flatten(), columns.expand(shape).flatten()], dim=-1)
+
+
+def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
+    """Rotary tables of a packed batch: a quarter of each head turns by the row, a quarter by the column,
+    twice over."""
+    half = head_dim // 2
+    frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids])
+    angles = (positions[:, :, None].float() * frequencies).flatten(1).repeat(1, 2)[:, None]
+    return Rotary(angles.cos().to(device), angles.sin().to(device))
+
+
+def frame_segments(grids: Sequence[Grid]) -> Segments:
+    """One segment for each frame group of each item."""
+    return Segments(tuple(grid.h * grid.w for grid in grids for _ in range(grid.t)))
+
+
+class Projection(nn.Module):
+    """A convolution whose stride is its kernel, which is a matrix product: [N, dim] → [N, width]."""
+
+    def __init__(self, width: int, kernel: tuple[int, ...], *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, *kernel))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class PatchEmbed(nn.Module):
+    """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width]."""
+
+    def __init__(self, width: int, channels: int, temporal: int, patch: int, *, bias: bool) -> None:
+        super().__init__()
+        self.proj = Projection(width, (channels, temporal, patch, patch), bias=bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        out: Tensor = self.proj(patches)
+        return out
+
+
+class Attention(nn.Module):
+    """Multi-head attention over a packed sequence, [N, width] → [N, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
+        out = attention(rotate(q, positions), rotate(k, positions), v, segments)
+        projected: Tensor = self.proj(out.flatten(1))
+        return projected
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block; the family gives the norms and the feed-forward part."""
+
+    def __init__(self, width: int, heads: int, norms: tuple[nn.Module, nn.Module], mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = Attention(width, heads)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
+        x = x + self.attn(self.norm1(x), segments, positions)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Merger(nn.Module):
+    """Joins each merge × merge square into one row, [N, width] → [N / merge², out]; names as in Qwen2-VL."""
+
+    def __init__(self, width: int, out: int, merge: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.joined = width * merge * merge
+        self.ln_q = norm
+        self.mlp = nn.Sequential(nn.Linear(self.joined, self.joined), nn.GELU(), nn.Linear(self.joined, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.mlp(self.ln_q(x).view(-1, self.joined))
+        return rows
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root of the mean square, in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        return self.weight * wide.to(x.dtype)
+
+
+class QuickGELU(nn.Module):
+    """x · sigmoid(1.702 x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"quick_gelu": QuickGELU, "silu": nn.SiLU, "gelu": nn.GELU}
+
+
+def activation(name: str) -> nn.Module:
+    """The activation that config.json names; ValueError for one that is not known."""
+    if name == "gelu_pytorch_tanh":
+        return nn.GELU(approximate="tanh")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"the activation {name} is not supported")
+    return ACTIVATIONS[name]()

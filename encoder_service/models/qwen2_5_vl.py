@@ -1,0 +1,107 @@
+"""The vision tower of Qwen2.5-VL: root-mean-square norms, a gated feed-forward part, attention in windows.
+
+All layers but the listed ones attend inside windows of 112 pixels. The packed sequence is put in window order
+once, so that each window is a segment, and the rows are put back at the end. After
+https://arxiv.org/abs/2502.13923; the names of parameters are the published checkpoints'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encoder_service.item import Grid
+from encoder_service.models import blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`order` [N / merge²] int64 puts merged squares into window order; `segments` are the windows'
+    patches."""
+
+    order: Tensor
+    segments: blocks.Segments
+
+
+def windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
+    """Windows of `side` × `side` merged squares over each frame group; those at the far edges are smaller.
+
+    A frame group of 2 × 3 squares with side 2 has windows of squares 0 1 3 4 and 2 5.
+    """
+    orders: list[Tensor] = []
+    lengths: list[int] = []
+    first = 0
+    for grid in grids:
+        height, width = grid.h // merge, grid.w // merge
+        squares = torch.arange(height * width).view(height, width)
+        parts = [
+            squares[top : top + side, left : left + side].flatten()
+            for top in range(0, height, side)
+            for left in range(0, width, side)
+        ]
+        frame = torch.cat(parts)
+        for group in range(grid.t):
+            orders.append(frame + first + group * height * width)
+            lengths.extend(len(part) * merge * merge for part in parts)
+        first += grid.t * height * width
+    return Windows(torch.cat(orders), blocks.Segments(tuple(lengths)))
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward part, [N, width] → [N, width]."""
+
+    def __init__(self, width: int, inner: int, act: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner)
+        self.up_proj = nn.Linear(width, inner)
+        self.down_proj = nn.Linear(inner, width)
+        self.act = blocks.activation(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Qwen25VLTower(nn.Module):
+    """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_heads"]
+        self.merge = config["spatial_merge_size"]
+        self.head_dim = width // heads
+        self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        self.window = config.get("window_size", 112) // self.merge // config["patch_size"]
+        self.full = frozenset(config["fullatt_block_indexes"])
+        channels = config.get("in_channels", config.get("in_chans", 3))
+        self.patch_embed = blocks.PatchEmbed(
+            width, channels, config["temporal_patch_size"], config["patch_size"], bias=False
+        )
+        inner, act = config["intermediate_size"], config.get("hidden_act", "silu")
+        self.blocks = nn.ModuleList(
+            blocks.Block(width, heads, (blocks.RMSNorm(width), blocks.RMSNorm(width)), FeedForward(width, inner, act))
+            for _ in range(config["depth"])
+        )
+        self.merger = blocks.Merger(width, config["out_hidden_size"], self.merge, blocks.RMSNorm(width))
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        whole, local = blocks.frame_segments(grids), windows(grids, self.merge, self.window)
+        order = local.order.to(patches.device)
+        positions = blocks.rotary(grids, self.merge, self.head_dim, self.theta, patches.device)
+        positions = blocks.Rotary(self._reorder(positions.cos, order), self._reorder(positions.sin, order))
+        x = self._reorder(self.patch_embed(patches), order)
+        for index, block in enumerate(self.blocks):
+            x = block(x, whole if index in self.full else local.segments, positions)
+        merged: Tensor = self.merger(x)
+        rows = torch.empty_like(merged)
+        rows[order] = merged
+        return rows.unsqueeze(1)
+
+    def _reorder(self, x: Tensor, order: Tensor) -> Tensor:
+        """Moves whole squares of [N, …] into `order`."""
+        squares = x.view(len(order), self.merge * self.merge, *x.shape[1:])
+        return squares[order].flatten(0, 1)

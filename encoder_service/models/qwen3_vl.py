@@ -1,0 +1,116 @@
+"""The vision tower of Qwen3-VL: a learned position table stretched to each grid, and deepstack levels.
+
+After each listed layer a merger of its own gives one more level of rows. After
+https://arxiv.org/abs/2511.21631; the names of parameters are the published checkpoints'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encoder_service.item import Grid
+from encoder_service.models import blocks
+
+
+class FeedForward(nn.Module):
+    """[N, width] → [N, width]."""
+
+    def __init__(self, width: int, inner: int, act: str) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(width, inner)
+        self.act = blocks.activation(act)
+        self.linear_fc2 = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear_fc2(self.act(self.linear_fc1(x)))
+        return out
+
+
+class Merger(nn.Module):
+    """Joins each square into one row, [N, width] → [N / merge², out]; a deepstack merger norms after
+    joining."""
+
+    def __init__(self, width: int, out: int, merge: int, *, norm_joined: bool) -> None:
+        super().__init__()
+        self.joined = width * merge * merge
+        self.norm_joined = norm_joined
+        self.norm = nn.LayerNorm(self.joined if norm_joined else width, eps=blocks.EPSILON)
+        self.linear_fc1 = nn.Linear(self.joined, self.joined)
+        self.act = nn.GELU()
+        self.linear_fc2 = nn.Linear(self.joined, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = self.norm(x.view(-1, self.joined)) if self.norm_joined else self.norm(x).view(-1, self.joined)
+        out: Tensor = self.linear_fc2(self.act(self.linear_fc1(joined)))
+        return out
+
+
+class Qwen3VLTower(nn.Module):
+    """Patches [N, dim] of a packed batch → rows [N / merge², 1 + deepstack levels, out]."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads, out = config["hidden_size"], config["num_heads"], config["out_hidden_size"]
+        self.merge = config["spatial_merge_size"]
+        self.head_dim = width // heads
+        self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        self.side = int(config["num_position_embeddings"] ** 0.5)
+        self.levels = {layer: level for level, layer in enumerate(config["deepstack_visual_indexes"])}
+        self.patch_embed = blocks.PatchEmbed(
+            width,
+            config.get("in_channels", 3),
+            config["temporal_patch_size"],
+            config["patch_size"],
+            bias=True,
+        )
+        self.pos_embed = nn.Embedding(config["num_position_embeddings"], width)
+        inner, act = config["intermediate_size"], config.get("hidden_act", "gelu_pytorch_tanh")
+        self.blocks = nn.ModuleList(
+            blocks.Block(width, heads, (_norm(width), _norm(width)), FeedForward(width, inner, act))
+            for _ in range(config["depth"])
+        )
+        self.merger = Merger(width, out, self.merge, norm_joined=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            Merger(width, out, self.merge, norm_joined=True) for _ in self.levels
+        )
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        segments = blocks.frame_segments(grids)
+        positions = blocks.rotary(grids, self.merge, self.head_dim, self.theta, patches.device)
+        x = self.patch_embed(patches)
+        x = x + torch.cat([self._table(grid).to(x.dtype).repeat(grid.t, 1) for grid in grids])
+        deep = []
+        for index, block in enumerate(self.blocks):
+            x = block(x, segments, positions)
+            if index in self.levels:
+                deep.append(self.deepstack_merger_list[self.levels[index]](x))
+        return torch.stack([self.merger(x), *deep], dim=1)
+
+    def _table(self, grid: Grid) -> Tensor:
+        """The position table [side², width] stretched to one frame group, [h·w, width], in patch order.
+
+        Corners stay corners; between its entries the table is bilinear.
+        """
+        device = self.pos_embed.weight.device
+        cell = blocks.patch_positions(grid, self.merge).to(device)
+        last = torch.tensor([max(grid.h - 1, 1), max(grid.w - 1, 1)], device=device)
+        at = cell.float() * (self.side - 1) / last
+        low = at.floor()
+        part = at - low
+        near = low.long()
+        far = (near + 1).clamp(max=self.side - 1)
+        total: Tensor | float = 0.0
+        for rows, down in ((near, 1 - part[:, 0]), (far, part[:, 0])):
+            for columns, across in ((near, 1 - part[:, 1]), (far, part[:, 1])):
+                weight = (down * across)[:, None]
+                total = total + self.pos_embed(rows[:, 0] * self.side + columns[:, 1]) * weight
+        assert isinstance(total, Tensor)
+        return total
+
+
+def _norm(width: int) -> nn.LayerNorm:
+    return nn.LayerNorm(width, eps=blocks.EPSILON)

@@ -1,0 +1,56 @@
+"""Which tower a checkpoint asks for, and how its weights get there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.identity import VISION_PREFIXES
+from common.weights import load_tensors
+from encoder_service.item import Grid
+from encoder_service.models.config import ModelConfig
+
+TOWERS: Final = {
+    "qwen2_vl": "encoder_service.models.qwen2_vl:Qwen2VLTower",
+    "qwen2_5_vl": "encoder_service.models.qwen2_5_vl:Qwen25VLTower",
+    "qwen3_vl": "encoder_service.models.qwen3_vl:Qwen3VLTower",
+    "qwen3_vl_moe": "encoder_service.models.qwen3_vl:Qwen3VLTower",
+}
+"""From `model_type` in config.json to the tower's class, which is built from `vision_config`."""
+
+
+class Tower(Protocol):
+    """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels,
+    width]."""
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
+
+
+def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Builds the tower and reads its weights, and no others, onto `device`.
+
+    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another
+    shape.
+    """
+    try:
+        module, _, name = TOWERS[config.family].partition(":")
+    except KeyError:
+        raise CheckpointError(f"the vision tower of {config.family} is not supported") from None
+    with torch.device("meta"):
+        tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
+    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in load_tensors(checkpoint, vision_name)}
+    try:
+        tower.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
+    return tower.eval().requires_grad_(requires_grad=False)
+
+
+def vision_name(name: str) -> str | None:
+    """A checkpoint's tensor name without its vision prefix; None for a tensor that is not the tower's."""
+    return next((name[len(prefix) :] for prefix in VISION_PREFIXES if name.startswith(prefix)), None)

@@ -1,0 +1,134 @@
+"""Puts the encoder service together, runs it until a signal comes, and takes it apart in the opposite
+order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+
+from common import log
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from common.devices import cuda_device_count, default_device, default_dtype
+from common.grpc_server import GrpcServer
+from common.identity import vision_digest
+from common.wire import DType, RowLayout
+from encoder_service.config import EncoderConfig
+from encoder_service.engine.dispatch import Dispatcher, WorkerError
+from encoder_service.engine.encode import Bounds, Encoder
+from encoder_service.engine.staging import Staging
+from encoder_service.engine.store import Store
+from encoder_service.media.decoder import DecoderPool
+from encoder_service.models import config as model_config
+from encoder_service.servicer import EncoderServicer, Parts
+from encoder_service.transports.inline import Inline
+from encoder_service.worker.messages import Begin
+from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+
+SERVICE = "twinlens.v1.EncoderService"
+
+_log = log.get("server")
+
+
+async def serve(config: EncoderConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises CheckpointError, WorkerError or OSError where it cannot
+    begin."""
+    log.configure(config.log_level, service="encoder")
+    checkpoint = Checkpoint.resolve(config.model)
+    model = model_config.read(checkpoint)
+    device = default_device() if config.device == "auto" else config.device
+    dtype = DType(default_dtype(device) if config.dtype == "auto" else config.dtype)
+    layout = RowLayout(model.levels, model.width, dtype)
+
+    async with AsyncExitStack() as running:
+        staging = SharedBuffer.create("twinlens-staging", config.staging_bytes)
+        running.callback(staging.close)
+        store = SharedBuffer.create("twinlens-store", config.store_bytes)
+        running.callback(store.close)
+        frame = GrpcServer(config, [SERVICE])
+        servicer = EncoderServicer()
+        add_EncoderServiceServicer_to_server(servicer, frame.server)
+        await frame.bind()
+        decoders = DecoderPool(
+            staging,
+            processes=config.decode_processes,
+            seconds=config.decode_seconds,
+            memory_bytes=config.decode_memory_bytes,
+        )
+        dispatcher = Dispatcher(
+            _begins(config, checkpoint, device, dtype),
+            (staging.fd, store.fd),
+            budget=config.batch_patches,
+            most_units=config.batch_items,
+            seconds=config.worker_seconds,
+            on_change=lambda alive: frame.report(alive > 0),
+        )
+        running.push_async_callback(decoders.stop)
+        running.push_async_callback(dispatcher.stop)
+        starting = asyncio.create_task(_start(decoders, dispatcher))
+        if not await _started(frame, starting):
+            await frame.drain()
+            return
+        digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
+        encoder = Encoder(
+            model,
+            config,
+            Bounds(
+                items=config.max_queued_items,
+                bytes=config.max_queued_bytes,
+                max_patches=config.max_patches_per_call,
+                batch_patches=config.batch_patches,
+            ),
+            digest,
+            layout,
+            Staging(staging),
+            Store(store, layout.row_bytes),
+            decoders,
+            dispatcher,
+        )
+        servicer.parts = Parts(config, checkpoint.name, encoder, Inline(layout))
+        await frame.announce()
+        await frame.wait()
+        await frame.drain()
+        await dispatcher.stop()
+        await encoder.stop()
+        encoder.check_integrity(idle=True)
+
+
+async def _start(decoders: DecoderPool, dispatcher: Dispatcher) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(decoders.start())
+        group.create_task(dispatcher.start())
+
+
+async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
+    """Everything has started; False where a signal came first."""
+    stopped = asyncio.create_task(frame.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
+    try:
+        starting.result()
+    except* WorkerError as group:
+        raise group.exceptions[0] from None
+    return True
+
+
+def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[Begin]:
+    """What each worker is told: GPUs are handed out in turn, cores are shared."""
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
+    return [
+        Begin(
+            folder=str(checkpoint.folder),
+            device=f"cuda:{index % max(1, cuda_device_count())}" if device in ("cuda", "cuda:0") else device,
+            dtype=dtype.value,
+            threads=threads,
+            staging_bytes=config.staging_bytes,
+            store_bytes=config.store_bytes,
+        )
+        for index in range(config.workers)
+    ]

@@ -1,0 +1,228 @@
+"""The encoder service's RPCs: messages to nouns, nouns to messages, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+
+from common.errors import TwinlensError, Unavailable, Unsupported
+from encoder_service import convert
+from encoder_service.config import EncoderConfig
+from encoder_service.engine.encode import Encoder, Ticket
+from encoder_service.streams import merged
+from encoder_service.transports.inline import Transport
+from twinlens import __version__
+from twinlens.v1 import encoder_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
+
+Context = grpc.aio.ServicerContext
+Events = AsyncGenerator[encoder_pb2.EncodeResponse, None]
+
+PROGRESS_SECONDS = 1.0
+"""A caller hears of a waiting item at least this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the servicer speaks for."""
+
+    config: EncoderConfig
+    model: str
+    encoder: Encoder
+    transport: Transport
+
+
+class EncoderServicer(EncoderServiceServicer):
+    """Answers for one model. `parts` is None until the service has started."""
+
+    def __init__(self) -> None:
+        self.parts: Parts | None = None
+        self._open_streams = 0
+
+    async def Encode(
+        self,
+        request: encoder_pb2.EncodeRequest,
+        context: Context[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
+    ) -> Events:
+        """Streams headers and rows."""
+        parts = self._ready()
+        convert.check_items(list(request.items), parts.config)
+        convert.check_transports(list(request.accepts))
+        self._open_streams += 1
+        try:
+            streams = [self._item(parts, request, index) for index in range(len(request.items))]
+            async with aclosing(merged(streams)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._open_streams -= 1
+
+    async def Prefetch(
+        self,
+        request: encoder_pb2.PrefetchRequest,
+        context: Context[encoder_pb2.PrefetchRequest, encoder_pb2.PrefetchResponse],
+    ) -> encoder_pb2.PrefetchResponse:
+        """Encodes into the store behind the caller's back; answers when the headers are known."""
+        parts = self._ready()
+        convert.check_items(list(request.items), parts.config)
+        answer = encoder_pb2.PrefetchResponse()
+        found = await asyncio.gather(*(self._prefetch(parts, request, index) for index in range(len(request.items))))
+        for each in found:
+            if isinstance(each, encoder_pb2.EncodeHeader):
+                answer.headers.append(each)
+            else:
+                answer.errors.append(each)
+        return answer
+
+    async def Probe(
+        self,
+        request: encoder_pb2.ProbeRequest,
+        context: Context[encoder_pb2.ProbeRequest, encoder_pb2.ProbeResponse],
+    ) -> encoder_pb2.ProbeResponse:
+        """Says which keys are here."""
+        store = self._ready().encoder.store
+        present = [
+            store.has(convert.key(value, f"keys[{index}]"), request.cache_salt)
+            for index, value in enumerate(request.keys)
+        ]
+        return encoder_pb2.ProbeResponse(present=present)
+
+    async def Release(
+        self,
+        request: encoder_pb2.ReleaseRequest,
+        context: Context[encoder_pb2.ReleaseRequest, encoder_pb2.ReleaseResponse],
+    ) -> encoder_pb2.ReleaseResponse:
+        """There are no leases where every row travels inline."""
+        raise Unsupported("this release gives no leases", reason="NO_LEASES")
+
+    async def GetInfo(
+        self,
+        request: encoder_pb2.EncoderServiceGetInfoRequest,
+        context: Context[encoder_pb2.EncoderServiceGetInfoRequest, encoder_pb2.EncoderServiceGetInfoResponse],
+    ) -> encoder_pb2.EncoderServiceGetInfoResponse:
+        """Describes the model."""
+        parts = self._ready()
+        encoder, layout = parts.encoder, parts.encoder.layout
+        return encoder_pb2.EncoderServiceGetInfoResponse(
+            version=__version__,
+            model=parts.model,
+            architecture=encoder.config.architecture,
+            digest=encoder.digest,
+            width=layout.width,
+            levels=layout.levels,
+            dtype=convert.DTYPES[layout.dtype],
+            modalities=list(convert.MODALITIES.values()),
+            transports=[encoder_pb2.TRANSPORT_INLINE],
+            unimplemented=["Release"],
+            devices=encoder.dispatcher.devices,
+            max_image_bytes=parts.config.max_image_bytes,
+            max_video_bytes=parts.config.max_video_bytes,
+        )
+
+    async def GetLoad(
+        self,
+        request: encoder_pb2.EncoderServiceGetLoadRequest,
+        context: Context[encoder_pb2.EncoderServiceGetLoadRequest, encoder_pb2.EncoderServiceGetLoadResponse],
+    ) -> encoder_pb2.EncoderServiceGetLoadResponse:
+        """Reports queues and counters."""
+        encoder = self._ready().encoder
+        dispatcher, store = encoder.dispatcher, encoder.store
+        counters, running = dispatcher.counters, dispatcher.running
+        return encoder_pb2.EncoderServiceGetLoadResponse(
+            queued_items=encoder.queued,
+            running_items=len({unit.key for unit in running}),
+            queued_patches=sum(unit.patches for unit in dispatcher.waiting),
+            running_patches=sum(unit.patches for unit in running),
+            vit_calls=counters.vit_calls,
+            vit_patches=counters.vit_patches,
+            store_hits=encoder.counts["hits"],
+            store_misses=encoder.counts["misses"],
+            store_bytes=store.used,
+            store_capacity_bytes=store.capacity,
+            store_entries=len(store),
+            encoded_items=encoder.counts["encoded"],
+            failed_items=encoder.counts["failed"],
+            open_streams=self._open_streams,
+            stage_totals=convert.timings(
+                {
+                    **encoder.seconds,
+                    "worker_preprocess": counters.preprocess_seconds,
+                    "worker_vit": counters.vit_seconds,
+                }
+            ),
+        )
+
+    async def FlushCache(
+        self,
+        request: encoder_pb2.EncoderServiceFlushCacheRequest,
+        context: Context[encoder_pb2.EncoderServiceFlushCacheRequest, encoder_pb2.EncoderServiceFlushCacheResponse],
+    ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
+        """Empties the store of what no one is reading."""
+        entries, size = self._ready().encoder.store.flush()
+        return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
+
+    def _ready(self) -> Parts:
+        if self.parts is None:
+            raise Unavailable("the encoder is starting", reason="STARTING")
+        return self.parts
+
+    async def _item(self, parts: Parts, request: encoder_pb2.EncodeRequest, index: int) -> Events:
+        """One item's events; its failure is one of them."""
+        try:
+            item = convert.item(request.items[index], index, request.cache_salt, request.priority)
+            wanted = not request.header_only
+            async with (
+                parts.encoder.ticket(item, request.items[index].mime_type, rows=wanted) as ticket,
+                aclosing(self._ticket(parts, ticket, index, rows=wanted)) as events,
+            ):
+                async for event in events:
+                    yield event
+        except TwinlensError as failure:
+            yield encoder_pb2.EncodeResponse(error=convert.error(index, failure))
+
+    async def _ticket(self, parts: Parts, ticket: Ticket, index: int, *, rows: bool) -> Events:
+        async with aclosing(_waiting(ticket.header(), ticket, index)) as events:
+            async for event in events:
+                yield event
+        header = await ticket.header()
+        yield encoder_pb2.EncodeResponse(
+            header=convert.header(index, header, parts.encoder.layout, cached=ticket.cached)
+        )
+        timings = dict(ticket.timings)
+        if rows:
+            async with aclosing(_waiting(ticket.ready(), ticket, index)) as events:
+                async for event in events:
+                    yield event
+            started = time.perf_counter()
+            with ticket.rows() as data:
+                for run in parts.transport.send(index, header, data):
+                    yield encoder_pb2.EncodeResponse(rows=run)
+            timings = {**ticket.timings, "transfer": time.perf_counter() - started}
+        yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone(item=index, timings=convert.timings(timings)))
+
+    async def _prefetch(
+        self, parts: Parts, request: encoder_pb2.PrefetchRequest, index: int
+    ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
+        try:
+            item = convert.item(request.items[index], index, request.cache_salt, request.priority)
+            header, cached = await parts.encoder.prefetch(item, request.items[index].mime_type)
+        except TwinlensError as failure:
+            return convert.error(index, failure)
+        return convert.header(index, header, parts.encoder.layout, cached=cached)
+
+
+async def _waiting(what: Awaitable[object], ticket: Ticket, index: int) -> Events:
+    """Says that an item is alive, every now and then, until `what` has come; raises what it raises."""
+    task = asyncio.ensure_future(what)
+    try:
+        while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
+            progress = encoder_pb2.EncodeProgress(item=index, stage=ticket.stage)
+            yield encoder_pb2.EncodeResponse(progress=progress)
+        task.result()
+    finally:
+        task.cancel()

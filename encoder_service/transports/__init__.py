@@ -1,0 +1,1 @@
+"""Ways for rows to leave the service."""

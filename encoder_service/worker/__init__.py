@@ -1,0 +1,1 @@
+"""The device worker: the process that computes. It decides nothing."""

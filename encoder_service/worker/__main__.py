@@ -1,0 +1,46 @@
+"""A device worker: loads the tower, then computes batch after batch until its parent is gone."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from common.arena import SharedBuffer
+from common.checkpoint import CheckpointError
+from common.processes import ParentLink, die_with_parent
+from encoder_service.worker.messages import Batch, BatchFailed, Begin, Failed, Ready, ToWorker
+
+
+def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
+    """Serves batches until the parent is gone."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link: ParentLink[Any] = ParentLink(link_fd, ToWorker)
+    begin = link.receive()
+    assert isinstance(begin, Begin)
+    from encoder_service.worker.runner import Runner  # torch takes a second to import
+
+    staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
+    store = SharedBuffer.attach(store_fd, begin.store_bytes)
+    try:
+        runner = Runner(begin, staging, store)
+        runner.warm_up()
+    except (CheckpointError, OSError, KeyError, RuntimeError) as error:
+        link.send(Failed(why=f"{type(error).__name__}: {error}"))
+        return
+    link.send(Ready())
+    while True:
+        try:
+            batch = link.receive()
+        except EOFError:
+            return
+        assert isinstance(batch, Batch)
+        try:
+            link.send(runner.run(batch))
+        except RuntimeError as error:  # out of memory, or a kernel that failed
+            link.send(BatchFailed(why=f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

@@ -1,0 +1,72 @@
+"""What the service and a device worker say to each other. Pixels and rows travel in shared arenas."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Begin(msgspec.Struct, tag=True):
+    """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
+
+    `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` "auto", "float32", "bfloat16" or "float16";
+    `threads` is how many CPU threads may compute, 0 for torch's own choice.
+    """
+
+    folder: str
+    device: str
+    dtype: str
+    threads: int
+    staging_bytes: int
+    store_bytes: int
+
+
+class Piece(msgspec.Struct):
+    """One item, or some frame groups of a video.
+
+    Pixels [frames, height, width, 3] uint8 lie at `pixels` in the staging arena; they become the grid (t, h,
+    w) of patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the
+    store arena.
+    """
+
+    video: bool
+    pixels: int
+    frames: int
+    height: int
+    width: int
+    resized: tuple[int, int]
+    grid: tuple[int, int, int]
+    rows: int
+
+
+class Batch(msgspec.Struct, tag=True):
+    """Pieces to compute in one pass."""
+
+    pieces: list[Piece]
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The tower is loaded."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The worker cannot start; it ends. `why` is for the operator."""
+
+    why: str
+
+
+class BatchDone(msgspec.Struct, tag=True):
+    """The rows are written, but for the pieces (by index) whose rows are not finite. Times are in seconds."""
+
+    not_finite: list[int]
+    preprocess_seconds: float
+    vit_seconds: float
+
+
+class BatchFailed(msgspec.Struct, tag=True):
+    """Nothing of the batch is usable; the worker goes on. `why` is for the log."""
+
+    why: str
+
+
+ToWorker = Begin | Batch
+FromWorker = Ready | Failed | BatchDone | BatchFailed

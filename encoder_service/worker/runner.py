@@ -1,0 +1,85 @@
+"""Runs batches: pixels from the staging arena, patches, the tower, rows into the store arena."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece
+from encoder_service.worker.patches import pixels_to_patches
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Runner:
+    """One tower on one device. Raises CheckpointError where the checkpoint cannot be served."""
+
+    def __init__(self, begin: Begin, staging: SharedBuffer, store: SharedBuffer) -> None:
+        if begin.threads:
+            torch.set_num_threads(begin.threads)
+        self.device = torch.device(begin.device)
+        self.dtype = DTYPES[begin.dtype]
+        checkpoint = Checkpoint(Path(begin.folder))
+        self._config = config.read(checkpoint)
+        self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype)
+        self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
+        self._store = torch.frombuffer(store.view, dtype=torch.uint8)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs a small picture through everything once: the first pass of a process is slow."""
+        settings = self._config.image
+        size = (2 * settings.factor, 2 * settings.factor)
+        pixels = torch.zeros(1, settings.factor, settings.factor, 3, dtype=torch.uint8, device=self.device)
+        patches = pixels_to_patches(pixels, size, settings).to(self.dtype)
+        self._tower(patches, [Grid(1, 2 * settings.merge, 2 * settings.merge)]).isfinite().all().item()
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> BatchDone:
+        """Computes a batch and writes its rows, row-major, one piece after the other."""
+        started = time.perf_counter()
+        patches = torch.cat([self._patches(piece) for piece in batch.pieces])
+        self._finish()
+        ready = time.perf_counter()
+        rows = self._tower(patches, [Grid(*piece.grid) for piece in batch.pieces])
+        bad = self._write(rows, batch.pieces)
+        return BatchDone(
+            not_finite=bad,
+            preprocess_seconds=ready - started,
+            vit_seconds=time.perf_counter() - ready,
+        )
+
+    def _patches(self, piece: Piece) -> Tensor:
+        """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
+        shape = (piece.frames, piece.height, piece.width, 3)
+        count = piece.frames * piece.height * piece.width * 3
+        pixels = self._staging[piece.pixels : piece.pixels + count].view(shape).to(self.device)
+        settings = self._config.video.pixels if piece.video else self._config.image
+        return pixels_to_patches(pixels, piece.resized, settings).to(self.dtype)
+
+    def _write(self, rows: Tensor, pieces: list[Piece]) -> list[int]:
+        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not
+        finite."""
+        merged = self._config.image.merge**2
+        bad, start = [], 0
+        for index, piece in enumerate(pieces):
+            t, h, w = piece.grid
+            part = rows[start : start + t * h * w // merged].contiguous()
+            start += len(part)
+            if not bool(part.isfinite().all()):
+                bad.append(index)
+                continue
+            data = part.view(-1).view(torch.uint8)
+            self._store[piece.rows : piece.rows + len(data)].copy_(data)
+        return bad
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,140 @@
+"""Real services as child processes of a test: started on a free port, stopped with SIGTERM, and checked for
+leavings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+_READY = "ready grpc="
+_STOP_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service: where it serves, its process, and the file that its log goes to."""
+
+    address: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def descendants(self) -> dict[int, str]:
+        """Every living process below this one: its command line by its id."""
+        return descendants(self.pid)
+
+    def children(self, module: str) -> list[int]:
+        """Direct or indirect child processes that run `python -m module`."""
+        return [pid for pid, line in self.descendants().items() if f"-m {module} " in line + " "]
+
+
+@contextlib.contextmanager
+def launch(
+    module: str, *flags: str, environ: dict[str, str] | None = None, exit_code: int | None = 0
+) -> Iterator[Service]:
+    """Runs `python -m module FLAGS` for the length of the block, from its `ready` line to SIGTERM.
+
+    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and that /dev/shm is as
+    it was. A service that ends before it is ready raises RuntimeError with its log.
+    """
+    shm = _shared_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w", encoding="utf-8") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *flags],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
+            )
+        assert process.stdout is not None
+        known: set[int] = set()
+        try:
+            service = Service(_address(process.stdout, process, log), process, log)
+            yield service
+            known = set(service.descendants())
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            code = process.wait(_STOP_SECONDS)
+            assert exit_code is None or code == exit_code, f"exit code {code}\n{_tail(log)}"
+            left = {pid: line for pid in known if (line := command_line(pid))}
+            assert not left, f"processes were left: {left}"
+            assert _shared_memory() <= shm, "shared memory was left"
+        finally:
+            for pid in {*known, *descendants(process.pid)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def encoder_server(model: Path, **flags: object) -> Iterator[Service]:
+    """An encoder on a free port; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
+    with launch("encoder_service", *_flags(model=model, listen="127.0.0.1:0", **flags)) as service:
+        yield service
+
+
+@contextlib.contextmanager
+def llm_server(model: Path, *encoders: str, **flags: object) -> Iterator[Service]:
+    """An LLM service on a free port, with the encoders at these addresses."""
+    given = _flags(model=model, listen="127.0.0.1:0", encoders=",".join(encoders), **flags)
+    with launch("llm_service", *given) as service:
+        yield service
+
+
+def command_line(pid: int) -> str:
+    """A living process's command line; empty for one that is gone or has ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if status in "ZX" else line.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Every living process below `pid`: its command line by its id."""
+    found: dict[int, str] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, task.read_text().split()):
+                if line := command_line(child):
+                    found[child] = line
+                found |= descendants(child)
+    return found
+
+
+def _address(stdout: IO[str], process: subprocess.Popen[str], log: Path) -> str:
+    for line in stdout:
+        if line.startswith(_READY):
+            return line.removeprefix(_READY).split()[0]
+    raise RuntimeError(f"the service ended with {process.wait()} before it was ready\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8")[-4000:]
+
+
+def _flags(**values: object) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")}
