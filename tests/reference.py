@@ -46,9 +46,7 @@ def processor(directory: Path) -> Any:
 @lru_cache(maxsize=8)
 def model(directory: Path) -> Any:
     """The library's model of a checkpoint, float32 on the CPU."""
-    loaded = AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True
-    )
+    loaded = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return loaded.eval()
 
 

@@ -31,6 +31,9 @@ def decode(data: bytes, out: np.ndarray) -> None:
     Of an animation the first frame is taken. Raises ValueError where the size is not the one that was
     announced.
     """
+    if image_format(data[:512]) == "PNG":
+        with _open(data) as image:
+            image.verify()  # reading its pixels would not look at every checksum
     with _open(data) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
     if (upright.height, upright.width) != out.shape[1:3]:

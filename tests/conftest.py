@@ -1,0 +1,25 @@
+"""Fixtures that every suite shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes tiny random checkpoints, each kind once: `checkpoints("qwen3_vl", layout="saved", sharded=True)`."""
+    from tests.checkpoints import make_checkpoint
+
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(family: Any, **settings: Any) -> Path:
+        kind = (family, *sorted(settings.items()))
+        if kind not in made:
+            made[kind] = make_checkpoint(family, tmp_path_factory.mktemp(family), **settings)
+        return made[kind]
+
+    return make

@@ -1,0 +1,201 @@
+"""The encoder's patches and rows against the library's own processors and towers, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import decord
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid, Inspection, Options, Plan
+from encoder_service.media import geometry
+from encoder_service.models import config, registry
+from encoder_service.worker.patches import pixels_to_patches
+from tests import pictures, reference
+from tests.checkpoints import FAMILIES, Family
+
+PHOTOGRAPHS = [
+    pictures.photograph("astronaut"),
+    pictures.photograph("coffee"),
+    pictures.photograph("chelsea").crop((0, 0, 300, 60)),
+]
+ROWS = {"rtol": 1e-4, "atol": 1e-4}
+UNCHANGED = Options()
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our side of a checkpoint."""
+
+    folder: Path
+    config: config.ModelConfig
+    tower: registry.Tower
+
+    @classmethod
+    def load(cls, folder: Path) -> Ours:
+        checkpoint = Checkpoint(folder)
+        settings = config.read(checkpoint)
+        tower = registry.load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)
+        return cls(folder, settings, tower)
+
+    def image(self, image: Image.Image, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
+        plan = geometry.plan_image(Inspection(*image.size), self.config.image, options)
+        pixels = torch.from_numpy(np.array(image))[None]
+        return pixels_to_patches(pixels, plan.resized, self.config.image), plan
+
+    def video(self, clip: reference.Video, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
+        count, height, width = clip.frames.shape[:3]
+        seen = Inspection(width, height, count, clip.fps)
+        plan = geometry.plan_video(seen, self.config.video, options, 768)
+        pixels = torch.from_numpy(clip.frames[list(plan.frames)])
+        return pixels_to_patches(pixels, plan.resized, self.config.video.pixels), plan
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> Family:
+    return request.param
+
+
+@pytest.fixture(params=["hub", "saved"])
+def ours(request, family, checkpoints) -> Ours:
+    return Ours.load(checkpoints(family, layout=request.param, sharded=request.param == "saved"))
+
+
+@pytest.mark.parametrize("images", [PHOTOGRAPHS[:1], PHOTOGRAPHS], ids=["one", "three sizes in one batch"])
+def test_pictures_give_the_reference_patches_and_rows(ours, images):
+    expected, grids = reference.images_inputs(ours.folder, images)
+    parts, plans = zip(*(ours.image(image) for image in images), strict=True)
+    assert torch.equal(torch.cat(parts), expected)
+    assert [[plan.grid.t, plan.grid.h, plan.grid.w] for plan in plans] == grids.tolist()
+
+    rows = ours.tower(torch.cat(parts), [plan.grid for plan in plans])
+    assert rows.shape == (sum(plan.tokens for plan in plans), ours.config.levels, ours.config.width)
+    torch.testing.assert_close(rows, reference.rows(ours.folder, expected, grids), **ROWS)
+
+
+def test_a_video_gives_the_reference_patches_and_rows(ours):
+    data = pictures.video(pictures.frames(37), fps=10)
+    decoded = decord.VideoReader(io.BytesIO(data))
+    clip = reference.Video(decoded.get_batch(range(len(decoded))).asnumpy(), decoded.get_avg_fps())
+    expected, grids, metadata = reference.video_inputs(ours.folder, clip)
+    patches, plan = ours.video(clip)
+    assert list(plan.frames)[: len(metadata.frames_indices)] == list(metadata.frames_indices)
+    assert torch.equal(patches, expected)
+    assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
+    torch.testing.assert_close(ours.tower(patches, [plan.grid]), reference.rows(ours.folder, expected, grids), **ROWS)
+
+
+def test_two_photographs_have_different_rows(ours):
+    first, second = (ours.image(image.resize((256, 256)))[0] for image in PHOTOGRAPHS[:2])
+    grid = [
+        Grid(1, *(side // ours.config.image.patch for side in ours.image(PHOTOGRAPHS[0].resize((256, 256)))[1].resized))
+    ]
+    one, other = ours.tower(first, grid), ours.tower(second, grid)
+    assert (one - other).abs().mean() > 0.1
+
+
+def test_rows_do_not_depend_on_what_else_is_in_the_batch(ours):
+    parts, plans = zip(*(ours.image(image) for image in PHOTOGRAPHS), strict=True)
+    together = ours.tower(torch.cat(parts), [plan.grid for plan in plans])
+    alone = [ours.tower(part, [plan.grid]) for part, plan in zip(parts, plans, strict=True)]
+    torch.testing.assert_close(together, torch.cat(alone), **ROWS)
+
+
+def test_a_video_cut_at_frame_groups_has_the_same_rows(ours):
+    patches, plan = ours.video(reference.Video(pictures.frames(48), 8.0))
+    whole = ours.tower(patches, [plan.grid])
+    group = plan.grid.h * plan.grid.w
+    cuts = [(0, 1), (1, plan.grid.t)]
+    pieces = [
+        ours.tower(patches[first * group : end * group], [Grid(end - first, plan.grid.h, plan.grid.w)])
+        for first, end in cuts
+    ]
+    torch.testing.assert_close(torch.cat(pieces), whole, **ROWS)
+
+
+def test_both_layouts_hold_the_same_tower(family, checkpoints):
+    hub, saved = (Ours.load(checkpoints(family, layout=layout)) for layout in ("hub", "saved"))
+    patches, plan = hub.image(PHOTOGRAPHS[1])
+    assert (hub.config.image, hub.config.video) == (saved.config.image, saved.config.video)
+    assert torch.equal(hub.tower(patches, [plan.grid]), saved.tower(patches, [plan.grid]))
+
+
+@pytest.mark.parametrize("size", [(30, 40), (640, 480), (57, 1999), (1024, 31), (224, 224), (2000, 1500)])
+def test_every_size_gets_the_reference_grid(family, checkpoints, size):
+    ours = Ours.load(checkpoints(family))
+    image = pictures.noise(*size)
+    expected, grids = reference.images_inputs(ours.folder, [image])
+    patches, plan = ours.image(image)
+    assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
+    assert torch.equal(patches, expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 20, 61])
+@pytest.mark.parametrize("rate", [1.0, 7.5, 29.97])
+@pytest.mark.parametrize("fps", [0.5, 2.0, 3.7])
+def test_every_length_and_rate_gets_the_reference_frames(family, checkpoints, count, rate, fps):
+    ours = Ours.load(checkpoints(family))
+    clip = reference.Video(pictures.frames(count, 64, 48), rate)
+    expected, grids, metadata = reference.video_inputs(ours.folder, clip, fps=fps)
+    patches, plan = ours.video(clip, Options(fps=fps))
+    kept = [int(frame) for frame in metadata.frames_indices]
+    assert list(plan.frames) == kept + [kept[-1]] * (len(kept) % 2)
+    assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
+    assert torch.equal(patches, expected)
+
+
+def test_a_video_tells_its_times_as_the_reference_does(checkpoints):
+    clip = reference.Video(pictures.frames(30), 7.5)
+    messages = [{"role": "user", "content": [{"type": "video"}]}]
+
+    folder = checkpoints("qwen3_vl")
+    _, plan = Ours.load(folder).video(clip)
+    tokenizer = reference.processor(folder).tokenizer
+    prompt = tokenizer.decode(reference.reference_inputs(folder, messages, videos=[clip])["input_ids"][0])
+    assert len(plan.timestamps) == plan.grid.t
+    for seconds in plan.timestamps:
+        assert f"<{seconds:.1f} seconds>" in prompt
+
+    folder = checkpoints("qwen2_5_vl")
+    _, plan = Ours.load(folder).video(clip)
+    inputs = reference.reference_inputs(folder, messages, videos=[clip])
+    assert torch.tensor([plan.seconds_per_grid]).tolist() == inputs["second_per_grid_ts"].tolist()
+
+
+def test_bounds_that_a_caller_gives_hold_as_the_reference_s_own(family, checkpoints):
+    ours = Ours.load(checkpoints(family))
+    side = ours.config.image.factor
+    size = {"shortest_edge": 2 * side * side, "longest_edge": 12 * side * side}
+    out = reference.processor(ours.folder).image_processor(images=PHOTOGRAPHS[:1], size=size, return_tensors="pt")
+    patches, _ = ours.image(PHOTOGRAPHS[0], Options(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]))
+    assert torch.equal(patches, out["pixel_values"])
+
+
+def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, checkpoints):
+    ours = Ours.load(checkpoints(family))
+    clip = reference.Video(pictures.frames(60, 320, 240), 10.0)
+    capped = replace(ours.config.video, cap_pixels_per_frame=True, max_video_tokens=40)
+    seen = Inspection(320, 240, len(clip.frames), clip.fps)
+    plan = geometry.plan_video(seen, capped, UNCHANGED, 768)
+    theirs = reference.processor(ours.folder).video_processor
+    before, theirs.max_video_tokens = theirs.max_video_tokens, 40
+    try:
+        _, grids, _ = reference.video_inputs(ours.folder, clip, cap_pixels_per_frame=True)
+    finally:
+        theirs.max_video_tokens = before
+    assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
+
+
+def test_half_precision_stays_near(family, checkpoints):
+    folder = checkpoints(family)
+    ours = Ours.load(folder)
+    half = registry.load_tower(Checkpoint(folder), ours.config, torch.device("cpu"), torch.bfloat16)
+    patches, plan = ours.image(PHOTOGRAPHS[0])
+    exact, near = ours.tower(patches, [plan.grid]), half(patches.bfloat16(), [plan.grid]).float()
+    assert torch.nn.functional.cosine_similarity(exact, near, dim=-1).min() > 0.98
