@@ -24,7 +24,7 @@ RUN /opt/twinlens/bin/pip install --no-deps .
 
 FROM ${PYTHON_IMAGE}
 # The cache folder is there, and the user's, so that a volume mounted over it can be written.
-RUN useradd --system --create-home --uid 10001 twinlens \
+RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
  && install -d -o twinlens /home/twinlens/.cache/huggingface
 COPY --from=build /opt/twinlens /opt/twinlens
 # The embedded checkpoint; another is mounted over it or named with --model.
