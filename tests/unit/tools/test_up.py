@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tools import up
+
+FAKE = "tests.unit.tools.fake_service"
+
+
+def running(*behaviours: str) -> subprocess.Popen[str]:
+    """`make up` with two fake services; the second behaves as told."""
+    commands = [("encoder", FAKE, []), ("LLM", FAKE, list(behaviours))]
+    program = f"from tools import up; up._commands = lambda _: {commands}; raise SystemExit(up.main([]))"
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_both_in_order_and_that_is_success(number: signal.Signals) -> None:
+    process = running()
+    assert process.stdout is not None
+    assert {process.stdout.readline().split()[0] for _ in range(2)} == {"encoder", "LLM"}
+    assert process.stdout.readline().startswith("ask with:")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert "finishing" in err
+    assert process.returncode == 0
+
+
+def test_a_signal_before_they_serve_stops_them_too() -> None:
+    process = running("silent")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("encoder serves")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_service_that_ends_by_itself_stops_the_other_and_is_named() -> None:
+    process = running("short")
+    _, err = process.communicate(timeout=30)
+    assert "LLM ended by itself" in err
+    assert process.returncode == 1
+
+
+def test_a_second_signal_kills() -> None:
+    process = running("deaf")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    while not process.stdout.readline().startswith("ask with:"):
+        pass
+    process.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_the_llm_service_is_given_every_encoder_and_is_stopped_first() -> None:
+    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=1)
+    *encoders, (_, module, flags) = up._commands(arguments)
+    addresses = [command[2][command[2].index("--listen") + 1] for command in encoders]
+    assert addresses == ["127.0.0.1:7001", "127.0.0.1:7003", "127.0.0.1:7004"]
+    assert module == "llm_service"
+    assert flags[flags.index("--encoders") + 1] == ",".join(addresses)
+    assert flags[flags.index("--listen") + 1] == "127.0.0.1:7002"
+    assert "--tensor-parallel" not in flags
+
+
+@pytest.mark.parametrize("arguments", [["--encoders", "0"], ["--tp", "0"], ["--encoders", "two"]])
+def test_counts_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        up.main(arguments)
+    assert caught.value.code == 2
