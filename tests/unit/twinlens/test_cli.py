@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -156,6 +157,23 @@ class TestStatus:
 def test_python_m_twinlens_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "twinlens", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"twinlens {__version__}\n"
+
+
+def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str) -> None:
+    def play(request: v1.GenerateRequest):
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text="one\n"))
+        llm.ended.wait(20)
+
+    llm.play = play
+    command = [sys.executable, "-m", "twinlens", "ask", "--llm", llm_address, "what?"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "one\n"
+    process.send_signal(signal.SIGINT)
+    assert llm.ended.wait(10)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in err
 
 
 def test_a_reader_that_leaves_is_no_error(llm_address: str) -> None:
