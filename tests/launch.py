@@ -46,10 +46,9 @@ def launch(
 ) -> Iterator[Service]:
     """Runs `python -m module FLAGS` for the length of the block, from its `ready` line to SIGTERM.
 
-    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and that /dev/shm is as
-    it was. A service that ends before it is ready raises RuntimeError with its log.
+    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and nothing in /dev/shm that
+    one of them had mapped. A service that ends before it is ready raises RuntimeError with its log.
     """
-    shm = _shared_memory()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as errors:
@@ -67,13 +66,14 @@ def launch(
             service = Service(_address(process.stdout, process, log), process, log)
             yield service
             known = set(service.descendants())
+            shared = set().union(*map(_shared_memory, {process.pid, *known}))
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             code = process.wait(_STOP_SECONDS)
             assert exit_code is None or code == exit_code, f"exit code {code}\n{_tail(log)}"
             left = {pid: line for pid in known if (line := command_line(pid))}
             assert not left, f"processes were left: {left}"
-            assert _shared_memory() <= shm, "shared memory was left"
+            assert not [path for path in shared if path.exists()], "shared memory was left"
         finally:
             for pid in {*known, *descendants(process.pid)}:
                 with contextlib.suppress(ProcessLookupError):
@@ -136,5 +136,10 @@ def _flags(**values: object) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")}
+def _shared_memory(pid: int) -> set[Path]:
+    """Files in /dev/shm that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}

@@ -14,13 +14,19 @@ Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits b
 
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
+_WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_EVER = 1 << 28
+"""Pixels of the largest picture that is ever looked into."""
 
 
 def inspect(data: bytes) -> Inspection:
-    """A picture's dimensions once its EXIF orientation is applied; no pixel is decoded."""
+    """A picture's dimensions once its EXIF orientation is applied; pixels are decoded only where it stands behind them.
+
+    Of a picture that no limit would allow, the dimensions come back as they stand in the file.
+    """
     with _open(data) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION) in _SIDEWAYS:
+        if width * height <= _EVER and _orientation(image, data) in _SIDEWAYS:
             width, height = height, width
     return Inspection(width=width, height=height)
 
@@ -35,10 +41,38 @@ def decode(data: bytes, out: np.ndarray) -> None:
         with _open(data) as image:
             image.verify()  # reading its pixels would not look at every checksum
     with _open(data) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+        upright = _rgb(ImageOps.exif_transpose(image))
     if (upright.height, upright.width) != out.shape[1:3]:
         raise ValueError("the picture's size changed while it was decoded")
     out[0] = np.asarray(upright)
+
+
+def _orientation(image: Image.Image, data: bytes) -> object:
+    if image.format == "PNG" and not _has_late_words(data):
+        return Image.Image.getexif(image).get(_ORIENTATION)  # the PNG class would decode all pixels first
+    return image.getexif().get(_ORIENTATION)
+
+
+def _has_late_words(data: bytes) -> bool:
+    """A PNG has metadata behind its pixels. Chunks are: length (4 bytes), kind (4), body, checksum (4)."""
+    at, pixels = 8, False
+    while at + 8 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if pixels and kind in _WORDS:
+            return True
+        pixels = pixels or kind == b"IDAT"
+        at += 12 + length
+    return False
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """An image as RGB; transparency is dropped, as the reference does.
+
+    Of 16-bit grey the upper byte is kept: Pillow alone would show all but the darkest 256 values as white.
+    """
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _open(data: bytes) -> Image.Image:

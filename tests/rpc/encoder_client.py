@@ -1,0 +1,97 @@
+"""A small client of the encoder service, for tests: everything that a stream said, checked as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import google_crc32c
+import grpc
+import numpy as np
+
+from tests.launch import Service
+from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
+
+IMAGE, VIDEO = media_pb2.MODALITY_IMAGE, media_pb2.MODALITY_VIDEO
+DTYPES = {media_pb2.DATA_TYPE_FLOAT32: np.float32, media_pb2.DATA_TYPE_FLOAT16: np.float16}
+
+
+def image(data: bytes, **options: Any) -> media_pb2.Media:
+    return media_pb2.Media(modality=IMAGE, data=data, options=media_pb2.MediaOptions(**options))
+
+
+def video(data: bytes, **options: Any) -> media_pb2.Media:
+    return media_pb2.Media(modality=VIDEO, data=data, options=media_pb2.MediaOptions(**options))
+
+
+@dataclass
+class Encoded:
+    """What one item's stream said: its header, its rows [tokens, levels, width], or its error."""
+
+    header: encoder_pb2.EncodeHeader | None = None
+    pieces: list[np.ndarray] = field(default_factory=list)
+    done: encoder_pb2.EncodeDone | None = None
+    error: media_pb2.Status | None = None
+    progress: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.concatenate(self.pieces)
+
+    def add(self, event: encoder_pb2.EncodeResponse) -> None:
+        match event.WhichOneof("event"):
+            case "header":
+                assert self.header is None, "a second header"
+                self.header = event.header
+            case "rows":
+                assert self.header is not None, "rows before the header"
+                assert event.rows.first_row == sum(map(len, self.pieces)), "rows out of order"
+                assert event.rows.crc32c == google_crc32c.value(event.rows.data)
+                shape = (event.rows.count, self.header.levels, self.header.width)
+                self.pieces.append(np.frombuffer(event.rows.data, DTYPES[self.header.dtype]).reshape(shape))
+            case "done":
+                self.done = event.done
+            case "error":
+                self.error = event.error.status
+            case "progress":
+                self.progress.append(event.progress.stage)
+
+
+class Client:
+    """Calls one encoder."""
+
+    def __init__(self, service: Service | str, token: str = "") -> None:
+        address = service if isinstance(service, str) else service.address
+        self.channel = grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)])
+        self.stub = encoder_pb2_grpc.EncoderServiceStub(self.channel)
+        self.metadata = [("authorization", f"Bearer {token}")] if token else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def start(self, items: Sequence[media_pb2.Media], timeout: float | None = 60, **fields: Any) -> Any:
+        """The open stream."""
+        request = encoder_pb2.EncodeRequest(items=items, **fields)
+        return self.stub.Encode(request, timeout=timeout, metadata=self.metadata)
+
+    def encode(self, *items: media_pb2.Media, timeout: float | None = 60, **fields: Any) -> list[Encoded]:
+        """What each item's stream said, to its end; every item ends with done or an error."""
+        found = [Encoded() for _ in items]
+        for event in self.start(items, timeout, **fields):
+            found[getattr(event, event.WhichOneof("event")).item].add(event)
+        for each in found:
+            assert (each.done is None) != (each.error is None), "an item without an end"
+        return found
+
+    def one(self, item: media_pb2.Media, **fields: Any) -> Encoded:
+        return self.encode(item, **fields)[0]
+
+    def load(self) -> encoder_pb2.EncoderServiceGetLoadResponse:
+        return self.stub.GetLoad(encoder_pb2.EncoderServiceGetLoadRequest(), metadata=self.metadata)
+
+    def info(self) -> encoder_pb2.EncoderServiceGetInfoResponse:
+        return self.stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), metadata=self.metadata)

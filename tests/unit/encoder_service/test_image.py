@@ -1,0 +1,58 @@
+"""Pictures in the decode process: what is looked at before anything is decoded, and what is shown."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from encoder_service.item import Inspection
+from encoder_service.media import image
+from tests import pictures
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def test_dimensions_are_known_without_decoding_a_pixel():
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 300, 200, 8, 2, 0, 0, 0))
+    undecodable = b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"not zlib") + _chunk(b"IEND", b"")
+    assert image.inspect(undecodable) == Inspection(300, 200)
+    with pytest.raises(OSError, match=r"decod|zlib|broken"):
+        image.decode(undecodable, np.empty((1, 200, 300, 3), np.uint8))
+
+
+def test_dimensions_of_a_monster_come_back_without_a_look_inside():
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 50000, 8, 2, 0, 0, 0))
+    words = _chunk(b"IDAT", b"x") + _chunk(b"tEXt", b"Comment\0late")
+    assert image.inspect(b"\x89PNG\r\n\x1a\n" + header + words) == Inspection(60000, 50000)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_orientation_counts_wherever_a_png_has_it(late):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain, turned = (pictures.encoded(pictures.noise(30, 20), "PNG", **words) for words in ({}, {"exif": exif}))
+    chunk = turned[(at := turned.index(b"eXIf") - 4) : at + 12 + int.from_bytes(turned[at : at + 4], "big")]
+    end = plain.index(b"IEND") - 4
+    data = plain[:end] + chunk + plain[end:] if late else turned
+    assert image.inspect(data) == Inspection(20, 30)
+    out = np.empty((1, 30, 20, 3), np.uint8)
+    image.decode(data, out)
+    assert np.array_equal(out[0], np.rot90(np.asarray(pictures.noise(30, 20)), -1))
+
+
+def test_a_picture_that_changes_its_size_is_refused():
+    with pytest.raises(ValueError, match="size"):
+        image.decode(pictures.encoded(pictures.noise(30, 20)), np.empty((1, 30, 20, 3), np.uint8))
+
+
+def test_the_upper_byte_of_16_bit_grey_is_shown():
+    grey = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
+    out = np.empty((1, 20, 30, 3), np.uint8)
+    image.decode(pictures.encoded(Image.fromarray(grey)), out)
+    assert np.array_equal(out[0], np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2))

@@ -1,0 +1,14 @@
+"""Waiting for a state, not for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def until(holds: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Asks again and again until `holds()` is true; fails with `what` when it never is."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)
