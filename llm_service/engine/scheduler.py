@@ -154,7 +154,7 @@ class Scheduler:
         """Grows a running sequence's table by `count` tokens, at the cost of those behind it that the step spares."""
         used = {id(planned) for planned, _ in work}
         while not self.blocks.grow(sequence.table, sequence.computed + count):
-            behind = [s for s in self._running if s.rank > sequence.rank and id(s) not in used and s.table.blocks]
+            behind = [s for s in self._running if _rank(s) > _rank(sequence) and id(s) not in used and s.table.blocks]
             if not behind:
                 return False
             self._preempt(max(behind, key=_rank))

@@ -1,0 +1,290 @@
+"""An engine without a model: the real scheduler over an executor whose KV cache holds hashes of what was computed.
+
+A slot holds a hash of everything up to its token: tokens, positions and media rows. A token is chosen from that hash,
+so what a request says is a function of its prompt alone, which `expected` gives without any cache or batch. A block
+that is shared, evicted or rewritten wrongly, a row that is read too early, or a chunk at the wrong place changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.messages import Add, Failed, ItemRows, Token
+from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.engine.sequence import uniform
+from llm_service.plan import Draw, RowSlice, StepPlan, StepResult
+from llm_service.request import Sampling
+
+ROW_BYTES = 64
+VOCABULARY = 31
+EOS = 0
+PAD = 30
+"""The placeholder of a media row, which no text holds."""
+
+_ARENA_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`rows` rows of picture `name`, standing at prompt positions `start`…; its rows may be cut into `runs`."""
+
+    name: int
+    start: int
+    rows: int
+    runs: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.sha256(b"picture %d" % self.name).digest()
+
+    @property
+    def offset(self) -> int:
+        return self.name * _ARENA_ROWS * ROW_BYTES
+
+    def placed(self) -> list[tuple[int, int, int]]:
+        """(start, first row, count) of each run, with one text token between two runs."""
+        out, start, first = [], self.start, 0
+        for count in self.runs or (self.rows,):
+            out.append((start, first, count))
+            start, first = start + count + 1, first + count
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request as tests write it."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    pictures: tuple[Picture, ...] = ()
+    salt: str = ""
+    priority: int = 0
+    deadline: float | None = None
+
+    def rows_at(self) -> dict[int, int]:
+        """The arena row at each media position."""
+        return {
+            start + n: picture.offset // ROW_BYTES + first + n
+            for picture in self.pictures
+            for start, first, count in picture.placed()
+            for n in range(count)
+        }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a request has said so far: tokens and the reason of each choice, and how it failed."""
+
+    order: Order
+    tokens: list[list[int]]
+    ended: list[str]
+    failed: str = ""
+    aborted: bool = False
+    released: int = 0
+    started: int = 0
+    cached: int = 0
+
+    @property
+    def over(self) -> bool:
+        return bool(self.failed) or self.aborted or all(self.ended)
+
+
+@dataclass(slots=True)
+class HashExecutor:
+    """Runs plans on a KV cache of hashes. `landed` says how many rows of each picture are in the arena."""
+
+    block_size: int
+    slots: dict[int, int] = field(default_factory=dict)
+    landed: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
+        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
+        rows = self._rows(plan.rows)
+        hashes: list[int] = []
+        for chunk in plan.chunks:
+            assert len(chunk.blocks) * self.block_size >= chunk.context + chunk.count
+            before = self.slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
+            for n in range(chunk.count):
+                at, index = len(hashes), chunk.context + n
+                assert {line[at] for line in positions} == {index}
+                before = _extend(before, tokens[at], rows.pop(at, -1))
+                self.slots[self._slot(chunk.blocks, index)] = before
+                hashes.append(before)
+        assert len(hashes) == len(tokens)
+        assert not rows, "rows for places that are not in the batch"
+        return StepResult([_choose(hashes[draw.at], draw) for draw in plan.draws], [None] * len(plan.draws))
+
+    def _slot(self, blocks: list[int], index: int) -> int:
+        return blocks[index // self.block_size] * self.block_size + index % self.block_size
+
+    def _rows(self, slices: list[RowSlice]) -> dict[int, int]:
+        out: dict[int, int] = {}
+        for piece in slices:
+            first, odd = divmod(piece.offset, ROW_BYTES)
+            picture, row = divmod(first, _ARENA_ROWS)
+            assert not odd
+            assert row + piece.count <= self.landed.get(picture, 0), "a row was read before it landed"
+            out.update({piece.at + n: first + n for n in range(piece.count)})
+        return out
+
+
+def _extend(before: int, token: int, row: int) -> int:
+    return hash((before, token, row))
+
+
+def _choose(value: int, draw: Draw) -> int:
+    token = (value + int(draw.uniform * 1000)) % (VOCABULARY - 1)
+    while token in draw.banned:
+        token = (token + 1) % (VOCABULARY - 1)
+    return token
+
+
+def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
+    """What a choice must say, and why it ends; for greedy or seeded requests."""
+    sampling, rows = order.sampling, order.rows_at()
+    value = 0
+    for index, token in enumerate(order.prompt):
+        value = _extend(value, token, rows.get(index, -1))
+    ends = (() if sampling.ignore_eos else (EOS,)) + sampling.stop_token_ids
+    out: list[int] = []
+    while True:
+        chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
+        banned = ends if len(out) < sampling.min_tokens else ()
+        token = _choose(value, Draw(at=0, uniform=chance, banned=banned))
+        out.append(token)
+        if token in ends:
+            return out, "stop"
+        if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
+            return out, "length"
+        value = _extend(value, token, -1)
+
+
+class Simulation:
+    """A scheduler, its executor, and a record of every request. `step` checks what a step may never do."""
+
+    def __init__(
+        self, *, blocks: int, block_size: int, max_running: int, step_tokens: int, prefix_cache: bool = True
+    ) -> None:
+        self.limits = Limits(max_running, step_tokens, blocks * block_size)
+        manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES)
+        self.executor = HashExecutor(block_size)
+        self.outcomes: dict[int, Outcome] = {}
+        self.steps = 0
+
+    def submit(self, order: Order) -> int:
+        id = len(self.outcomes) + 1
+        n = order.sampling.n
+        self.outcomes[id] = Outcome(order, [[] for _ in range(n)], [""] * n)
+        self.scheduler.add(
+            Add(
+                id=id,
+                token_ids=array("i", order.prompt).tobytes(),
+                positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
+                delta=0,
+                items=[ItemRows(p.key, p.offset, p.placed(), 0) for p in order.pictures],
+                sampling=order.sampling,
+                salt=order.salt,
+                priority=order.priority,
+                deadline=order.deadline,
+            )
+        )
+        return id
+
+    def land(self, id: int, item: int, rows: int) -> None:
+        """Rows up to `rows` of an item are in the arena, and the request is told."""
+        picture = self.outcomes[id].order.pictures[item]
+        here = max(rows, self.executor.landed.get(picture.name, 0))
+        self.executor.landed[picture.name] = here
+        self.scheduler.landed(id, item, rows)
+
+    def land_all(self, id: int) -> None:
+        for item, picture in enumerate(self.outcomes[id].order.pictures):
+            self.land(id, item, picture.rows)
+
+    def abort(self, id: int) -> None:
+        self.outcomes[id].aborted = True
+        self.scheduler.abort(id)
+
+    def abort_choice(self, id: int, choice: int) -> None:
+        self.outcomes[id].ended[choice] = self.outcomes[id].ended[choice] or "aborted"
+        self.scheduler.abort(id, choice)
+
+    def expire(self, now: float) -> None:
+        for event in self.scheduler.expire(now):
+            self._fail(event)
+
+    def _fail(self, event: Failed) -> None:
+        outcome = self.outcomes[event.id]
+        assert not outcome.over, "a request failed after its end"
+        outcome.failed = event.reason
+
+    def step(self, *, check: bool = True) -> Step | None:
+        """One turn of the engine's loop; None where there was nothing to compute."""
+        step, started = self.scheduler.schedule()
+        for event in started:
+            outcome = self.outcomes[event.id]
+            outcome.started += 1
+            outcome.cached = event.cached
+        if step is not None:
+            self._check_plan(step)
+            for token in self.scheduler.finish(step, self.executor.run(step.plan)):
+                self._take(token)
+            self.steps += 1
+        for id in self.scheduler.take_ended():
+            self.outcomes[id].released += 1
+        if check:
+            self.scheduler.check_integrity()
+        return step
+
+    def _check_plan(self, step: Step) -> None:
+        assert step.work, "a step that computes nothing"
+        assert step.plan.tokens == sum(count for _, count in step.work) <= self.limits.max_step_tokens
+        assert len(step.work) <= self.limits.max_running
+        assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
+        assert self.scheduler.state().running <= self.limits.max_running
+
+    def _take(self, token: Token) -> None:
+        outcome = self.outcomes[token.id]
+        assert not outcome.failed, "a token after the end of its request"
+        assert not outcome.aborted, "a token after the end of its request"
+        assert not outcome.ended[token.choice], "a token after the end of its choice"
+        outcome.tokens[token.choice].append(token.token)
+        outcome.ended[token.choice] = token.ended
+
+    def drain(self, *, check: bool = True) -> None:
+        """Lands everything and runs until all requests have ended; fails where that takes impossibly long."""
+        for id, outcome in self.outcomes.items():
+            if not outcome.over:
+                self.land_all(id)
+        work = sum((len(o.order.prompt) + o.order.sampling.max_tokens) * len(o.tokens) for o in self.outcomes.values())
+        for _ in range(10 * work + 10):
+            if self.step(check=check) is None:
+                break
+        self.check_over()
+
+    def check_over(self) -> None:
+        """Every request has ended once and said what its prompt makes it say; nothing is held."""
+        for outcome in self.outcomes.values():
+            assert outcome.over, "a request never ended"
+            assert outcome.released == 1, "a request was let go more than once, or never"
+            assert outcome.started <= 1, "a request started twice"
+            self._check_words(outcome)
+        assert self.scheduler.blocks.used == 0
+        assert (self.scheduler.state().waiting, self.scheduler.state().running) == (0, 0)
+        self.scheduler.check_integrity()
+
+    def _check_words(self, outcome: Outcome) -> None:
+        if not outcome.order.sampling.greedy and outcome.order.sampling.seed is None:
+            return
+        for choice, said in enumerate(outcome.tokens):
+            wanted, reason = expected(outcome.order, choice, self.limits)
+            assert said == wanted[: len(said)]
+            if outcome.ended[choice] in ("stop", "length"):
+                assert (said, outcome.ended[choice]) == (wanted, reason)

@@ -1,0 +1,131 @@
+"""KV blocks: counts, identities, and which are evicted first."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_service.engine.blocks import BlockManager, BlockTable, block_identity, root_identity
+
+
+def named(manager: BlockManager, count: int, name: str) -> BlockTable:
+    """A table of `count` full, computed blocks of one text."""
+    table = BlockTable()
+    assert manager.grow(table, count * manager.block_size)
+    for identity in chain(name, count):
+        manager.commit(table, identity)
+    return table
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    out: list[bytes] = []
+    for index in range(count):
+        out.append(block_identity(out[-1] if out else root_identity(name), b"%d" % index, ()))
+    return out
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 5), st.booleans()), max_size=60))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_blocks_are_free_or_held_whatever_is_taken_and_given_back(acts: list[tuple[str, int, bool]]) -> None:
+    manager = BlockManager(12, 4)
+    tables: list[BlockTable] = []
+    for name, count, drop in acts:
+        if drop and tables:
+            manager.free(tables.pop(0))
+        else:
+            wanted = chain(name, count)
+            table = BlockTable()
+            hits = manager.match(wanted)
+            manager.adopt(table, wanted[:hits])
+            could = manager.can_grow(table, count * 4)
+            before = manager.free_blocks
+            assert manager.grow(table, count * 4) == could
+            if could:
+                for identity in wanted[hits:]:
+                    manager.commit(table, identity)
+                tables.append(table)
+            else:
+                assert manager.free_blocks == before, "a failed grow took blocks"
+                manager.free(table)
+        manager.check_integrity(tables)
+        assert manager.used + manager.free_blocks == manager.total
+    for table in tables:
+        manager.free(table)
+    manager.check_integrity()
+    assert manager.used == 0
+
+
+def test_the_longest_unused_goes_first_and_a_tail_before_its_head() -> None:
+    manager = BlockManager(6, 4)
+    for name in ("old", "new"):
+        manager.free(named(manager, 3, name))
+    left = []
+    for tokens in (4, 8, 12, 16):
+        table = BlockTable()
+        assert manager.grow(table, tokens)
+        left.append((manager.match(chain("old", 3)), manager.match(chain("new", 3))))
+        manager.free(table)
+        manager.check_integrity()
+    assert left == [(2, 3), (1, 3), (0, 3), (0, 2)]
+
+
+def test_blocks_in_use_are_never_evicted() -> None:
+    manager = BlockManager(4, 4)
+    held = named(manager, 3, "held")
+    assert not manager.grow(BlockTable(), 8)
+    table = BlockTable()
+    assert manager.grow(table, 4)
+    assert manager.match(chain("held", 3)) == 3
+    manager.check_integrity([held, table])
+
+
+def test_empty_blocks_are_taken_before_cached_ones() -> None:
+    manager = BlockManager(4, 4)
+    manager.free(named(manager, 2, "kept"))
+    half = BlockTable()
+    assert manager.grow(half, 8)
+    manager.free(half)
+    again = BlockTable()
+    assert manager.grow(again, 8)
+    assert manager.match(chain("kept", 2)) == 2
+
+
+def test_two_that_compute_the_same_block_at_once_do_not_lose_it() -> None:
+    manager = BlockManager(4, 4)
+    first, second = named(manager, 1, "same"), named(manager, 1, "same")
+    manager.free(first)
+    manager.check_integrity([second])
+    assert manager.match(chain("same", 1)) == 1
+    manager.free(second)
+    manager.check_integrity()
+
+
+def test_flush_forgets_what_no_one_holds() -> None:
+    manager = BlockManager(6, 4)
+    held = named(manager, 2, "held")
+    manager.free(named(manager, 3, "idle"))
+    assert manager.flush() == 3
+    assert manager.match(chain("idle", 3)) == 0
+    assert manager.match(chain("held", 2)) == 2
+    manager.check_integrity([held])
+
+
+def test_without_a_prefix_cache_nothing_is_found() -> None:
+    manager = BlockManager(4, 4, prefix_cache=False)
+    manager.free(named(manager, 2, "text"))
+    assert manager.match(chain("text", 2)) == 0
+
+
+def test_identities_differ_in_parent_tokens_key_row_and_salt() -> None:
+    base = (root_identity(""), b"tokens", ((b"k" * 32, 0),))
+    others = [
+        (root_identity("tenant"), b"tokens", ((b"k" * 32, 0),)),
+        (root_identity(""), b"Tokens", ((b"k" * 32, 0),)),
+        (root_identity(""), b"tokens", ((b"K" * 32, 0),)),
+        (root_identity(""), b"tokens", ((b"k" * 32, 1),)),
+        (root_identity(""), b"tokens", ()),
+        (root_identity(""), b"tokens", ((b"k" * 32, 0), (b"k" * 32, 0))),
+    ]
+    identities = {block_identity(*each) for each in (base, *others)}
+    assert len(identities) == 7
+    assert {len(identity) for identity in identities} == {32}
