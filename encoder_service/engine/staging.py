@@ -87,7 +87,7 @@ class Staging:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            if not future.cancel() and not future.cancelled():
                 self.give_back(future.result())
             self._serve()
             raise

@@ -105,7 +105,7 @@ class Store:
         try:
             return await waiter.future
         except asyncio.CancelledError:
-            if waiter.future.done() and not waiter.future.cancelled():
+            if not waiter.future.cancel() and not waiter.future.cancelled():
                 self.abandon(waiter.future.result())
             self._serve()
             raise

@@ -1,0 +1,92 @@
+"""Stand-ins for the processes of the encoder service: they answer when, and as, a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from common.processes import ChildDied
+from encoder_service.item import Inspection
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Ready
+
+DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
+
+
+class FakeChild:
+    """One worker process. With `answers` it replies to each batch by itself, else when the test calls `say`."""
+
+    def __init__(self, answers: Callable[[Batch], Any] | None = None) -> None:
+        self._answers = answers
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
+        self.batches: list[Batch] = []
+        self.alive = True
+
+    def send(self, message: Any) -> None:
+        if not self.alive:
+            return
+        if isinstance(message, Begin):
+            self.say(Ready())
+            return
+        self.batches.append(message)
+        if self._answers:
+            self.say(self._answers(message))
+
+    def say(self, message: Any) -> None:
+        self._said.put_nowait(message)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.say(ChildDied("killed"))
+
+    async def receive(self) -> Any:
+        message = await self._said.get()
+        if isinstance(message, ChildDied):
+            self.alive = False
+            raise message
+        return message
+
+    async def stop(self, grace: float = 5.0) -> None:
+        self.alive = False
+
+
+class FakeDecoders:
+    """A decode pool that takes `turns` turns of the loop for each job, and may raise."""
+
+    def __init__(self, seen: Inspection, *, turns: int = 1, failure: Exception | None = None) -> None:
+        self.seen = seen
+        self.turns = turns
+        self.failure = failure
+        self.jobs = 0
+
+    async def inspect(self, data: Any, *, video: bool, field: str) -> Inspection:
+        await self._work()
+        return self.seen
+
+    async def decode(self, data: Any, pixels: Any, plan: Any, *, video: bool, field: str) -> None:
+        await self._work()
+
+    async def _work(self) -> None:
+        self.jobs += 1
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        if self.failure:
+            raise self.failure
+
+
+async def served(worker: FakeChild, waiting: Iterable[asyncio.Task[Any]]) -> list[Any]:
+    """Answers whatever the worker is given until everyone who waits has been served; returns what they got."""
+    together = asyncio.gather(*waiting)
+    while not together.done():
+        if worker.batches:
+            worker.batches.clear()
+            worker.say(DONE)
+        await turns(1)
+    return await together
+
+
+async def turns(count: int = 10) -> None:
+    """Lets everything that can go on do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)

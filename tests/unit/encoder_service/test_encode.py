@@ -1,0 +1,260 @@
+"""The life of an item, with fake decoders and workers: shared flights, and nothing left wherever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+
+from common.arena import SharedBuffer
+from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError
+from common.wire import DType, RowLayout
+from encoder_service.engine import dispatch
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.encode import Bounds, Encoder
+from encoder_service.engine.staging import Staging
+from encoder_service.engine.store import Store
+from encoder_service.item import Inspection, Item, Key, Modality, Pixels
+from encoder_service.media.limits import MediaLimits
+from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
+from encoder_service.worker.messages import BatchFailed, Begin
+from tests import pictures
+from tests.unit.encoder_service.fakes import DONE, FakeChild, FakeDecoders, served, turns
+
+LAYOUT = RowLayout(1, 16, DType.FLOAT32)
+PIXELS = PixelSettings(
+    min_pixels=28 * 28,
+    max_pixels=28 * 28 * 16,
+    patch=14,
+    temporal=2,
+    merge=2,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    rescale=1 / 255,
+)
+CONFIG = ModelConfig(
+    architecture="Fake",
+    family="fake",
+    vision={},
+    image=PIXELS,
+    width=16,
+    levels=1,
+    video=VideoSettings(PIXELS, VideoRule.PER_FRAME, 2.0, 4, 768, False, 1000),
+)
+PICTURES = [pictures.encoded(pictures.noise(56, 56, seed)) for seed in range(8)]
+SEEN = Inspection(56, 56)
+
+
+@asynccontextmanager
+async def encoder(monkeypatch, *, answers=lambda _: DONE, decoders=None, items=64, store_bytes=8192, staging=1 << 16):
+    """An encoder over one fake worker that gives `answers` (None: it never answers), and that worker."""
+    children: list[FakeChild] = []
+
+    async def child(*_, **__) -> FakeChild:
+        children.append(FakeChild(answers))
+        return children[-1]
+
+    monkeypatch.setattr(dispatch.Child, "start", child)
+    begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+    dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=64, seconds=60.0)
+    await dispatcher.start()
+    arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
+    made = Encoder(
+        CONFIG,
+        MediaLimits(),
+        Bounds(items=items, bytes=1 << 20, max_patches=4096, batch_patches=4096),
+        "digest",
+        LAYOUT,
+        Staging(arenas[0]),
+        Store(arenas[1], LAYOUT.row_bytes),
+        decoders or FakeDecoders(SEEN),
+        dispatcher,
+    )
+    try:
+        yield made, children[0]
+    finally:
+        await dispatcher.stop()
+        await made.stop()
+        await turns()
+        made.check_integrity(idle=True)
+        for arena in arenas:
+            arena.close()
+
+
+def item(number: int = 0, **fields) -> Item:
+    return Item(Modality.IMAGE, fields.pop("source", PICTURES[number]), field="items[0]", **fields)
+
+
+async def rows(made: Encoder, wanted: Item) -> bool:
+    """Waits for an item's rows; true where they had been there."""
+    async with made.ticket(wanted, "", rows=True) as ticket:
+        header = await ticket.header()
+        await ticket.ready()
+        with ticket.rows() as data:
+            assert len(data) == header.tokens * LAYOUT.row_bytes
+        return ticket.cached
+
+
+async def test_identical_items_in_flight_are_computed_once(monkeypatch):
+    async with encoder(monkeypatch) as (made, worker):
+        assert not any(await asyncio.gather(*(rows(made, item()) for _ in range(50))))
+        assert len(worker.batches) == 1
+        assert (made.counts["hits"], made.counts["misses"]) == (49, 1)
+        assert await rows(made, item())
+        assert len(worker.batches) == 1
+
+
+async def test_what_waits_while_a_worker_is_busy_goes_in_one_batch(monkeypatch):
+    async with encoder(monkeypatch, answers=None, staging=1 << 18) as (made, worker):
+        waiting = [asyncio.create_task(rows(made, item(0)))]
+        await turns(30)
+        waiting += [asyncio.create_task(rows(made, item(number))) for number in range(1, 6)]
+        await turns(30)
+        worker.say(DONE)
+        await turns()
+        assert [len(batch.pieces) for batch in worker.batches] == [1, 5]
+        worker.say(DONE)
+        await asyncio.gather(*waiting)
+
+
+async def test_a_header_alone_decodes_and_computes_nothing_until_someone_wants_rows(monkeypatch):
+    decoders = FakeDecoders(SEEN)
+    async with encoder(monkeypatch, decoders=decoders) as (made, worker):
+        async with made.ticket(item(), "", rows=False) as ticket:
+            assert (await ticket.header()).tokens == 4
+            await turns()
+            assert (decoders.jobs, worker.batches) == (1, [])
+            await rows(made, item())
+            assert decoders.jobs == 2
+        await turns()
+        assert len(worker.batches) == 1
+
+
+async def test_the_last_one_to_leave_before_a_worker_begins_ends_the_flight(monkeypatch):
+    decoders = FakeDecoders(SEEN, turns=100)
+    async with encoder(monkeypatch, decoders=decoders) as (made, worker):
+        waiting = [asyncio.create_task(rows(made, item())) for _ in range(3)]
+        await turns()
+        for task in waiting[:2]:
+            task.cancel()
+        await turns()
+        assert made.queued == 1
+        waiting[2].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await turns()
+        assert (made.queued, worker.batches) == (0, [])
+        made.check_integrity(idle=True)
+
+
+async def test_what_a_worker_has_begun_is_kept_for_the_next_caller(monkeypatch):
+    async with encoder(monkeypatch, answers=None) as (made, worker):
+        waiting = asyncio.create_task(rows(made, item()))
+        await turns(30)
+        assert len(worker.batches) == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        worker.say(DONE)
+        await turns()
+        made.check_integrity(idle=True)
+        assert await rows(made, item())
+
+
+async def test_a_key_alone_joins_what_is_in_flight_for_the_same_tenant(monkeypatch):
+    async with encoder(monkeypatch, answers=None) as (made, worker):
+        waiting = asyncio.create_task(rows(made, item(salt="mine")))
+        await turns(30)
+        (key,) = made._flights
+        by_key = asyncio.create_task(rows(made, item(source=Key(key), salt="mine")))
+        with pytest.raises(NotFound):
+            await rows(made, item(source=Key(key), salt="theirs"))
+        worker.say(DONE)
+        await asyncio.gather(waiting, by_key)
+
+
+async def test_an_item_too_many_is_refused_at_once(monkeypatch):
+    async with encoder(monkeypatch, answers=None, items=2) as (made, worker):
+        waiting = [asyncio.create_task(rows(made, item(number))) for number in range(2)]
+        await turns(30)
+        with pytest.raises(Exhausted) as refused:
+            await rows(made, item(2))
+        assert refused.value.retry_after
+        await served(worker, waiting)
+        await served(worker, [asyncio.create_task(rows(made, item(2)))])
+
+
+async def test_everyone_who_waits_hears_of_a_failure_and_the_next_one_tries_again(monkeypatch):
+    answers = iter([BatchFailed(why="broken"), DONE])
+    async with encoder(monkeypatch, answers=lambda _: next(answers)) as (made, _):
+        found = await asyncio.gather(*(rows(made, item()) for _ in range(5)), return_exceptions=True)
+        assert [type(each) for each in found] == [Internal] * 5
+        assert made.counts["failed"] == 1
+        assert not await rows(made, item())
+
+
+async def test_unreadable_media_fails_its_own_item(monkeypatch):
+    broken = FakeDecoders(SEEN, failure=InvalidInput("the media cannot be decoded", field="items[0]"))
+    async with encoder(monkeypatch, decoders=broken) as (made, _):
+        with pytest.raises(InvalidInput):
+            await rows(made, item())
+
+
+async def test_an_unforeseen_failure_is_ours_and_leaves_nothing(monkeypatch):
+    async with encoder(monkeypatch, decoders=FakeDecoders(SEEN, failure=LookupError("surprise"))) as (made, _):
+        with pytest.raises(Internal) as failure:
+            await rows(made, item())
+        assert "surprise" not in failure.value.message
+
+
+async def test_two_items_that_do_not_fit_together_go_one_after_the_other(monkeypatch):
+    # Each needs 4 rows of 64 bytes in a store of 4 rows.
+    async with encoder(monkeypatch, store_bytes=256) as (made, worker):
+        await asyncio.gather(*(rows(made, item(number)) for number in range(8)))
+        assert len(worker.batches) == 8
+        assert made.store.used <= made.store.capacity
+
+
+async def test_a_prefetched_item_goes_on_after_its_header(monkeypatch):
+    async with encoder(monkeypatch, answers=None) as (made, worker):
+        header, cached = await made.prefetch(item(), "")
+        assert (header.tokens, cached) == (4, False)
+        await turns(30)
+        worker.say(DONE)
+        await turns()
+        assert made.store.has(header.key, "")
+
+
+async def test_pixels_need_no_decoder(monkeypatch):
+    decoders = FakeDecoders(SEEN)
+    given = Pixels(bytes(5 * 56 * 56 * 3), 5, 56, 56)
+    async with encoder(monkeypatch, decoders=decoders, staging=1 << 18) as (made, worker):
+        wanted = Item(Modality.VIDEO, given, field="items[0]")
+        async with made.ticket(wanted, "", rows=True) as ticket:
+            header = await ticket.header()
+            await ticket.ready()
+        assert (header.grid.t, header.timestamps, decoders.jobs) == (3, (0.25, 1.25, 2.0), 0)
+        assert worker.batches[0].pieces[0].frames == 6
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_leaving_at_any_moment_leaves_nothing(monkeypatch, seed):
+    """Callers come, share, and go away at random; decoders and workers fail at random; at the end all is given back."""
+    chance = random.Random(seed)
+
+    def answers(_):
+        return chance.choice([DONE, DONE, BatchFailed(why="chance")])
+
+    decoders = FakeDecoders(SEEN, turns=chance.randint(0, 4))
+    async with encoder(monkeypatch, answers=answers, decoders=decoders, store_bytes=1024) as (made, _):
+        tasks = [asyncio.create_task(rows(made, item(chance.randrange(8)))) for _ in range(30)]
+        tasks += [asyncio.create_task(made.prefetch(item(chance.randrange(8)), "")) for _ in range(5)]
+        for task in chance.sample(tasks, 18):
+            await turns(chance.randint(0, 4))
+            task.cancel()
+            made.check_integrity()
+            decoders.failure = InvalidInput("chance") if chance.random() < 0.2 else None
+        for each in await asyncio.gather(*tasks, return_exceptions=True):
+            assert not isinstance(each, BaseException) or isinstance(each, TwinlensError | asyncio.CancelledError)
+        await turns(50)
+        made.check_integrity(idle=True)

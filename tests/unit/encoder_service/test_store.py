@@ -1,0 +1,191 @@
+"""The store, at random: never above its budget, never evicting what is pinned, never losing a byte."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from common.arena import SharedBuffer
+from common.errors import InvalidInput
+from encoder_service.engine.store import Entry, Store
+from encoder_service.item import Grid, Header, Modality
+
+ROW = 64
+
+
+def header(key: bytes, tokens: int) -> Header:
+    return Header(key, Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
+
+
+@pytest.fixture
+def store():
+    buffer = SharedBuffer.create("test", 16 * ROW)
+    yield Store(buffer, ROW)
+    buffer.close()
+
+
+async def put(store: Store, key: bytes, tokens: int, salt: str = "") -> Entry:
+    entry = store.commit(await store.reserve(tokens), header(key, tokens), salt)
+    store.unpin(entry)
+    return entry
+
+
+async def test_the_least_recently_used_goes_first(store):
+    for key in (b"a", b"b", b"c"):
+        await put(store, key, 5)
+    store.find(b"a", "")
+    await put(store, b"d", 5)
+    assert [key for key in (b"a", b"b", b"c", b"d") if store.has(key, "")] == [b"a", b"c", b"d"]
+
+
+async def test_asking_whether_a_key_is_here_does_not_use_it(store):
+    for key in (b"a", b"b", b"c"):
+        await put(store, key, 5)
+    assert store.has(b"a", "")
+    await put(store, b"d", 5)
+    assert not store.has(b"a", "")
+
+
+async def test_an_entry_is_its_tenants_alone(store):
+    await put(store, b"a", 1, salt="mine")
+    assert store.find(b"a", "mine") is not None
+    assert store.find(b"a", "theirs") is None
+    assert store.find(b"a", "") is None
+
+
+async def test_rows_that_never_fit_are_refused(store):
+    with pytest.raises(InvalidInput, match="larger than the store"):
+        await store.reserve(17)
+    store.check_integrity(idle=True)
+
+
+async def test_what_is_pinned_stays_and_others_wait_for_it(store):
+    entry = await put(store, b"a", 10)
+    with store.pinned(entry) as data:
+        data[:4] = b"rows"
+        waiting = asyncio.create_task(store.reserve(10))
+        small = asyncio.create_task(store.reserve(1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert not small.done(), "first come, first served"
+        assert store.find(b"a", "") is entry
+        assert bytes(data[:4]) == b"rows"
+    store.abandon(await waiting)
+    store.abandon(await small)
+    assert not store.has(b"a", "")
+    store.check_integrity(idle=True)
+
+
+async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
+    pinned, other = await put(store, b"a", 10), await put(store, b"b", 3)
+    with store.pinned(pinned):
+        waiting = asyncio.create_task(store.reserve(8))
+        await asyncio.sleep(0)
+        assert store.find(b"b", "") is other
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert store.has(b"a", "")
+    store.check_integrity(idle=True)
+
+
+async def test_a_reservation_that_is_cancelled_as_it_is_granted_comes_back(store):
+    entry = await put(store, b"a", 16)
+    store.pin(entry)
+    waiting = asyncio.create_task(store.reserve(16))
+    await asyncio.sleep(0)
+    store.unpin(entry)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    store.check_integrity(idle=True)
+    assert store.used == 0
+
+
+async def test_a_flush_leaves_what_is_being_read(store):
+    reading, _ = await put(store, b"a", 2), await put(store, b"b", 3)
+    with store.pinned(reading):
+        assert store.flush() == (1, 3 * ROW)
+        assert store.has(b"a", "")
+    assert store.flush() == (1, 2 * ROW)
+    assert store.used == 0
+
+
+class Machine(RuleBasedStateMachine):
+    """Reserves, commits, reads and flushes in any order, and knows what every entry must hold."""
+
+    reservations = Bundle("reservations")
+    reading = Bundle("reading")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = SharedBuffer.create("test", 40 * ROW)
+        self.store = Store(self.buffer, ROW)
+        self.number = 0
+        self.written: dict[bytes, bytes] = {}
+        self.pins: dict[bytes, int] = {}
+
+    def teardown(self) -> None:
+        self.store.check_integrity()
+        self.buffer.close()
+
+    @rule(target=reservations, tokens=st.integers(1, 20))
+    def reserve(self, tokens):
+        request = self.store.reserve(tokens)
+        try:
+            request.send(None)
+        except StopIteration as granted:
+            return granted.value, tokens
+        with pytest.raises(asyncio.CancelledError):
+            request.throw(asyncio.CancelledError())  # it would have to wait: its caller goes away
+        return multiple()
+
+    @rule(target=reading, reservation=consumes(reservations))
+    def commit(self, reservation):
+        span, tokens = reservation
+        self.number += 1
+        key = self.number.to_bytes(32, "big")
+        self.written[key] = bytes([self.number % 251]) * span.size
+        self.buffer.slice(span)[:] = self.written[key]
+        self.pins[key] = 1
+        return self.store.commit(span, header(key, tokens), "")
+
+    @rule(reservation=consumes(reservations))
+    def abandon(self, reservation):
+        self.store.abandon(reservation[0])
+
+    @rule(target=reading, number=st.integers(1, 30))
+    def read(self, number):
+        entry = self.store.find(number.to_bytes(32, "big"), "")
+        if entry is None:
+            return multiple()
+        self.store.pin(entry)
+        self.pins[entry.header.key] = self.pins.get(entry.header.key, 0) + 1
+        return entry
+
+    @rule(entry=consumes(reading))
+    def stop_reading(self, entry):
+        assert bytes(self.buffer.slice(entry.span)) == self.written[entry.header.key]
+        self.pins[entry.header.key] -= 1
+        self.store.unpin(entry)
+
+    @rule()
+    def flush(self):
+        self.store.flush()
+
+    @invariant()
+    def sound(self):
+        self.store.check_integrity()
+        assert not self.store._waiters
+        assert self.store.used <= self.store.capacity
+        for key, pins in self.pins.items():
+            assert not pins or self.store.has(key, ""), "a pinned entry was evicted"
+
+
+async def test_any_order_of_events_keeps_the_store_sound():
+    """`reserve` needs a running loop for its futures; the machine runs inside one."""
+    case = Machine.TestCase()
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case.runTest()
