@@ -33,7 +33,9 @@ def _choose(row: Tensor, draw: Draw) -> int:
         row[list(draw.banned)] = -torch.inf
     if draw.temperature == 0.0:
         return int(row.argmax())
-    values, order = (row / draw.temperature).sort(descending=True, stable=True)
+    values, order = row.sort(descending=True, stable=True)
+    # From the highest down, in float64: a temperature near zero makes the others vanish, not overflow.
+    values = (values.double() - values[0]) / draw.temperature
     probabilities = _truncated(values, draw)
     total = probabilities.cumsum(-1)
     place = torch.searchsorted(total, draw.uniform * total[-1], right=True)
@@ -53,10 +55,10 @@ def _penalise(row: Tensor, draw: Draw) -> None:
 
 
 def _truncated(values: Tensor, draw: Draw) -> Tensor:
-    """Sorted logits → float64 probabilities with the tail set to zero; the likeliest token always stays."""
+    """Sorted float64 logits → probabilities with the tail set to zero; the likeliest token always stays."""
     if draw.top_k:
         values[draw.top_k :] = -torch.inf
-    probabilities = values.double().softmax(-1)
+    probabilities = values.softmax(-1)
     if draw.top_p < 1.0:
         before = probabilities.cumsum(-1) - probabilities
         probabilities[1:][before[1:] >= draw.top_p] = 0.0
