@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.arena import Range, RangeAllocator, SharedBuffer
+from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
 from common.errors import Exhausted, TwinlensError
 from common.wire import RowLayout
 from llm_service.request import MediaHeader
@@ -102,6 +102,8 @@ class RowStore:
             )
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
             while (entries := self._try_acquire(headers)) is None:
+                if not any(entry.refs for entry in self._entries.values()) and self.flush():
+                    continue  # nobody is in the way but cache that cuts the arena in pieces
                 self._freed.clear()
                 await self._freed.wait()
         return entries
@@ -129,14 +131,15 @@ class RowStore:
         return place
 
     def _size(self, header: MediaHeader) -> int:
-        return max(1, header.tokens * self.layout.row_bytes)
+        """Bytes that an entry takes, as the arena rounds them up."""
+        return max(1, -(-header.tokens * self.layout.row_bytes // ALIGNMENT)) * ALIGNMENT
 
     def release(self, entry: RowEntry) -> None:
         """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""
         entry.refs -= 1
         if entry.refs:
             return
-        if entry.complete:
+        if entry.complete and entry.error is None:
             self._idle[entry.header.key] = None
         else:
             if entry.filler is not None:

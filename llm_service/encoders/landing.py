@@ -1,18 +1,18 @@
 """Brings a request's media into the row arena: headers first, so that the prompt can be laid out, then rows.
 
-Filling an entry belongs to the entry, not to the request that began it: others may wait for the same rows. A stream
-that breaks is opened again, on another encoder where there is one, from the first missing row.
+Filling an entry belongs to the entry, not to the request that began it: others may wait for the same rows, so that
+request's deadline does not bound the stream; when it ends, and nobody else waits, the stream is cancelled. A stream that
+breaks is opened again, on another encoder where there is one, from the first missing row.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
-from common.errors import DataLoss, DeadlineExceeded, TwinlensError, Unavailable
+from common.errors import DataLoss, Internal, TwinlensError, Unavailable
 from llm_service.encoders.peer import EncodeCall, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaHeader, MediaItem, Request
@@ -92,7 +92,7 @@ class Landing:
                         request_id=request.id,
                         salt=request.salt,
                         priority=request.priority,
-                        timeout=self._remaining(request),
+                        timeout=self._timeout,
                         layout=self._store.layout,
                     )
                 )
@@ -115,6 +115,8 @@ class Landing:
                     await self._receive(entry, opened)
                     return
                 except (Unavailable, DataLoss) as error:
+                    if entry.complete:
+                        return  # the stream broke after its last row
                     self._suspect(opened.peer, error)
                     await opened.close()
                     if attempts == _ATTEMPTS or not self._others([opened.peer.address]):
@@ -128,20 +130,14 @@ class Landing:
             entry.fail(error)
         finally:
             await opened.close()
+            if not entry.complete and entry.error is None:  # nobody may wait for rows that no task brings
+                self._store.forget(entry)
+                entry.fail(Internal("the rows of an item could not be received"))
 
     async def _receive(self, entry: RowEntry, opened: Opened) -> None:
         async with aclosing(opened.call.rows(entry.landed, entry.header.tokens)) as runs:
             async for data in runs:
                 self._store.write(entry, data)
-
-    def _remaining(self, request: Request) -> float:
-        """Seconds that an item's encoding may still take."""
-        if request.deadline is None:
-            return self._timeout
-        remaining = request.deadline - time.monotonic()
-        if remaining <= 0:
-            raise DeadlineExceeded("the deadline passed while media were being encoded")
-        return min(self._timeout, remaining)
 
     def _others(self, tried: Sequence[str]) -> bool:
         return any(peer.usable and peer.address not in tried for peer in self._pool.peers)

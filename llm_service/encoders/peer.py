@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import grpc
 
 from common import log
-from common.errors import DataLoss, TwinlensError, Unavailable
+from common.errors import Cancelled, DataLoss, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_calls import from_plain_status
 from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
 from common.wire import RowLayout, crc32c
@@ -147,6 +147,6 @@ class EncodeCall:
 
 def _ours(error: TwinlensError) -> TwinlensError:
     """What a caller is told of a call to an encoder that broke."""
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable | Cancelled | Unauthenticated):  # of the link, not of the caller's doing
         return Unavailable("the encoder could not be reached", reason="ENCODER_UNAVAILABLE")
     return error

@@ -1,0 +1,111 @@
+"""Tokens into text as they come: nothing lost, no broken characters, nothing of a stop text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_service.detokenizer import Detokenizer
+from llm_service.prompt import PromptBuilder
+from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+
+FAMILY = "👩‍👩‍👧‍👦 naïve 中文 🇩🇪 ё ✓"
+
+
+def pieces(builder: PromptBuilder, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
+    """What each token releases, and the rest at the end; the stop text that was met."""
+    detokenizer = Detokenizer(builder.tokenizer, stop)
+    out = []
+    for token in ids:
+        out.append(detokenizer.push(token))
+        if detokenizer.stopped is not None:
+            return out, detokenizer.stopped
+    return [*out, detokenizer.finish()], detokenizer.stopped
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_pieces_join_to_the_decoded_whole_for_any_tokens(builder: PromptBuilder, ids: list[int]) -> None:
+    assert "".join(pieces(builder, ids)[0]) == builder.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_text_comes_back_in_whole_characters(builder: PromptBuilder, text: str) -> None:
+    ids = builder.encode(text)
+    out, _ = pieces(builder, ids)
+    assert "".join(out) == builder.tokenizer.decode(ids)
+    assert all("�" not in piece for piece in out) or "�" in text
+
+
+def test_characters_that_take_several_tokens_come_whole(builder: PromptBuilder) -> None:
+    ids = builder.encode(FAMILY)
+    assert len(ids) > len(FAMILY), "every character is one token: nothing is proved"
+    out, _ = pieces(builder, ids)
+    assert "".join(out) == FAMILY
+    assert not any("�" in piece for piece in out)
+
+
+def test_a_character_cut_off_by_the_end_is_shown_as_damaged(builder: PromptBuilder) -> None:
+    out, _ = pieces(builder, builder.encode("ab👩")[:-1])
+    assert "".join(out).startswith("ab")
+    assert "".join(out).endswith("�")
+    assert "�" not in "".join(out[:-1])
+
+
+def test_special_tokens_are_not_text(builder: PromptBuilder) -> None:
+    ids = [*builder.encode("one "), SPECIAL_IDS["<|vision_start|>"], *builder.encode("two"), SPECIAL_IDS["<|im_end|>"]]
+    assert "".join(pieces(builder, ids)[0]) == "one two"
+
+
+@pytest.mark.parametrize("stop", ["l", "lo w", "o wörl", "👩‍👩‍👧", " wörld", "hello"])
+def test_a_stop_text_ends_the_output_before_itself_wherever_tokens_cut_it(builder: PromptBuilder, stop: str) -> None:
+    text = "hello wörld 👩‍👩‍👧 and more"
+    out, met = pieces(builder, builder.encode(text), (stop,))
+    assert met == stop
+    assert "".join(out) == text[: text.index(stop)]
+
+
+def test_the_stop_text_that_begins_first_wins(builder: PromptBuilder) -> None:
+    out, met = pieces(builder, builder.encode("one two three four"), ("three", "two thr", "four"))
+    assert (met, "".join(out)) == ("two thr", "one ")
+
+
+def test_what_could_begin_a_stop_text_is_held_back_and_released_when_it_does_not(builder: PromptBuilder) -> None:
+    detokenizer = Detokenizer(builder.tokenizer, ("xyz!",))
+    out = [detokenizer.push(builder.encode(letter)[0]) for letter in "axyxyz"]
+    assert out == ["a", "", "", "xy", "", ""]
+    assert detokenizer.finish() == "xyz"
+    assert detokenizer.stopped is None
+
+
+@given(st.text("ab☃", max_size=24), st.lists(st.text("ab☃", min_size=1, max_size=4), max_size=3))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_stopping_is_as_if_the_whole_text_were_known(builder: PromptBuilder, text: str, stops: list[str]) -> None:
+    ids = [builder.tokenizer.token_to_id(c) for char in text for c in _bytes(char)]
+    out, met = pieces(builder, ids, tuple(stops))
+    # A stop text counts from the moment when it is whole, the first to be so; of several, the one that begins first.
+    for end in range(len(text) + 1):
+        found = [(text[:end].find(stop), stop) for stop in stops if stop in text[:end]]
+        if found:
+            place, _ = min(found)
+            assert "".join(out) == text[:place]
+            assert met is not None
+            assert text[place:].startswith(met)
+            return
+    assert (met, "".join(out)) == (None, text)
+
+
+def _bytes(char: str) -> list[str]:
+    """A character as the byte-level tokens that spell it."""
+    shown = {**{b: chr(b) for b in range(33, 127)}, 0xE2: "â", 0x98: "ĺ", 0x83: "ĥ"}
+    return [shown[byte] for byte in char.encode()]
+
+
+def test_a_thousand_random_tokens_take_no_time_that_grows_with_the_text(builder: PromptBuilder) -> None:
+    rng = random.Random(0)
+    ids = [rng.randrange(VOCABULARY) for _ in range(3000)]
+    assert "".join(pieces(builder, ids)[0]) == builder.tokenizer.decode(ids, skip_special_tokens=True)

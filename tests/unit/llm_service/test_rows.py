@@ -1,0 +1,255 @@
+"""The row arena: who gets a place, who waits, what is kept, and that every place comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.errors import Exhausted, Unavailable
+from common.wire import DType, RowLayout
+from llm_service.request import MediaHeader
+from llm_service.rows import RowEntry, RowStore
+
+LAYOUT = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)  # rows of 64 bytes
+ROWS = 16
+
+
+def header(name: str, tokens: int) -> MediaHeader:
+    return MediaHeader(hashlib.sha256(name.encode()).digest(), "image", (1, 2, 2 * tokens), tokens, 16, 1, "float32")
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[RowStore]:
+    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT)
+    yield store
+    store.check_idle()
+    store.close()
+
+
+def fill(store: RowStore, entry: RowEntry, value: int = 1) -> None:
+    store.write(entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
+
+
+async def cache(store: RowStore, *names: tuple[str, int]) -> None:
+    """Leaves whole, unused entries behind."""
+    for name, tokens in names:
+        (entry,) = await store.acquire([header(name, tokens)])
+        fill(store, entry)
+        store.release(entry)
+
+
+def waiting(store: RowStore, *headers: MediaHeader) -> asyncio.Task[list[RowEntry]]:
+    return asyncio.create_task(store.acquire(headers))
+
+
+async def settle() -> None:
+    """Lets every task run as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_landing(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", 4)])
+    heard: list[int] = []
+    entry.watchers.append(lambda entry: heard.append(entry.landed))
+    store.write(entry, b"\1" * 64)
+    store.write(entry, b"\2" * 192)
+    assert heard == [1, 4]
+    assert entry.complete
+    assert bytes(store.buffer.slice(entry.place)) == b"\1" * 64 + b"\2" * 192
+    assert store.counters.received == 4
+    store.release(entry)
+
+
+async def test_two_requests_for_one_item_share_its_entry(store: RowStore) -> None:
+    (first,) = await store.acquire([header("a", 4)])
+    first.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    second, third = await store.acquire([header("a", 4), header("a", 4)])
+    assert first is second is third
+    assert store.counters.hits == 2
+    fill(store, first)
+    for _ in range(3):
+        store.release(first)
+    first.filler.cancel()
+
+
+async def test_a_whole_entry_is_found_again_after_its_release(store: RowStore) -> None:
+    await cache(store, ("a", 4))
+    (again,) = await store.acquire([header("a", 4)])
+    assert again.complete
+    store.release(again)
+    assert store.knows(again.header.key)
+
+
+async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_and_is_dropped(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", 4)])
+    entry.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    store.write(entry, b"\1" * 64)
+    store.release(entry)
+    await settle()
+    assert entry.filler.cancelled()
+    assert not store.knows(entry.header.key)
+    assert store.used_bytes == 0
+
+
+async def test_the_longest_unused_entry_makes_room_and_no_other(store: RowStore) -> None:
+    await cache(store, ("a", 4), ("b", 4), ("c", 8))
+    (again,) = await store.acquire([header("a", 4)])
+    store.release(again)
+    (new,) = await store.acquire([header("d", 4)])
+    assert [store.knows(header(name, 1).key) for name in "abc"] == [True, False, True]
+    fill(store, new)
+    store.release(new)
+
+
+async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: RowStore) -> None:
+    (held,) = await store.acquire([header("a", 10)])
+    late = waiting(store, header("b", 10))
+    await settle()
+    assert not late.done()
+    fill(store, held)
+    store.release(held)
+    (entry,) = await late
+    assert not store.knows(held.header.key)
+    store.release(entry)
+
+
+async def test_those_who_wait_are_served_first_come_first_served(store: RowStore) -> None:
+    (held,) = await store.acquire([header("a", 10)])
+    large = waiting(store, header("large", 16))
+    small = waiting(store, header("small", 2))
+    await settle()
+    assert not small.done(), "a small request overtook a large one"
+    store.release(held)
+    (entry,) = await large
+    await settle()
+    assert not small.done()
+    store.release(entry)
+    store.release((await small)[0])
+
+
+async def test_one_who_leaves_while_waiting_blocks_nobody(store: RowStore) -> None:
+    (held,) = await store.acquire([header("a", 10)])
+    leaver = waiting(store, header("b", 10))
+    after = waiting(store, header("c", 4))
+    await settle()
+    leaver.cancel()
+    await settle()
+    assert after.done()
+    for entry in (held, *after.result()):
+        store.release(entry)
+
+
+async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store: RowStore) -> None:
+    (held,) = await store.acquire([header("a", 6)])
+    late = waiting(store, header("b", 8), header("c", 8))
+    await settle()
+    assert not late.done()
+    assert store.used_bytes == 6 * 64, "a request that waits holds something"
+    store.release(held)
+    for entry in await late:
+        store.release(entry)
+
+
+async def test_what_can_never_fit_is_refused_at_once(store: RowStore) -> None:
+    with pytest.raises(Exhausted) as refused:
+        await store.acquire([header("a", 9), header("b", 8)])
+    assert refused.value.reason == "EMBEDDINGS_TOO_LARGE"
+    assert refused.value.retry_after is None
+
+
+async def test_one_item_twice_needs_its_room_once(store: RowStore) -> None:
+    entries = await store.acquire([header("a", 16), header("a", 16)])
+    assert entries[0] is entries[1]
+    for entry in entries:
+        store.release(entry)
+
+
+async def test_a_cached_item_in_the_middle_of_the_arena_does_not_block_its_own_request_for_ever(
+    store: RowStore,
+) -> None:
+    """Both fit, but not while the cached one cuts the free space in two."""
+    await cache(store, ("left", 6), ("middle", 4), ("right", 6))
+    entries = await asyncio.wait_for(store.acquire([header("middle", 4), header("wide", 12)]), 5)
+    for entry in entries:
+        fill(store, entry)
+        store.release(entry)
+
+
+async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for_ever() -> None:
+    narrow = RowLayout(levels=1, width=1, dtype=DType.FLOAT32)
+    store = RowStore(256, narrow)
+    wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
+    with pytest.raises(Exhausted):
+        await asyncio.wait_for(store.acquire(wide), 5)
+    store.check_idle()
+    store.close()
+
+
+async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", 4)])
+    told: list[RowEntry] = []
+    entry.watchers.append(told.append)
+    store.forget(entry)
+    entry.fail(Unavailable("gone"))
+    assert told == [entry]
+    (other,) = await store.acquire([header("a", 4)])
+    assert other is not entry
+    assert other.error is None
+    store.release(entry)
+    fill(store, other)
+    store.release(other)
+
+
+async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", 4)])
+    fill(store, entry)
+    store.forget(entry)
+    entry.fail(Unavailable("the stream broke at its end"))
+    store.release(entry)
+    assert store.used_bytes == 0
+    store.flush()
+
+
+async def test_flush_keeps_what_is_in_use(store: RowStore) -> None:
+    await cache(store, ("a", 4), ("b", 4))
+    (held,) = await store.acquire([header("b", 4)])
+    assert store.flush() == 4 * 64
+    assert store.used_bytes == 4 * 64
+    store.release(held)
+
+
+async def test_many_requests_over_a_small_arena_all_get_their_turn(store: RowStore) -> None:
+    rng = random.Random(3)
+    turns = 0
+
+    async def request(number: int) -> None:
+        nonlocal turns
+        names = rng.sample(range(12), rng.randrange(1, 4))
+        wanted = [header(f"item {name}", 1 + name % 5) for name in names]
+        entries = await store.acquire(wanted)
+        for entry, asked in zip(entries, wanted, strict=True):
+            assert entry.header.key == asked.key
+            if entry.filler is None and not entry.complete and not entry.landed:
+                fill(store, entry, 1 + entry.header.key[0] % 255)
+        try:
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            for entry in entries:
+                assert set(store.buffer.slice(entry.place)) == {1 + entry.header.key[0] % 255}, "rows were overwritten"
+        finally:
+            for entry in entries:
+                store.release(entry)
+        turns += 1
+
+    tasks = [asyncio.create_task(request(number)) for number in range(300)]
+    for task in rng.sample(tasks, 40):
+        await asyncio.sleep(0)
+        task.cancel()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+    assert {type(result) for result in results if result is not None} <= {asyncio.CancelledError}
+    assert turns >= 260
