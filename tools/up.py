@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from tools.launcher import Service
 
 _LLM_PORT = 7002
+_DEMO_MODEL = "models/demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,13 +96,15 @@ def _encoder_ports(count: int) -> list[int]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make up", description=__doc__)
     default = "(default: %(default)s)"
-    parser.add_argument("--model", default="models/demo", help=f"a checkpoint's folder or hub name {default}")
+    parser.add_argument("--model", default=_DEMO_MODEL, help=f"a checkpoint's folder or hub name {default}")
     parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")
     parser.add_argument("--encoders", type=int, default=1, help=f"encoder processes {default}")
     parser.add_argument("--tp", type=int, default=1, help=f"tensor-parallel ranks {default}")
     arguments = parser.parse_args(argv)
     if arguments.encoders < 1 or arguments.tp < 1:
         parser.error("--encoders and --tp are at least 1")
+    if arguments.model == _DEMO_MODEL and not Path(_DEMO_MODEL).is_dir():
+        parser.error(f"{_DEMO_MODEL} is not here: name a checkpoint with --model (MODEL=… for make)")
     return arguments
 
 

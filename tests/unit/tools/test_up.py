@@ -15,7 +15,7 @@ FAKE = "tests.unit.tools.fake_service"
 def running(*behaviours: str) -> subprocess.Popen[str]:
     """`make up` with two fake services; the second behaves as told."""
     commands = [("encoder", FAKE, []), ("LLM", FAKE, list(behaviours))]
-    program = f"from tools import up; up._commands = lambda _: {commands}; raise SystemExit(up.main([]))"
+    program = f"from tools import up; up._commands = lambda _: {commands}; raise SystemExit(up.main(['--model', 'x']))"
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
