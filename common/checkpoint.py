@@ -68,7 +68,10 @@ class Checkpoint:
         path = self.folder / name
         if not path.is_file():
             return {}
-        value = json.loads(path.read_text("utf-8"))
+        try:
+            value = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{name} is not JSON") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{name} is not a JSON object")
         return value
@@ -81,8 +84,7 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor by its name in the files."""
-        index = self.json(INDEX)
-        names = sorted(set(index["weight_map"].values())) if index else [SINGLE]
+        names = self._weight_files()
         found: dict[str, TensorInfo] = {}
         for name in names:
             path = self.folder / name
@@ -92,22 +94,32 @@ class Checkpoint:
                 found.update(_read_header(path, file))
         return found
 
+    def _weight_files(self) -> list[str]:
+        if not (index := self.json(INDEX)):
+            return [SINGLE]
+        files = index.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise CheckpointError(f"{INDEX} has no weight_map")
+        return sorted(set(files.values()))
+
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
     """The table at the start of a safetensors file: 8 bytes of length, then JSON, then data."""
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > _MAX_HEADER:
-        raise CheckpointError(f"{path.name} is not a safetensors file")
-    header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    data = 8 + length
-    return {
-        name: TensorInfo(
-            path,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            data + entry["data_offsets"][0],
-            data + entry["data_offsets"][1],
-        )
-        for name, entry in header.items()
-    }
+    size = path.stat().st_size
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(_MAX_HEADER, size):
+            raise ValueError("the table is longer than the file")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found = {name: _entry(path, 8 + length, entry) for name, entry in header.items()}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path.name} is not a safetensors file") from error
+    if any(info.end > size for info in found.values()):
+        raise CheckpointError(f"{path.name} is cut off: it is shorter than its table says")
+    return found
+
+
+def _entry(path: Path, data: int, entry: dict[str, Any]) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    return TensorInfo(path, entry["dtype"], tuple(entry["shape"]), data + begin, data + end)

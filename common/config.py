@@ -79,7 +79,7 @@ def load(
     one line and exits with status 2, as argparse does.
     """
     environ = os.environ if environ is None else environ
-    parser = argparse.ArgumentParser(prog=_program(kind), description=description)
+    parser = argparse.ArgumentParser(prog=_program(kind), description=description, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known = {f"{prefix}_{field.name.upper()}": field.name for field in fields}

@@ -1,0 +1,101 @@
+"""Shared memory and the ranges in it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
+
+
+class AnyOrderOfRanges(RuleBasedStateMachine):
+    """Ranges taken and freed in any order: aligned, apart, and merged when they come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges = RangeAllocator(0)
+        self.held: list[Range] = []
+
+    @initialize(capacity=st.integers(0, 2000))
+    def begin(self, capacity: int) -> None:
+        self.ranges = RangeAllocator(capacity)
+
+    @rule(size=st.integers(1, 700))
+    def take(self, size: int) -> None:
+        largest = self.ranges.largest_free
+        got = self.ranges.allocate(size)
+        assert (got is not None) == (size <= largest)
+        if got is not None:
+            assert got.offset % ALIGNMENT == 0
+            assert got.size == size
+            assert got.end <= self.ranges.capacity
+            assert all(got.end <= other.offset or other.end <= got.offset for other in self.held)
+            self.held.append(got)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        self.ranges.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @invariant()
+    def pieces_tile_the_arena(self) -> None:
+        self.ranges.check_integrity()
+        assert self.ranges.used == sum(-(-each.size // ALIGNMENT) * ALIGNMENT for each in self.held)
+
+    def teardown(self) -> None:
+        for each in self.held:
+            self.ranges.free(each)
+        assert self.ranges.used == 0
+        assert self.ranges.largest_free == self.ranges.capacity
+
+
+AnyOrderOfRanges.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestAnyOrderOfRanges = AnyOrderOfRanges.TestCase
+
+
+def test_what_is_not_allocated_cannot_be_freed() -> None:
+    ranges = RangeAllocator(256)
+    span = ranges.allocate(10)
+    assert span is not None
+    ranges.free(span)
+    with pytest.raises(ValueError, match="not allocated"):
+        ranges.free(span)
+    with pytest.raises(ValueError, match="not allocated"):
+        ranges.free(Range(64, 10))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_range_has_a_size(size: int) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        RangeAllocator(256).allocate(size)
+
+
+def test_what_one_mapping_writes_another_reads() -> None:
+    ours = SharedBuffer.create("test-arena", 8192)
+    theirs = SharedBuffer.attach(os.dup(ours.fd), 8192)
+    ours.view[100:104] = b"rows"
+    assert bytes(theirs.slice(Range(100, 4))) == b"rows"
+    theirs.close()
+    ours.close()
+
+
+def test_discarded_memory_reads_as_zeros_and_its_neighbours_stay() -> None:
+    buffer = SharedBuffer.create("test-arena", 4 * 4096)
+    buffer.view[:] = b"\1" * len(buffer.view)
+    buffer.discard(Range(100, 3 * 4096))
+    page_by_page = [set(buffer.view[at : at + 4096]) for at in range(0, 4 * 4096, 4096)]
+    assert page_by_page == [{1}, {0}, {0}, {1}]
+    buffer.discard(Range(4096, 10))
+    buffer.close()
+
+
+def test_closing_twice_or_under_a_reader_is_safe() -> None:
+    buffer = SharedBuffer.create("test-arena", 4096)
+    reader = buffer.slice(Range(0, 4))
+    buffer.close()
+    assert bytes(reader) == bytes(4)
+    buffer.close()

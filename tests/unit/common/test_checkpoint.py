@@ -1,0 +1,124 @@
+"""Checkpoint folders in both layouts, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
+from common.weights import load_tensors
+
+
+def put(folder: Path, tensors: dict[str, list[int]], name: str = SINGLE) -> None:
+    """A safetensors file of float32 zeros."""
+    header, at = {}, 0
+    for tensor, shape in tensors.items():
+        size = 4 * torch.Size(shape).numel()
+        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    words = json.dumps(header).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(words)) + words + bytes(at))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
+    put(tmp_path, {"a": [2, 3], "b": [4]})
+    return tmp_path
+
+
+def test_a_single_file_is_read(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.config == {"model_type": "tiny"}
+    assert checkpoint.name == folder.name
+    assert {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("F32", (4,)),
+    }
+    assert checkpoint.tensors["b"].end == (folder / SINGLE).stat().st_size
+
+
+def test_shards_and_a_single_file_hold_the_same_tensors(checkpoints: Callable[..., Path]) -> None:
+    single, sharded = Checkpoint(checkpoints("qwen3_vl")), Checkpoint(checkpoints("qwen3_vl", sharded=True))
+    assert len({info.file for info in sharded.tensors.values()}) > 1
+    assert {n: i.shape for n, i in single.tensors.items()} == {n: i.shape for n, i in sharded.tensors.items()}
+    ours, theirs = (dict(load_tensors(each, lambda name: name)) for each in (single, sharded))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_only_the_tensors_that_are_wanted_are_read(folder: Path) -> None:
+    assert [(n, t.shape) for n, t in load_tensors(Checkpoint(folder), {"b": "renamed"}.get)] == [("renamed", (4,))]
+
+
+def test_files_that_are_not_there_read_as_nothing(folder: Path) -> None:
+    assert Checkpoint(folder).json("generation_config.json") == {}
+    assert Checkpoint(folder).text("chat_template.jinja") is None
+
+
+@pytest.mark.parametrize("name", ["nothing/here/at/all", "../x/y", "/no/such", "word", "~/model"])
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
+        Checkpoint.resolve(name)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.resolve(str(tmp_path))
+
+
+BROKEN_WEIGHTS: dict[str, bytes] = {
+    "empty": b"",
+    "shorter than its length field": b"\1\0\0",
+    "a length beyond all bounds": struct.pack("<Q", 1 << 60) + b"{}",
+    "a length beyond the file": struct.pack("<Q", 500) + b"{}",
+    "no JSON": struct.pack("<Q", 4) + b"{{{{",
+    "not UTF-8": struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+    "a list": struct.pack("<Q", 2) + b"[]",
+    "an entry without a place": struct.pack("<Q", 16) + b'{"a":{"x":"F32"}}'[:16],
+    "an entry that is a number": struct.pack("<Q", 7) + b'{"a":1}',
+    "HTML": b"<!DOCTYPE html><html><body>404</body></html>",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_WEIGHTS)
+def test_a_broken_weights_file_is_one_clear_error(folder: Path, name: str) -> None:
+    (folder / SINGLE).write_bytes(BROKEN_WEIGHTS[name])
+    with pytest.raises(CheckpointError, match="safetensors"):
+        _ = Checkpoint(folder).tensors
+
+
+def test_a_weights_file_cut_off_by_a_broken_download_is_told_at_once(folder: Path) -> None:
+    whole = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="cut off"):
+        _ = Checkpoint(folder).tensors
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "nonsense", '{"a": '])
+def test_a_broken_configuration_is_one_clear_error(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        _ = Checkpoint(folder).config
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"weight_map": {"a": "missing.safetensors"}},
+        {"weight_map": {"a": "../outside.safetensors"}},
+        {"weight_map": {"a": "/etc/passwd"}},
+        {"weight_map": ["a"]},
+        {"weight_map": {"a": 7}},
+        {"metadata": {}},
+    ],
+)
+def test_a_broken_index_is_one_clear_error(folder: Path, index: object) -> None:
+    put(folder.parent, {"a": [1]}, "outside.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError):
+        _ = Checkpoint(folder).tensors

@@ -1,0 +1,153 @@
+"""Options from flags and the environment: what wins, what is refused, and what help shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from common.config import boolean, load, option, size, words
+from encoder_service.config import EncoderConfig
+from llm_service.config import LlmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A small service's options."""
+
+    name: str = option("demo", "a name")
+    count: int = option(3, "how many", minimum=1, maximum=8)
+    rate: float = option(0.5, "a rate", minimum=0)
+    room: int = option(1 << 20, "how much", parse=size)
+    fast: bool = option(False, "hurry")
+    peers: tuple[str, ...] = option((), "the others", parse=words)
+    level: str = option("info", "what is logged, 100% of it", choices=("info", "error"))
+    token: str = option("s3cret", "the password", secret=True)
+
+    def validate(self) -> None:
+        if self.fast and self.count > 5:
+            raise ValueError("--fast is for --count up to 5")
+
+
+def read(*argv: str, **environ: str) -> Options:
+    return load(Options, "TWINLENS_TEST", "A test.", argv, environ)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
+    """The last line of what a bad start prints; it must end with status 2."""
+    with pytest.raises(SystemExit) as end:
+        read(*argv, **environ)
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_defaults_stand_where_nothing_is_said() -> None:
+    assert read() == Options()
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default() -> None:
+    assert read(TWINLENS_TEST_COUNT="4").count == 4
+    assert read("--count", "5", TWINLENS_TEST_COUNT="4").count == 5
+
+
+def test_every_kind_of_value_is_read() -> None:
+    got = read("--room=2.5MiB", "--fast", "--peers=a:1, b:2,,", "--rate", "2", "--level=error", "--name=x=y")
+    assert (got.room, got.fast, got.peers) == (5 << 19, True, ("a:1", "b:2"))
+    assert (got.rate, got.level, got.name) == (2.0, "error", "x=y")
+    assert read("--fast=no").fast is False
+    assert read(TWINLENS_TEST_FAST="yes").fast is True
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    assert read(TWINLENS_OTHER_COUNT="x", TWINLENS_TESTING="x", PATH="/bin") == Options()
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "said"),
+    [
+        ([], {"TWINLENS_TEST_CUONT": "4"}, "TWINLENS_TEST_CUONT"),
+        (["--cuont=4"], {}, "--cuont"),
+        (["--coun=4"], {}, "--coun"),
+        (["stray"], {}, "stray"),
+        (["--count=many"], {}, "--count"),
+        ([], {"TWINLENS_TEST_COUNT": "many"}, "--count"),
+        (["--count=0"], {}, "outside 1 to 8"),
+        (["--count=9"], {}, "outside 1 to 8"),
+        (["--rate=nan"], {}, "outside 0 to any"),
+        (["--rate=-1"], {}, "outside 0 to any"),
+        (["--room=big"], {}, "--room"),
+        (["--room=-1"], {}, "--room"),
+        (["--fast=perhaps"], {}, "--fast"),
+        (["--level=loud"], {}, "--level"),
+        (["--fast", "--count=6"], {}, "--fast is for --count up to 5"),
+    ],
+)
+def test_a_bad_start_is_one_line_that_names_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[str, str], said: str
+) -> None:
+    assert said in complaint(capsys, *argv, **environ)
+
+
+def test_help_shows_every_option_with_its_default_and_variable_but_no_secret(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        read("--help")
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in fields(Options):
+        assert "--" + field.name in shown
+        assert f"TWINLENS_TEST_{field.name.upper()}" in shown
+    assert "default: demo" in shown
+    assert "s3cret" not in shown
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [(LlmConfig, "TWINLENS_LLM"), (EncoderConfig, "TWINLENS_ENCODER")])
+def test_both_services_show_the_variable_of_every_option(
+    capsys: pytest.CaptureFixture[str], kind: type, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        load(kind, prefix, "A service.", ["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in fields(kind):
+        assert f"{prefix}_{field.name.upper()})" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("17", 17), ("1k", 1024), ("1KiB", 1024), ("2 MB", 2 << 20), ("1.5g", 3 << 29), ("1T", 1 << 40)],
+)
+def test_sizes_are_read_in_binary_units(text: str, value: int) -> None:
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1 Q", "0x10", "1e3", "nan"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        size(text)
+
+
+def test_yes_and_no_have_their_usual_spellings() -> None:
+    assert [boolean(word) for word in ("1", "True", "YES", "on")] == [True] * 4
+    assert [boolean(word) for word in ("0", "False", "no", "OFF")] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--model"),
+        (["--model=m", "--tls-cert=c"], "--tls-key"),
+        (["--model=m", "--tls-client-ca=c"], "--tls-cert"),
+        (["--model=m", "--auth-token=a", "--auth-token-file=f"], "not both"),
+        (["--model=m", "--max-running=9", "--max-step-tokens=8"], "--max-step-tokens"),
+        (["--model=m", "--encoder-cert=c"], "--encoder-key"),
+        (["--model=m", "--encoder-cert=c", "--encoder-key=k"], "--encoder-ca"),
+    ],
+)
+def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        load(LlmConfig, "TWINLENS_LLM", "LLM.", argv, {})
+    assert said in capsys.readouterr().err
