@@ -20,6 +20,9 @@ from llm_service.request import MediaItem, Message
 
 ROLES = ("system", "user", "assistant")
 
+# What a template raises over a conversation of a shape that it does not know: its own errors, and Python's.
+_TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+
 
 class ChatTemplate:
     """A compiled template; `render` gives (piece, is the caller's) pairs."""
@@ -55,7 +58,7 @@ class ChatTemplate:
         laid = [self._message(message, texts, mark) for message in messages]
         try:
             rendered = self._template.render(messages=laid, add_generation_prompt=True, **self._variables)
-        except jinja2.TemplateError as error:
+        except _TEMPLATE_FAILURES as error:
             raise InvalidInput(
                 "the model's chat template refuses this conversation", reason="CHAT_REFUSED", field="chat.messages"
             ) from error

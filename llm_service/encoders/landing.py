@@ -1,8 +1,8 @@
 """Brings a request's media into the row arena: headers first, so that the prompt can be laid out, then rows.
 
 Filling an entry belongs to the entry, not to the request that began it: others may wait for the same rows, so that
-request's deadline does not bound the stream; when it ends, and nobody else waits, the stream is cancelled. A stream that
-breaks is opened again, on another encoder where there is one, from the first missing row.
+request's deadline does not bound the stream; when it ends, and nobody else waits, the stream is cancelled. A stream
+that breaks is opened again, on another encoder where there is one, from the first missing row.
 """
 
 from __future__ import annotations

@@ -1,0 +1,211 @@
+"""The first place where a request is checked: every limit, and the field that the answer names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
+from llm_service.config import LlmConfig
+from llm_service.convert import UNIMPLEMENTED_SAMPLING, Requests
+from llm_service.request import Key, MediaItem, Opaque, Url
+from twinlens import v1
+
+CONTEXT, VOCABULARY = 512, 600
+IMAGE = v1.Media(modality=v1.MODALITY_IMAGE, data=b"file")
+VIDEO = v1.Media(modality=v1.MODALITY_VIDEO, data=b"file")
+
+
+def requests(defaults: dict[str, Any] | None = None, **options: Any) -> Requests:
+    return Requests(LlmConfig(model="folder", **options), "tiny", VOCABULARY, defaults or {})
+
+
+def message(**sampling: Any) -> v1.GenerateRequest:
+    return v1.GenerateRequest(text=v1.TextInput(prompt="hello"), sampling=v1.SamplingParams(**sampling))
+
+
+def refusal(request: v1.GenerateRequest, reader: Requests | None = None) -> TwinlensError:
+    with pytest.raises(TwinlensError) as error:
+        (reader or requests()).read(request, None, CONTEXT)
+    return error.value
+
+
+def chat(*parts: v1.ChatPart) -> v1.GenerateRequest:
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage(role="user", parts=parts)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 101.0),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 2.1),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("n", 0),
+        ("n", 9),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        *[
+            (name, bad)
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            for bad in (float("nan"), float("inf"), float("-inf"))
+        ],
+    ],
+)
+def test_a_sampling_value_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    error = refusal(message(**{name: value}))
+    assert isinstance(error, InvalidInput)
+    assert (error.reason, error.field) == ("OUT_OF_RANGE", f"sampling.{name}")
+    assert name in error.message
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), 101.0, -101.0])
+def test_a_bias_out_of_range_is_refused(bias: float) -> None:
+    assert refusal(message(logit_bias={3: bias})).field == "sampling.logit_bias"
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
+def test_token_ids_outside_the_vocabulary_are_refused(field: str) -> None:
+    value: Any = [VOCABULARY] if field == "stop_token_ids" else {VOCABULARY: 1.0}
+    error = refusal(message(**{field: value}))
+    assert (error.reason, error.field) == ("TOKEN_OUT_OF_RANGE", f"sampling.{field}")
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [([""], "BAD_STOP"), (["x" * 257], "BAD_STOP"), (["ё" * 129], "BAD_STOP"), (["x"] * 9, "TOO_MANY_STOPS")],
+)
+def test_stop_texts_are_few_short_and_not_empty(stop: list[str], reason: str) -> None:
+    assert refusal(message(stop=stop)).reason == reason
+
+
+def test_the_largest_values_allowed_are_taken() -> None:
+    read = requests().read(
+        message(
+            temperature=100.0, top_p=1.0, top_k=1 << 30, min_p=1.0, presence_penalty=2.0, frequency_penalty=-2.0,
+            max_tokens=2**31 - 1, n=8, logprobs=20, stop=["x" * 256] * 8, stop_token_ids=[VOCABULARY - 1],
+            logit_bias={0: -100.0}, seed=2**64 - 1,
+        ),
+        None,
+        CONTEXT,
+    )  # fmt: skip
+    assert (read.sampling.max_tokens, read.sampling.seed, read.sampling.n) == (CONTEXT, 2**64 - 1, 8)
+    assert len(read.stop) == 8
+
+
+def test_more_least_tokens_than_most_are_refused() -> None:
+    assert refusal(message(max_tokens=3, min_tokens=4)).field == "sampling.min_tokens"
+
+
+@pytest.mark.parametrize("name", UNIMPLEMENTED_SAMPLING)
+def test_what_is_not_served_yet_is_refused_by_name(name: str) -> None:
+    value: Any = {"prompt_logprobs": 1, "choice": v1.Choice(options=["a"])}.get(name, "x")
+    error = refusal(message(**{name: value}))
+    assert isinstance(error, Unsupported)
+    assert error.field == f"sampling.{name}"
+
+
+def test_sessions_and_audio_are_not_served_yet() -> None:
+    request = message()
+    request.session_id = "s"
+    assert isinstance(refusal(request), Unsupported)
+    audio = refusal(chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_AUDIO, data=b"x"))))
+    assert isinstance(audio, Unsupported)
+    assert audio.field == "chat.messages[0].parts[0].media.modality"
+
+
+def test_another_model_is_not_found_and_none_is_whichever_is_served() -> None:
+    request = message()
+    request.model = "other"
+    assert isinstance(refusal(request), NotFound)
+    for name in ("", "tiny"):
+        request.model = name
+        assert requests().read(request, None, CONTEXT).prompt
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "field"),
+    [
+        (v1.GenerateRequest(), "EMPTY_PROMPT", "input"),
+        (chat(v1.ChatPart(text="a"), v1.ChatPart()), "EMPTY_PART", "chat.messages[0].parts[1]"),
+        (chat(v1.ChatPart(media=v1.Media(data=b"x"))), "UNKNOWN_MODALITY", "chat.messages[0].parts[0].media.modality"),
+        (chat(v1.ChatPart(media=v1.Media(modality=77, data=b"x"))), "UNKNOWN_MODALITY", None),  # type: ignore[arg-type]
+        (chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_IMAGE))), "EMPTY_MEDIA", None),
+        (chat(*[v1.ChatPart(media=IMAGE)] * 17), "TOO_MANY_MEDIA", "media"),
+        (chat(*[v1.ChatPart(media=VIDEO)] * 3), "TOO_MANY_MEDIA", "media"),
+        (chat(v1.ChatPart(text="x" * (1 << 20)), v1.ChatPart(text="x")), "PROMPT_TOO_LONG", "chat.messages"),
+        (v1.GenerateRequest(text=v1.TextInput(prompt="é" * (1 << 19) + "x")), "PROMPT_TOO_LONG", "text.prompt"),
+    ],
+)
+def test_bad_inputs_are_refused_with_reason_and_field(
+    request_: v1.GenerateRequest, reason: str, field: str | None
+) -> None:
+    error = refusal(request_)
+    assert isinstance(error, InvalidInput)
+    assert error.reason == reason
+    assert field is None or error.field == field
+
+
+def test_items_are_numbered_in_prompt_order_over_all_messages() -> None:
+    request = v1.GenerateRequest(
+        chat=v1.ChatInput(
+            messages=[
+                v1.ChatMessage(role="user", parts=[v1.ChatPart(media=IMAGE), v1.ChatPart(text="and")]),
+                v1.ChatMessage(role="user", parts=[v1.ChatPart(media=VIDEO), v1.ChatPart(media=IMAGE)]),
+            ]
+        )
+    )
+    read = requests().read(request, None, CONTEXT)
+    assert [(item.index, item.modality) for item in read.media] == [(0, "image"), (1, "video"), (2, "image")]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ({"url": "https://example.org/x.png"}, Url),
+        ({"key": b"k" * 32}, Key),
+        ({"pixels": v1.PixelBlock(data=b"123", frames=1, height=1, width=1)}, Opaque),
+        ({"embedding": v1.EmbeddingBlock(count=1)}, Opaque),
+    ],
+)
+def test_every_source_is_carried_on(source: dict[str, Any], kind: type) -> None:
+    options = v1.MediaOptions(min_pixels=5, fps=0.5)
+    media = v1.Media(modality=v1.MODALITY_VIDEO, options=options, mime_type="video/mp4", **source)
+    (item,) = requests().read(chat(v1.ChatPart(media=media)), None, CONTEXT).media
+    assert isinstance(item, MediaItem)
+    assert isinstance(item.source, kind)
+    assert (item.options.min_pixels, item.options.max_pixels, item.options.fps) == (5, None, 0.5)
+    assert item.mime_type == "video/mp4"
+
+
+def test_unset_sampling_is_the_checkpoints_and_what_is_given_wins() -> None:
+    reader = requests({"temperature": 0.6, "top_k": 20, "top_p": None, "repetition_penalty": 1.05, "do_sample": True})
+    unset = reader.read(message(), None, CONTEXT).sampling
+    assert (unset.temperature, unset.top_k, unset.top_p, unset.repetition_penalty) == (0.6, 20, 1.0, 1.05)
+    assert unset.max_tokens == CONTEXT
+    given = reader.read(message(temperature=0.0, top_k=0, max_tokens=7), None, CONTEXT).sampling
+    assert (given.temperature, given.top_k, given.max_tokens, given.greedy) == (0.0, 0, 7, True)
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy_until_a_temperature_is_given() -> None:
+    reader = requests({"do_sample": False, "temperature": 0.7})
+    assert reader.read(message(), None, CONTEXT).sampling.greedy
+    assert reader.read(message(temperature=0.5), None, CONTEXT).sampling.temperature == 0.5
+
+
+def test_limits_are_options() -> None:
+    reader = requests(max_images=1, max_choices=2, max_prompt_bytes=3)
+    assert refusal(chat(v1.ChatPart(media=IMAGE), v1.ChatPart(media=IMAGE)), reader).reason == "TOO_MANY_MEDIA"
+    assert refusal(message(), reader).reason == "PROMPT_TOO_LONG"

@@ -1,0 +1,73 @@
+"""Positions in time, height and width. The parity suite compares them with transformers; here are the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llm_service.mrope import MediaLayout, positions
+from llm_service.request import MediaHeader, Run, Span
+
+PLAIN = MediaLayout(merge=2, frames_apart=False, tokens_per_second=0.0)
+
+
+def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0.0) -> Span:
+    t, h, w = grid
+    tokens = t * h * w // 4
+    count = tokens // len(starts)
+    header = MediaHeader(b"", kind, grid, tokens, 8, 1, "float32", seconds_per_grid=seconds)  # type: ignore[arg-type]
+    return Span(0, header, tuple(Run(start, n * count, count) for n, start in enumerate(starts)))
+
+
+def test_text_counts_on_in_all_three() -> None:
+    where, delta = positions(5, [], PLAIN)
+    assert where.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert delta == 0
+
+
+def test_nothing_has_no_positions() -> None:
+    where, delta = positions(0, [], PLAIN)
+    assert where.shape == (3, 0)
+    assert delta == 0
+
+
+def test_a_picture_spreads_over_rows_and_columns_and_text_goes_on_past_the_longer_side() -> None:
+    where, delta = positions(10, [span("image", (1, 4, 6), 2)], PLAIN)
+    assert where.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert delta == 7 - 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [(PLAIN, [0, 1, 2]), (MediaLayout(2, frames_apart=False, tokens_per_second=2.0), [0, 3, 6])],
+)
+def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times: list[int]) -> None:
+    where, _ = positions(12, [span("video", (3, 4, 4), 0, seconds=1.5)], layout)
+    assert where[0].tolist() == [time for time in times for _ in range(4)]
+    assert where[1].tolist() == [0, 0, 1, 1] * 3
+
+
+def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_before() -> None:
+    where, delta = positions(10, [span("video", (2, 4, 4), 1, 6)], MediaLayout(2, True, 0.0))
+    assert where[0].tolist() == [0, 1, 1, 1, 1, 3, 4, 4, 4, 4]
+    assert where[2].tolist() == [0, 1, 2, 1, 2, 3, 4, 5, 4, 5]
+    assert delta == 6 - 10
+
+
+def test_spans_are_found_in_any_order() -> None:
+    first, second = span("image", (1, 2, 2), 1), span("image", (1, 4, 4), 3)
+    one, _ = positions(9, [first, second], PLAIN)
+    other, _ = positions(9, [second, first], PLAIN)
+    assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart", "rate"), [("qwen2_vl", 0, 0.0), ("qwen2_5_vl", 0, 2.0), ("qwen3_vl", 1, 0.0)]
+)
+def test_a_familys_layout_is_read_from_its_configuration(kind: str, apart: int, rate: float) -> None:
+    config = {"model_type": kind, "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
+    assert MediaLayout.of(config) == MediaLayout(3, apart, rate)
