@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors, log
@@ -49,13 +50,13 @@ class CallFrame(grpc.aio.ServerInterceptor):
         if handler is None or not details.method.startswith(_OURS):
             return handler
         method = details.method.rpartition("/")[2]
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        # Requests are read by us: what gRPC says of bytes that it cannot read names a class.
+        read, write = handler.request_deserializer, handler.response_serializer
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **codecs)
-        return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
+            behavior = self._stream(method, handler.unary_stream, read)
+            return grpc.unary_stream_rpc_method_handler(behavior, response_serializer=write)
+        behavior = self._unary(method, handler.unary_unary, read)
+        return grpc.unary_unary_rpc_method_handler(behavior, response_serializer=write)
 
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:
         if not self._token:
@@ -65,22 +66,26 @@ class CallFrame(grpc.aio.ServerInterceptor):
             given = given.encode()
         return hmac.compare_digest(given, b"Bearer " + self._token)
 
-    def _unary(self, method: str, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._guarded(method, request, context, lambda: behavior(request, context))
+    def _unary(
+        self, method: str, behavior: Callable[..., Awaitable[Any]], read: Callable[[bytes], Any]
+    ) -> Callable[..., Awaitable[Any]]:
+        async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._guarded(method, _read(body, read), context, behavior)
 
         return call
 
-    def _stream(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    def _stream(
+        self, method: str, behavior: Callable[..., Any], read: Callable[[bytes], Any]
+    ) -> Callable[..., Awaitable[None]]:
         """Drives a handler's generator with `context.write`, so that it is closed the moment a caller goes away."""
 
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            async def pump() -> None:
-                async with aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
+        async def pump(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
 
-            await self._guarded(method, request, context, pump)
+        async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await self._guarded(method, _read(body, read), context, pump)
 
         return call
 
@@ -89,19 +94,23 @@ class CallFrame(grpc.aio.ServerInterceptor):
         method: str,
         request: Any,
         context: grpc.aio.ServicerContext[Any, Any],
-        run: Callable[[], Awaitable[Any]],
+        run: Callable[..., Awaitable[Any]],
     ) -> Any:
         started, code = time.perf_counter(), "OK"
         self.open_calls += 1
         with log.bound(method=method, request_id=_name(request)):
             try:
                 _check(request, context)
-                return await run()
+                return await run(request, context)
             except errors.TwinlensError as error:
                 code = error.reason
                 await fail(context, error)
             except asyncio.CancelledError:
                 code = "CANCELLED"
+                task = asyncio.current_task()
+                if task is not None and not task.cancelling():  # not for us: the caller is still there, and waits
+                    _log.exception("a handler was cancelled from inside")
+                    await fail(context, errors.Internal("the service failed to handle this call"))
                 raise
             except Exception as error:
                 if isinstance(error, grpc.aio.AbortError):
@@ -115,6 +124,14 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 _log.info("call", outcome=code, seconds=seconds)
 
 
+def _read(body: bytes, read: Callable[[bytes], Any]) -> Any:
+    """The request; None for bytes that are none."""
+    try:
+        return read(body)
+    except DecodeError:
+        return None
+
+
 def _name(request: Any) -> str:
     """The request's id; one is made up, and written into the request, where it has the field and left it empty."""
     if not hasattr(request, "request_id"):
@@ -125,6 +142,8 @@ def _name(request: Any) -> str:
 
 
 def _check(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if request is None:
+        raise errors.InvalidInput("the message cannot be read", reason="MALFORMED_MESSAGE")
     for field in ("request_id", "cache_salt", "session_id"):
         if len(getattr(request, field, "")) > MAX_ID:
             raise errors.InvalidInput(f"{field} is longer than {MAX_ID} characters", reason="ID_TOO_LONG", field=field)

@@ -6,10 +6,11 @@ import asyncio
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from common.errors import Exhausted, InvalidInput, TwinlensError
+from common.errors import Cancelled, Exhausted, InvalidInput
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
@@ -85,6 +86,7 @@ class Generator:
         self._engine = engine
         self._max_requests = max_requests
         self._open: dict[str, list[asyncio.Task[object]]] = {}
+        self._aborted: set[asyncio.Task[object]] = set()
         self.outcomes: Counter[str] = Counter()
         self.stage_totals: Counter[str] = Counter()
 
@@ -97,10 +99,12 @@ class Generator:
         """Cancels all requests with this id; how many there were."""
         tasks = self._open.get(request_id, [])
         for task in tasks:
-            task.cancel("aborted")
+            if task not in self._aborted:
+                self._aborted.add(task)
+                task.cancel()
         return len(tasks)
 
-    async def generate(self, request: Request) -> AsyncIterator[Begun | Delta | Ended]:
+    async def generate(self, request: Request) -> AsyncGenerator[Begun | Delta | Ended, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
         if self.open_requests >= self._max_requests:
             self.outcomes["refused"] += 1
@@ -108,21 +112,29 @@ class Generator:
         task = asyncio.current_task()
         assert task is not None
         self._open.setdefault(request.id, []).append(task)
-        outcome = "cancelled"
+        outcome = "failed"
         try:
-            async for event in self._serve(request):
-                yield event
+            async with aclosing(self._serve(request)) as events:
+                async for event in events:
+                    yield event
             outcome = "finished"
-        except TwinlensError:
-            outcome = "failed"
+        except GeneratorExit:
+            outcome = "cancelled"
             raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            if task not in self._aborted:
+                raise
+            task.uncancel()
+            raise Cancelled("the request was aborted", reason="ABORTED") from None
         finally:
+            self._aborted.discard(task)
             self.outcomes[outcome] += 1
             self._open[request.id].remove(task)
             if not self._open[request.id]:
                 del self._open[request.id]
 
-    async def _serve(self, request: Request) -> AsyncIterator[Begun | Delta | Ended]:
+    async def _serve(self, request: Request) -> AsyncGenerator[Begun | Delta | Ended, None]:
         stages = Stages()
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
@@ -139,8 +151,9 @@ class Generator:
             raise
         unwatch = self._watch(ticket, laid, entries, stages)
         try:
-            async for event in self._follow(request, laid, ticket, stages):
-                yield event
+            async with aclosing(self._follow(request, laid, ticket, stages)) as events:
+                async for event in events:
+                    yield event
         finally:
             unwatch()
             self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
@@ -208,7 +221,7 @@ class Generator:
 
     async def _follow(
         self, request: Request, laid: Laid, ticket: Ticket, stages: Stages
-    ) -> AsyncIterator[Begun | Delta | Ended]:
+    ) -> AsyncGenerator[Begun | Delta | Ended, None]:
         """Turns the engine's events into the caller's."""
         tokenizer = self._prompts.tokenizer
         open_choices = {n: Choice(n, Detokenizer(tokenizer, request.stop)) for n in range(request.sampling.n)}

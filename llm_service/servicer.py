@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -56,16 +57,17 @@ class LlmServicer(LlmServiceServicer):
         limit = parts.engine.ready.context if parts.engine.ready else 1 << 30
         read = parts.requests.read(request, context.time_remaining(), limit)
         begun: Begun | None = None
-        async for event in parts.generator.generate(read):
-            match event:
-                case Begun():
-                    begun = event
-                    yield llm_pb2.GenerateResponse(started=_started(read.id, event))
-                case Delta():
-                    yield llm_pb2.GenerateResponse(delta=_delta(event))
-                case Ended():
-                    assert begun is not None
-                    yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
+        async with aclosing(parts.generator.generate(read)) as events:
+            async for event in events:
+                match event:
+                    case Begun():
+                        begun = event
+                        yield llm_pb2.GenerateResponse(started=_started(read.id, event))
+                    case Delta():
+                        yield llm_pb2.GenerateResponse(delta=_delta(event))
+                    case Ended():
+                        assert begun is not None
+                        yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
 
     async def Abort(
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]

@@ -1,0 +1,259 @@
+"""What surrounds every call, over real gRPC: tokens, deadlines, errors as statuses, and generators that are closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common import errors
+from common.errors import OUTCOMES, TwinlensError
+from common.grpc_calls import CallFrame, from_plain_status
+from common.grpc_channel import from_rpc_error
+from common.grpc_server import GrpcServer, ServerConfig
+from twinlens import v1
+
+TOKEN = "open sesame"
+GENERATE = "/twinlens.v1.LlmService/Generate"
+
+
+class Scripted(v1.LlmServiceServicer):
+    """Does what a test says, and remembers how its generators ended."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], Any] = lambda: None
+        self.begun = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.asked: list[Any] = []
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
+        self.asked.append(request)
+        try:
+            self.begun.set()
+            yield v1.GenerateResponse(started=v1.GenerateStarted(request_id=request.request_id))
+            self.act()
+            if request.model == "endless":
+                while True:
+                    yield v1.GenerateResponse(delta=v1.GenerateDelta(text="x" * 10_000))
+            if request.model == "silent":
+                await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+
+    async def GetInfo(self, request: Any, context: Any) -> v1.LlmServiceGetInfoResponse:
+        self.act()
+        return v1.LlmServiceGetInfoResponse(model="tiny")
+
+
+class Serving:
+    """A server with a frame, its scripted servicer, and a channel to it."""
+
+    def __init__(self, token: str = "") -> None:
+        self.frame = CallFrame(token)
+        self.servicer = Scripted()
+        self.server = grpc.aio.server(interceptors=[self.frame])
+        v1.add_LlmServiceServicer_to_server(self.servicer, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
+        self.stub = v1.LlmServiceStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self.server.stop(None)
+        assert self.frame.open_calls == 0, "a call was never counted off"
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await (_drained(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    return error.value
+
+
+async def _drained(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """The standard details of a failed call, by their short names."""
+    trailers = dict(error.trailing_metadata() or ())
+    rich = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    assert (rich.code, rich.message) == (error.code().value[0], error.details())
+    found: dict[str, Any] = {}
+    for packed in rich.details:
+        kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])()
+        assert packed.Unpack(kind)
+        found[packed.TypeName().rpartition(".")[2]] = kind
+    return found
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("kind", OUTCOMES, ids=lambda kind: str(kind.__name__))
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "streamed"])
+async def test_a_raised_error_becomes_its_status_with_details(kind: type[TwinlensError], streamed: bool) -> None:
+    async with Serving() as serving:
+        serving.servicer.act = raising(kind("a fixed sentence", reason="WORD", field="sampling.n", retry_after=1.5))
+        stub = serving.stub
+        error = await failure(
+            stub.Generate(v1.GenerateRequest()) if streamed else stub.GetInfo(v1.LlmServiceGetInfoRequest())
+        )
+        assert (error.code(), error.details()) == (OUTCOMES[kind].grpc, "a fixed sentence")
+        given = details(error)
+        assert (given["ErrorInfo"].reason, given["ErrorInfo"].domain) == ("WORD", "twinlens")
+        assert given["BadRequest"].field_violations[0].field == "sampling.n"
+        assert given["RetryInfo"].retry_delay.ToMilliseconds() == 1500
+        short = v1.Status.FromString(dict(error.trailing_metadata() or ())["twinlens-status-bin"])
+        for back in (from_plain_status(short), from_rpc_error(error)):
+            assert type(back) is kind
+            assert (back.reason, back.field, back.retry_after) == ("WORD", "sampling.n", 1.5)
+
+
+async def test_without_field_or_hint_there_is_no_detail_for_them() -> None:
+    async with Serving() as serving:
+        serving.servicer.act = raising(errors.NotFound("not here"))
+        error = await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
+        assert set(details(error)) == {"ErrorInfo"}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "streamed"])
+async def test_a_bug_is_internal_and_tells_nothing_of_itself(streamed: bool) -> None:
+    async with Serving() as serving:
+        serving.servicer.act = raising(RuntimeError("/srv/model at 0x7f3a <object Foo>"))
+        stub = serving.stub
+        error = await failure(
+            stub.Generate(v1.GenerateRequest()) if streamed else stub.GetInfo(v1.LlmServiceGetInfoRequest())
+        )
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert error.details() == "the service failed to handle this call"
+        assert details(error)["ErrorInfo"].reason == "INTERNAL"
+
+
+async def test_a_handler_that_was_cancelled_from_inside_leaves_no_caller_waiting() -> None:
+    async with Serving() as serving:
+        serving.servicer.act = raising(asyncio.CancelledError())
+        error = await failure(serving.stub.Generate(v1.GenerateRequest(), timeout=20))
+        assert error.code() is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x22\xff\xff\xff\xff\x0f"])
+@pytest.mark.parametrize("method", [GENERATE, "/twinlens.v1.LlmService/Abort"])
+async def test_bytes_that_are_no_message_are_the_callers_fault_and_name_no_class(method: str, body: bytes) -> None:
+    async with Serving() as serving:
+        error = await failure(serving.channel.unary_stream(method)(body))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.details() or "").islower()
+        assert details(error)["ErrorInfo"].reason == "MALFORMED_MESSAGE"
+
+
+async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
+    async with Serving() as serving:
+        error = await failure(serving.channel.unary_unary("/twinlens.v1.LlmService/Nothing")(b""))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("leave", ["cancel", "deadline", "channel"])
+@pytest.mark.parametrize("model", ["endless", "silent"])
+async def test_a_generator_is_closed_when_its_caller_goes_away(leave: str, model: str) -> None:
+    async with Serving() as serving:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{serving.port}")
+        call = v1.LlmServiceStub(channel).Generate(
+            v1.GenerateRequest(model=model), timeout=0.3 if leave == "deadline" else None
+        )
+        assert (await call.read()).HasField("started")
+        if leave == "cancel":
+            call.cancel()
+        elif leave == "channel":
+            await channel.close()
+        async with asyncio.timeout(20):
+            await serving.servicer.closed.wait()
+        await channel.close()
+
+
+@pytest.mark.parametrize("field", ["request_id", "cache_salt", "session_id"])
+async def test_names_are_at_most_128_characters(field: str) -> None:
+    async with Serving() as serving:
+        assert await serving.stub.Generate(v1.GenerateRequest(**{field: "é" * 128})).read()
+        error = await failure(serving.stub.Generate(v1.GenerateRequest(**{field: "x" * 129})))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(error)["BadRequest"].field_violations[0].field == field
+
+
+async def test_a_request_without_a_name_is_given_one() -> None:
+    async with Serving() as serving:
+        names = [(await serving.stub.Generate(v1.GenerateRequest()).read()).started.request_id for _ in range(2)]
+        assert len(set(names)) == 2
+        assert all(len(name) == 32 for name in names)
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        bearer("open"),
+        bearer(TOKEN + "!"),
+        (("authorization", TOKEN),),
+        (("authorization", f"bearer {TOKEN}"),),
+        (("token", TOKEN),),
+    ],
+)
+@pytest.mark.parametrize("path", [GENERATE, "/twinlens.v1.LlmService/GetInfo", "/no.such/Path"])
+async def test_without_the_right_token_no_path_can_be_told_from_another(path: str, metadata: Any) -> None:
+    async with Serving(TOKEN) as serving:
+        error = await failure(serving.channel.unary_stream(path)(b"\xff", metadata=metadata))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert error.details() == "a valid bearer token is needed"
+        assert serving.servicer.asked == []
+
+
+async def test_with_the_right_token_calls_go_through() -> None:
+    async with Serving(TOKEN) as serving:
+        info = await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest(), metadata=bearer(TOKEN))
+        assert info.model == "tiny"
+
+
+async def test_health_and_reflection_ask_for_the_token_too() -> None:
+    frame = GrpcServer(ServerConfig(auth_token=TOKEN), ["twinlens.v1.LlmService"])
+    await frame.bind()
+    async with grpc.aio.insecure_channel(frame.address) as channel:
+        health, look = health_pb2_grpc.HealthStub(channel), reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        error = await failure(health.Check(health_pb2.HealthCheckRequest()))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError):
+            await look.ServerReflectionInfo(iter([asked])).read()
+        answer = await look.ServerReflectionInfo(iter([asked]), metadata=bearer(TOKEN)).read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {"twinlens.v1.LlmService", "grpc.health.v1.Health"} <= names
+        status = await health.Check(health_pb2.HealthCheckRequest(), metadata=bearer(TOKEN))
+        assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    frame.stop()
+    await frame.wait()
+    await frame.drain()
+
+
+async def test_a_port_that_is_taken_is_an_oserror() -> None:
+    first = GrpcServer(ServerConfig(), [])
+    await first.bind()
+    with pytest.raises(OSError, match="cannot listen"):
+        await GrpcServer(ServerConfig(listen=first.address), []).bind()
+    await first.drain()

@@ -1,0 +1,83 @@
+"""Child processes: words both ways, and no end that goes unnoticed or leaves anyone behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.arena import SharedBuffer
+from common.processes import Child, ChildDied
+from tests.launch import ROOT, command_line
+from tests.unit.common.echo_child import Do, Say
+from tests.waiting import until
+
+MODULE = "tests.unit.common.echo_child"
+
+
+@pytest.fixture
+async def child() -> AsyncIterator[Child[Say]]:
+    child: Child[Say] = await Child.start(MODULE, receives=Say)
+    yield child
+    await child.stop()
+    assert child.process.returncode is not None
+
+
+async def test_messages_of_any_size_go_both_ways_in_order(child: Child[Say]) -> None:
+    said = [bytes([n]) * size for n, size in enumerate((0, 1, 5, 70_000, 3 << 20, 2))]
+    for words in said:
+        child.send(Say(words))
+    assert [(await child.receive()).words for _ in said] == said
+
+
+async def test_shared_memory_is_seen_by_both() -> None:
+    buffer = SharedBuffer.create("test-child", 4096)
+    child: Child[Say] = await Child.start(MODULE, receives=Say, fds=(buffer.fd,))
+    child.send(Do("write"))
+    assert (await child.receive()).words == b"written"
+    assert bytes(buffer.view[:5]) == b"hello"
+    await child.stop()
+    buffer.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "ends by itself", "babbles"])
+async def test_the_end_of_a_child_is_told_to_whoever_receives(child: Child[Say], how: str) -> None:
+    child.send(Say(b"up"))
+    await child.receive()
+    if how == "killed":
+        child.kill()
+    else:
+        child.send(Do("exit" if how == "ends by itself" else "babble"))
+    with pytest.raises(ChildDied):
+        await child.receive()
+    child.send(Say(b"into the void"))
+
+
+async def test_a_child_ends_when_its_socket_is_closed(child: Child[Say]) -> None:
+    child.send(Say(b"up"))
+    await child.receive()
+    await child.stop()
+    assert child.process.returncode == 0
+
+
+async def test_a_child_that_does_not_end_is_killed_after_the_grace_time(child: Child[Say]) -> None:
+    child.send(Do("hang"))
+    await child.receive()
+    await child.stop(grace=0.1)
+    assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", MODULE, "--parent", stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    assert MODULE in command_line(child)
+    parent.kill()
+    await parent.wait()
+    await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone", 20)
