@@ -130,7 +130,7 @@ def make_checkpoint(
     config = _config(family, _TIED[family] if tied is None else tied)
     _write(root / "config.json", config)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(root), dtype=torch.float32)
-    _draw(model, seed)
+    redraw(model, seed)
     _draw_generation(model)
     limit = "150KB" if sharded else "1GB"
     model.save_pretrained(root, max_shard_size=limit, save_original_format=layout == "hub")
@@ -241,7 +241,7 @@ def _vision(family: Family) -> dict[str, Any]:
     }
 
 
-def _draw(model: torch.nn.Module, seed: int) -> None:
+def redraw(model: torch.nn.Module, seed: int) -> None:
     """Fills every parameter in place; shared ones once."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

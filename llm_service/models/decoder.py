@@ -7,7 +7,6 @@ that says what its attention has (biases, or norms of queries and keys).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.lm_head = PackedLinear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype)
         if config.tied:
-            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
+            self.lm_head.weight = self.embed_tokens.weight
         self.to(device)
         self.rotary = MultimodalRotary(
             config.head_dim,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.linear import settle_linears
 from common.weights import load_tensors
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.config import TextConfig
@@ -41,6 +42,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         missing.discard(name)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+    settle_linears(decoder)
     return decoder.eval()
 
 

@@ -1,0 +1,60 @@
+"""A random checkpoint of about 250 M parameters in Qwen3-VL's format, for timing: its words mean nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoints import SPECIAL_IDS, make_checkpoint, redraw
+
+from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+}
+VISION: dict[str, Any] = {
+    "depth": 12,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_heads": 6,
+    "out_hidden_size": 1024,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [3, 6, 9],
+}
+PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+
+
+def bench_checkpoint(folder: Path) -> Path:
+    """Makes the checkpoint in `folder` unless it is there already (about 1 GB, float32)."""
+    if (folder / "complete").is_file():
+        return folder
+    make_checkpoint("qwen3_vl", folder)  # the tokenizer, the template and the processors' files
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= TEXT
+    config["vision_config"] |= VISION
+    config["tie_word_embeddings"] = True
+    _write(folder / "config.json", config)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        _write(folder / name, {**json.loads((folder / name).read_text()), "size": PIXELS})
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    redraw(model, seed=0)
+    model.generation_config.update(eos_token_id=SPECIAL_IDS["<|im_end|>"], do_sample=False)
+    model.save_pretrained(folder, max_shard_size="10GB")
+    _write(folder / "config.json", config)
+    (folder / "complete").touch()
+    return folder
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")

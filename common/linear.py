@@ -1,0 +1,62 @@
+"""A linear layer whose weight, on a CPU, is laid out for oneDNN once it is loaded.
+
+torch's own products go through MKL, which is slow for a few rows and, on some processors, for many. oneDNN's inner
+product reads a pre-blocked weight at the speed of memory for 3 to 8 rows (docs/PERFORMANCE.md has the figures), so one
+or two rows are padded. Elsewhere, and where the operators are missing, this is an ordinary linear layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_HINT = 8
+"""The number of rows that the layout is chosen for; other numbers are computed right as well."""
+_PADDED = 4
+"""Fewer than three rows are computed as this many, which is faster."""
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b; weight [outputs, inputs]. `settle` is called when the weight is final."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
+        self._blocked: Tensor | None = None
+
+    def settle(self, *, shared: bool = False) -> None:
+        """Lays the weight out for speed and lets go of the plain one, unless it is `shared` with another module."""
+        if self.weight.device.type != "cpu" or not _available(self.weight.dtype):
+            return
+        self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _HINT)
+        if not shared:
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, inputs] → […, outputs]."""
+        if self._blocked is None:
+            return functional.linear(x, self.weight, self.bias)
+        rows = x.shape[0] if x.dim() == 2 else 0
+        if rows in (1, 2):
+            x = functional.pad(x, (0, 0, 0, _PADDED - rows))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
+        return out[:rows] if rows in (1, 2) else out
+
+
+def settle_linears(module: nn.Module) -> None:
+    """Settles every `Linear` in a module whose weights are final."""
+    owners: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.settle(shared=owners[id(part.weight)] > 1)
+
+
+def _available(dtype: torch.dtype) -> bool:
+    operators = torch.ops.mkldnn
+    known = hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")
+    return known and torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
