@@ -130,7 +130,7 @@ class Requests:
             case _:
                 raise InvalidInput("a media item has no content", reason="EMPTY_MEDIA", field=field)
         given = {name.name: value for name, value in message.options.ListFields()}
-        return MediaItem(index, modality, source, MediaOptions(**given), message.mime_type)
+        return MediaItem(index, modality, source, MediaOptions(**given), message.mime_type, field)
 
     def _check_media(self, media: list[MediaItem]) -> None:
         for kind, most in (("image", self._config.max_images), ("video", self._config.max_videos)):

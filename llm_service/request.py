@@ -52,13 +52,14 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One picture, video or clip of a request; `index` counts them in prompt order."""
+    """One picture, video or clip of a request; `index` counts them in prompt order, `field` is where it stood."""
 
     index: int
     modality: Modality
     source: Encoded | Url | Key | Opaque
     options: MediaOptions = MediaOptions()
     mime_type: str = ""
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)

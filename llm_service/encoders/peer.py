@@ -19,6 +19,7 @@ from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _log = log.get("encoders")
+_ITEM = "items[0]"
 _CHECK_SECONDS = 0.5
 _CHECK_TIMEOUT = 2.0
 
@@ -76,7 +77,7 @@ class Peer:
         call = self._stub.Encode(request, timeout=timeout, metadata=self._metadata)
         self.in_flight += 1
         try:
-            yield EncodeCall(call, layout)
+            yield EncodeCall(call, layout, item.field)
         finally:
             self.in_flight -= 1
             call.cancel()
@@ -90,10 +91,14 @@ class EncodeCall:
     """An open Encode stream of one item: `header` first, then `rows`."""
 
     def __init__(
-        self, call: grpc.aio.UnaryStreamCall[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse], layout: RowLayout
+        self,
+        call: grpc.aio.UnaryStreamCall[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
+        layout: RowLayout,
+        field: str,
     ) -> None:
         self._call = call
         self._layout = layout
+        self._field = field
 
     async def header(self) -> MediaHeader:
         """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
@@ -141,8 +146,14 @@ class EncodeCall:
             if not isinstance(event, encoder_pb2.EncodeResponse) or event.WhichOneof("event") == "done":
                 return
             if event.WhichOneof("event") == "error":
-                raise from_plain_status(event.error.status)
+                raise self._own(from_plain_status(event.error.status))
             yield event
+
+    def _own(self, error: TwinlensError) -> TwinlensError:
+        """An item's error with the field that our caller knows: the encoder was sent this one item."""
+        if error.field.startswith(_ITEM):
+            error.field = self._field + error.field.removeprefix(_ITEM)
+        return error
 
 
 def _ours(error: TwinlensError) -> TwinlensError:
