@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.linear import Linear
 from encoder_service.item import Grid
 
 EPSILON = 1e-6
@@ -121,8 +122,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
@@ -153,7 +154,7 @@ class Merger(nn.Module):
         super().__init__()
         self.joined = width * merge * merge
         self.ln_q = norm
-        self.mlp = nn.Sequential(nn.Linear(self.joined, self.joined), nn.GELU(), nn.Linear(self.joined, out))
+        self.mlp = nn.Sequential(Linear(self.joined, self.joined), nn.GELU(), Linear(self.joined, out))
 
     def forward(self, x: Tensor) -> Tensor:
         rows: Tensor = self.mlp(self.ln_q(x).view(-1, self.joined))

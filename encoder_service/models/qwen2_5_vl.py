@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
 
@@ -56,9 +57,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int, act: str) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner)
-        self.up_proj = nn.Linear(width, inner)
-        self.down_proj = nn.Linear(inner, width)
+        self.gate_proj = Linear(width, inner)
+        self.up_proj = Linear(width, inner)
+        self.down_proj = Linear(inner, width)
         self.act = blocks.activation(act)
 
     def forward(self, x: Tensor) -> Tensor:

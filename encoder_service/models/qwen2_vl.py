@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
 
@@ -20,9 +21,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int, act: str) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, inner)
+        self.fc1 = Linear(width, inner)
         self.act = blocks.activation(act)
-        self.fc2 = nn.Linear(inner, width)
+        self.fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.fc2(self.act(self.fc1(x)))

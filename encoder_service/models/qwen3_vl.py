@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
 
@@ -21,9 +22,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int, act: str) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(width, inner)
+        self.linear_fc1 = Linear(width, inner)
         self.act = blocks.activation(act)
-        self.linear_fc2 = nn.Linear(inner, width)
+        self.linear_fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear_fc2(self.act(self.linear_fc1(x)))
@@ -39,9 +40,9 @@ class Merger(nn.Module):
         self.joined = width * merge * merge
         self.norm_joined = norm_joined
         self.norm = nn.LayerNorm(self.joined if norm_joined else width, eps=blocks.EPSILON)
-        self.linear_fc1 = nn.Linear(self.joined, self.joined)
+        self.linear_fc1 = Linear(self.joined, self.joined)
         self.act = nn.GELU()
-        self.linear_fc2 = nn.Linear(self.joined, out)
+        self.linear_fc2 = Linear(self.joined, out)
 
     def forward(self, x: Tensor) -> Tensor:
         joined = self.norm(x.view(-1, self.joined)) if self.norm_joined else self.norm(x).view(-1, self.joined)

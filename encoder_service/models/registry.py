@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
+from common.linear import settle_linears
 from common.weights import load_tensors
 from encoder_service.item import Grid
 from encoder_service.models.config import ModelConfig
@@ -48,7 +49,9 @@ def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
         tower.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
-    return tower.eval().requires_grad_(requires_grad=False)
+    tower.eval().requires_grad_(requires_grad=False)
+    settle_linears(tower)
+    return tower
 
 
 def vision_name(name: str) -> str | None:
