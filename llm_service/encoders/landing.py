@@ -54,11 +54,18 @@ class Landing:
         except BaseException:
             await asyncio.gather(*(item.close() for item in opened))
             raise
+        surplus: list[Opened] = []
         for item, entry in zip(opened, entries, strict=True):
             if entry.filler is None:
                 entry.filler = asyncio.create_task(self._fill(entry, item, request), name="fill rows")
             else:
-                await item.close()  # its rows are here, or another stream brings them
+                surplus.append(item)  # its rows are here, or another stream brings them
+        try:
+            await asyncio.gather(*(item.close() for item in surplus))
+        except BaseException:
+            for entry in entries:
+                self._store.release(entry)
+            raise
         return entries
 
     async def _open_all(self, request: Request) -> list[Opened]:
