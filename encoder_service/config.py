@@ -40,6 +40,7 @@ class EncoderConfig(ServerConfig, MediaLimits):
     )
     batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
     batch_items: int = option(64, "items that are packed into one pass", minimum=1)
+    stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
     max_queued_items: int = option(1024, "items held at once; further ones are refused", minimum=1)
     max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from common.errors import Forbidden, InvalidInput, Precondition, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
 from common.wire import DType, RowLayout
-from encoder_service.item import Header, Item, Key, Modality, Options, Pixels
+from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels
 from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
@@ -120,7 +120,9 @@ def _options(media: media_pb2.Media, field: str) -> Options:
     )
 
 
-def _source(media: media_pb2.Media, source: str | None, options: Options, field: str) -> bytes | Pixels | Key:
+def _source(
+    media: media_pb2.Media, source: str | None, options: Options, field: str
+) -> bytes | Pixels | Embedding | Key:
     match source:
         case "data":
             return media.data
@@ -138,10 +140,19 @@ def _source(media: media_pb2.Media, source: str | None, options: Options, field:
                 "media may not be fetched from this address", reason="FETCH_FORBIDDEN", field=f"{field}.url"
             )
         case "embedding":
-            raise Unsupported(
-                "embeddings as input are not in this release",
-                reason="NO_EMBEDDINGS",
-                field=f"{field}.embedding",
-            )
+            return _embedding(media, options, f"{field}.embedding")
         case _:
             raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)
+
+
+def _embedding(media: media_pb2.Media, options: Options, field: str) -> Embedding:
+    given = media.embedding
+    if media.modality != media_pb2.MODALITY_IMAGE:
+        raise Unsupported("rows of a video as input are not in this release", reason="NO_VIDEO_ROWS", field=field)
+    if options.stated():
+        raise InvalidInput("rows have no options", reason="BAD_OPTION", field=field)
+    dtype = next((kind for kind, number in DTYPES.items() if number == given.dtype), None)
+    if dtype is None:
+        raise InvalidInput("the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.dtype")
+    grid = Grid(given.grid.t, given.grid.h, given.grid.w)
+    return Embedding(given.data, dtype, given.count, given.levels, given.width, grid)

@@ -1,10 +1,12 @@
-"""The nouns of the encoder service. This module imports nobody."""
+"""The nouns of the encoder service. This module imports none of its others."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from typing import Any
+
+from common.wire import DType
 
 
 class Modality(enum.StrEnum):
@@ -41,12 +43,24 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of a picture that were computed elsewhere: row-major [count, levels, width] in `dtype`."""
+
+    data: bytes
+    dtype: DType
+    count: int
+    levels: int
+    width: int
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
-    """One picture or video to encode: encoded bytes, decoded pixels, or a key alone. `field` is its place in
+    """One picture or video to encode: encoded bytes, decoded pixels, rows, or a key alone. `field` is its place in
     the request."""
 
     modality: Modality
-    source: bytes | Pixels | Key
+    source: bytes | Pixels | Embedding | Key
     options: Options = Options()
     salt: str = ""
     priority: int = 0
@@ -57,7 +71,7 @@ class Item:
         """Bytes of content that came with it."""
         if isinstance(self.source, Key):
             return 0
-        return len(self.source.data if isinstance(self.source, Pixels) else self.source)
+        return len(self.source if isinstance(self.source, bytes) else self.source.data)
 
 
 @dataclass(frozen=True, slots=True)

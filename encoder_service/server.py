@@ -16,7 +16,8 @@ from common.identity import vision_digest
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.dispatch import Dispatcher, WorkerError
-from encoder_service.engine.encode import Bounds, Encoder
+from encoder_service.engine.encode import Encoder
+from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.media.decoder import DecoderPool
@@ -71,22 +72,18 @@ async def serve(config: EncoderConfig) -> None:
             await frame.drain()
             return
         digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
-        encoder = Encoder(
+        pipeline = Pipeline(
             model,
             config,
-            Bounds(
-                items=config.max_queued_items,
-                bytes=config.max_queued_bytes,
-                max_patches=config.max_patches_per_call,
-                batch_patches=config.batch_patches,
-            ),
-            digest,
             layout,
             Staging(staging),
             Store(store, layout.row_bytes),
             decoders,
             dispatcher,
+            max_patches=config.max_patches_per_call,
+            batch_patches=config.batch_patches,
         )
+        encoder = Encoder(pipeline, config, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         servicer.parts = Parts(config, checkpoint.name, encoder, Inline(layout))
         await frame.announce()
         await frame.wait()

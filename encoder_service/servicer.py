@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -13,7 +13,8 @@ import grpc
 from common.errors import TwinlensError, Unavailable, Unsupported
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
-from encoder_service.engine.encode import Encoder, Ticket
+from encoder_service.engine.encode import Encoder
+from encoder_service.engine.flight import Ticket
 from encoder_service.streams import merged
 from encoder_service.transports.inline import Transport
 from twinlens import __version__
@@ -58,7 +59,8 @@ class EncoderServicer(EncoderServiceServicer):
             streams = [self._item(parts, request, index) for index in range(len(request.items))]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
-                    yield event
+                    with _patience(parts.config.stall_seconds):
+                        yield event
         finally:
             self._open_streams -= 1
 
@@ -85,7 +87,7 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.ProbeRequest, encoder_pb2.ProbeResponse],
     ) -> encoder_pb2.ProbeResponse:
         """Says which keys are here."""
-        store = self._ready().encoder.store
+        store = self._ready().encoder.pipeline.store
         present = [
             store.has(convert.key(value, f"keys[{index}]"), request.cache_salt)
             for index, value in enumerate(request.keys)
@@ -107,19 +109,19 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> encoder_pb2.EncoderServiceGetInfoResponse:
         """Describes the model."""
         parts = self._ready()
-        encoder, layout = parts.encoder, parts.encoder.layout
+        encoder, pipeline = parts.encoder, parts.encoder.pipeline
         return encoder_pb2.EncoderServiceGetInfoResponse(
             version=__version__,
             model=parts.model,
-            architecture=encoder.config.architecture,
+            architecture=pipeline.config.architecture,
             digest=encoder.digest,
-            width=layout.width,
-            levels=layout.levels,
-            dtype=convert.DTYPES[layout.dtype],
+            width=pipeline.layout.width,
+            levels=pipeline.layout.levels,
+            dtype=convert.DTYPES[pipeline.layout.dtype],
             modalities=list(convert.MODALITIES.values()),
             transports=[encoder_pb2.TRANSPORT_INLINE],
             unimplemented=["Release"],
-            devices=encoder.dispatcher.devices,
+            devices=pipeline.dispatcher.devices,
             max_image_bytes=parts.config.max_image_bytes,
             max_video_bytes=parts.config.max_video_bytes,
         )
@@ -131,7 +133,7 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
         """Reports queues and counters."""
         encoder = self._ready().encoder
-        dispatcher, store = encoder.dispatcher, encoder.store
+        dispatcher, store = encoder.pipeline.dispatcher, encoder.pipeline.store
         counters, running = dispatcher.counters, dispatcher.running
         return encoder_pb2.EncoderServiceGetLoadResponse(
             queued_items=encoder.queued,
@@ -150,7 +152,7 @@ class EncoderServicer(EncoderServiceServicer):
             open_streams=self._open_streams,
             stage_totals=convert.timings(
                 {
-                    **encoder.seconds,
+                    **encoder.pipeline.seconds,
                     "worker_preprocess": counters.preprocess_seconds,
                     "worker_vit": counters.vit_seconds,
                 }
@@ -163,7 +165,7 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.EncoderServiceFlushCacheRequest, encoder_pb2.EncoderServiceFlushCacheResponse],
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
         """Empties the store of what no one is reading."""
-        entries, size = self._ready().encoder.store.flush()
+        entries, size = self._ready().encoder.pipeline.store.flush()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 
     def _ready(self) -> Parts:
@@ -191,7 +193,7 @@ class EncoderServicer(EncoderServiceServicer):
                 yield event
         header = await ticket.header()
         yield encoder_pb2.EncodeResponse(
-            header=convert.header(index, header, parts.encoder.layout, cached=ticket.cached)
+            header=convert.header(index, header, parts.encoder.pipeline.layout, cached=ticket.cached)
         )
         timings = dict(ticket.timings)
         if rows:
@@ -213,7 +215,7 @@ class EncoderServicer(EncoderServiceServicer):
             header, cached = await parts.encoder.prefetch(item, request.items[index].mime_type)
         except TwinlensError as failure:
             return convert.error(index, failure)
-        return convert.header(index, header, parts.encoder.layout, cached=cached)
+        return convert.header(index, header, parts.encoder.pipeline.layout, cached=cached)
 
 
 async def _waiting(what: Awaitable[object], ticket: Ticket, index: int) -> Events:
@@ -226,3 +228,15 @@ async def _waiting(what: Awaitable[object], ticket: Ticket, index: int) -> Event
         task.result()
     finally:
         task.cancel()
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Cancels the call when its caller takes longer than this to accept a message: rows are pinned for it."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(seconds, task.cancel)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -39,7 +39,7 @@ class Store:
     """Rows of `row_bytes` each in `buffer`, indexed by key."""
 
     def __init__(self, buffer: SharedBuffer, row_bytes: int) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._row_bytes = row_bytes
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
@@ -76,7 +76,7 @@ class Store:
         """The entry's bytes, which stay where they are for the length of the block."""
         self.pin(entry)
         try:
-            yield self._buffer.slice(entry.span)
+            yield self.buffer.slice(entry.span)
         finally:
             self.unpin(entry)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from common.config import option, size
 from common.errors import InvalidInput
-from encoder_service.item import Inspection, Item, Key, Modality, Options, Pixels, Plan
+from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan
 from encoder_service.media import sniff
 
 
@@ -39,7 +39,7 @@ def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
     """Checks size, format and options of an item as it came."""
     _check_options(item.options, item.modality, item.field, limits)
     match item.source:
-        case Key():
+        case Key() | Embedding():  # rows are checked against the model's layout, by `embedding.check`
             return
         case Pixels() as pixels:
             _check_size(item, limits)

@@ -214,6 +214,35 @@ def test_decoded_frames_are_taken_as_they_are(client):
     assert len(found.rows) == found.header.tokens
 
 
+def test_rows_that_were_computed_elsewhere_are_kept_under_a_key(client):
+    made = client.one(image(new_picture(96, 64)))
+    block = media_pb2.EmbeddingBlock(
+        data=made.rows.tobytes(),
+        dtype=made.header.dtype,
+        count=made.header.tokens,
+        levels=made.header.levels,
+        width=made.header.width,
+        grid=made.header.grid,
+    )
+    before = client.load()
+    given = client.one(media_pb2.Media(modality=IMAGE, embedding=block))
+    by_key = client.one(media_pb2.Media(modality=IMAGE, key=given.header.key))
+    assert np.array_equal(made.rows, given.rows)
+    assert np.array_equal(made.rows, by_key.rows)
+    assert client.load().vit_calls == before.vit_calls
+
+
+def test_an_error_names_the_item_by_its_place_in_the_caller_s_own_request(service, client):
+    broken = image(pictures.encoded(pictures.photograph("rocket"), "JPEG")[:8000])
+    with frozen(service, DECODER):
+        first = client.start([broken])
+        until(lambda: client.load().queued_items == 1, "the first waits")
+        second = client.start([image(new_picture()), broken])
+        until(lambda: client.load().store_hits + client.load().queued_items > 1, "the second waits")
+    fields = [event.error.status.field for stream in (first, second) for event in stream if event.HasField("error")]
+    assert fields == ["items[0]", "items[1]"]
+
+
 def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(service, client):
     with frozen(service, WORKER):
         stream = client.start([image(new_picture())])

@@ -95,9 +95,18 @@ def huge_frames() -> bytes:
     return pictures.video(np.zeros((2, 4320, 7680, 3), np.uint8))
 
 
-def embedding() -> media_pb2.Media:
-    block = media_pb2.EmbeddingBlock(data=b"\0" * 16, dtype=media_pb2.DATA_TYPE_FLOAT32, count=1, levels=1, width=4)
-    return media_pb2.Media(modality=IMAGE, embedding=block)
+def embedding(modality: int = IMAGE, **fields: object) -> media_pb2.Media:
+    """A picture's four rows for a model of width 64."""
+    given = {
+        "data": bytes(4 * 64 * 4),
+        "dtype": media_pb2.DATA_TYPE_FLOAT32,
+        "count": 4,
+        "levels": 1,
+        "width": 64,
+        "grid": media_pb2.Grid(t=1, h=4, w=4),
+        **fields,
+    }
+    return media_pb2.Media(modality=modality, embedding=media_pb2.EmbeddingBlock(**given))
 
 
 def pixels(modality: int = IMAGE, **fields: object) -> media_pb2.Media:
@@ -180,7 +189,34 @@ BAD: dict[str, tuple[Callable[[], media_pb2.Media], int, str]] = {
     "no modality": (lambda: media_pb2.Media(data=b"x"), INVALID, "BAD_MODALITY"),
     "audio": (lambda: media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "NO_AUDIO"),
     "no source": (lambda: media_pb2.Media(modality=IMAGE), INVALID, "NO_SOURCE"),
-    "rows as input": (embedding, UNIMPLEMENTED, "NO_EMBEDDINGS"),
+    "rows of a video": (lambda: embedding(VIDEO), UNIMPLEMENTED, "NO_VIDEO_ROWS"),
+    "rows: too few bytes": (lambda: embedding(data=bytes(4 * 64 * 4 - 1)), INVALID, "BAD_EMBEDDING"),
+    "rows: no type": (lambda: embedding(dtype=0), INVALID, "BAD_EMBEDDING"),
+    "rows: another type": (lambda: embedding(dtype=media_pb2.DATA_TYPE_FLOAT16), INVALID, "BAD_EMBEDDING"),
+    "rows: another width": (lambda: embedding(width=32, count=8), INVALID, "BAD_EMBEDDING"),
+    "rows: other levels": (lambda: embedding(levels=4, count=1), INVALID, "BAD_EMBEDDING"),
+    "rows: another count": (lambda: embedding(count=5, data=bytes(5 * 64 * 4)), INVALID, "BAD_EMBEDDING"),
+    "rows: a negative count": (lambda: embedding(count=-4), INVALID, "BAD_EMBEDDING"),
+    "rows: no grid": (lambda: embedding(grid=media_pb2.Grid()), INVALID, "BAD_EMBEDDING"),
+    "rows: a negative grid": (lambda: embedding(grid=media_pb2.Grid(t=1, h=-4, w=-4)), INVALID, "BAD_EMBEDDING"),
+    "rows: a grid that overflows": (
+        lambda: embedding(grid=media_pb2.Grid(t=1, h=1 << 30, w=1 << 30)),
+        INVALID,
+        "BAD_EMBEDDING",
+    ),
+    "rows: not numbers": (
+        lambda: embedding(grid=media_pb2.Grid(t=1, h=2, w=8), count=4, data=np.full(256, NAN, "<f4").tobytes()),
+        INVALID,
+        "BAD_EMBEDDING",
+    ),
+    "rows: infinite": (lambda: embedding(data=np.full(256, np.inf, "<f4").tobytes()), INVALID, "BAD_EMBEDDING"),
+    "rows with options": (
+        lambda: media_pb2.Media(
+            modality=IMAGE, embedding=embedding().embedding, options=media_pb2.MediaOptions(max_pixels=9999)
+        ),
+        INVALID,
+        "BAD_OPTION",
+    ),
     "a short key": (lambda: media_pb2.Media(modality=IMAGE, key=b"abc"), INVALID, "BAD_KEY"),
     "a key that is not here": (lambda: media_pb2.Media(modality=IMAGE, key=b"k" * 32), NOT_FOUND, "KEY_NOT_FOUND"),
     "a key with options": (

@@ -13,7 +13,8 @@ from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensE
 from common.wire import DType, RowLayout
 from encoder_service.engine import dispatch
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.engine.encode import Bounds, Encoder
+from encoder_service.engine.encode import Encoder
+from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.item import Inspection, Item, Key, Modality, Pixels
@@ -61,17 +62,18 @@ async def encoder(monkeypatch, *, answers=lambda _: DONE, decoders=None, items=6
     dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=64, seconds=60.0)
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
-    made = Encoder(
+    pipeline = Pipeline(
         CONFIG,
         MediaLimits(),
-        Bounds(items=items, bytes=1 << 20, max_patches=4096, batch_patches=4096),
-        "digest",
         LAYOUT,
         Staging(arenas[0]),
         Store(arenas[1], LAYOUT.row_bytes),
         decoders or FakeDecoders(SEEN),
         dispatcher,
+        max_patches=4096,
+        batch_patches=4096,
     )
+    made = Encoder(pipeline, MediaLimits(), "digest", items=items, size=1 << 20)
     try:
         yield made, children[0]
     finally:
@@ -212,7 +214,7 @@ async def test_two_items_that_do_not_fit_together_go_one_after_the_other(monkeyp
     async with encoder(monkeypatch, store_bytes=256) as (made, worker):
         await asyncio.gather(*(rows(made, item(number)) for number in range(8)))
         assert len(worker.batches) == 8
-        assert made.store.used <= made.store.capacity
+        assert made.pipeline.store.used <= made.pipeline.store.capacity
 
 
 async def test_a_prefetched_item_goes_on_after_its_header(monkeypatch):
@@ -222,7 +224,7 @@ async def test_a_prefetched_item_goes_on_after_its_header(monkeypatch):
         await turns(30)
         worker.say(DONE)
         await turns()
-        assert made.store.has(header.key, "")
+        assert made.pipeline.store.has(header.key, "")
 
 
 async def test_pixels_need_no_decoder(monkeypatch):

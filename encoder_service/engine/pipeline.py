@@ -1,0 +1,210 @@
+"""What is done for one item, in order: header, room, decode, worker, rows. It knows nothing of who asked.
+
+Everything leased is held in `with` blocks, so that it comes back on every path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from common.arena import Range, SharedBuffer
+from common.wire import RowLayout
+from encoder_service.engine.batching import cut
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.flight import Flight
+from encoder_service.engine.staging import Lease, Staging
+from encoder_service.engine.store import Entry, Store
+from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels, Plan
+from encoder_service.media import embedding, geometry, limits
+from encoder_service.media.decoder import DecoderPool
+from encoder_service.models.config import ModelConfig
+from encoder_service.worker.messages import Piece
+
+T = TypeVar("T")
+
+_COPY = 4 << 20
+"""Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""
+
+_WORTH_CUTTING = 2048
+"""Patches below which a run of frame groups is not worth a worker of its own."""
+
+
+class Pipeline:
+    """Turns items into entries of the store. `seconds` are totals by stage."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        media_limits: limits.MediaLimits,
+        layout: RowLayout,
+        staging: Staging,
+        store: Store,
+        decoders: DecoderPool,
+        dispatcher: Dispatcher,
+        *,
+        max_patches: int,
+        batch_patches: int,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.staging = staging
+        self.store = store
+        self.dispatcher = dispatcher
+        self._limits = media_limits
+        self._decoders = decoders
+        self._max_patches = max_patches
+        self._batch_patches = batch_patches
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    async def plan(self, flight: Flight) -> Plan:
+        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
+        item, config = flight.item, self.config
+        video = item.modality is Modality.VIDEO
+        match item.source:
+            case Embedding() as rows:
+                embedding.check(rows, self.layout, config.image.merge, self._max_patches, f"{item.field}.embedding")
+                await in_thread(embedding.check_finite, rows, f"{item.field}.embedding")
+                return Plan(rows.grid, rows.count, (), 0, 0, (0, 0))
+            case Pixels() as pixels:
+                plan = geometry.plan_pixels(pixels, config, item.options, video=video)
+            case _:
+                seen = await self._inspect(flight, video=video)
+                if video:
+                    limits.check_video(seen, item.field, self._limits)
+                    plan = geometry.plan_video(seen, config.video, item.options, self._limits.max_frames)
+                else:
+                    limits.check_picture(seen, item.field, self._limits)
+                    plan = geometry.plan_image(seen, config.image, item.options)
+        limits.check_plan(plan, item.field, self._limits, self._max_patches)
+        return plan
+
+    async def compute(self, flight: Flight, plan: Plan, header: Header) -> Entry:
+        """Rows into the store; the entry comes back pinned once. Cancelled before a worker has begun, or not at all."""
+        with self._stage(flight, "room"):
+            rows = await self.store.reserve(plan.tokens)
+        try:
+            if isinstance(flight.item.source, Embedding):
+                await _fill(self.store.buffer, rows, flight.item.source.data)
+            else:
+                async with self._decoded(flight, plan) as pixels:
+                    await self._run(flight, plan, pixels, rows)
+        except BaseException:
+            self.store.abandon(rows)
+            raise
+        return self.store.commit(rows, header, flight.item.salt)
+
+    async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
+        source = flight.item.source
+        assert isinstance(source, bytes)
+        with self._stage(flight, "inspect"):
+            async with self.staging.lease(len(source)) as lease:
+                await _fill(self.staging.buffer, lease.ranges[0], source)
+                return await self._decoders.inspect(lease.ranges[0], video=video, field=flight.item.field)
+
+    @asynccontextmanager
+    async def _decoded(self, flight: Flight, plan: Plan) -> AsyncIterator[Range]:
+        """The decoded pixels' place in the staging arena."""
+        source, buffer = flight.item.source, self.staging.buffer
+        if isinstance(source, Pixels):
+            async with self._room(flight, plan.pixel_bytes) as lease:
+                await _fill(buffer, lease.ranges[0], _padded(source, plan))
+                yield lease.ranges[0]
+            return
+        assert isinstance(source, bytes)
+        async with self._room(flight, len(source), plan.pixel_bytes) as lease:
+            encoded, pixels = lease.ranges
+            with self._stage(flight, "decode"):
+                await _fill(buffer, encoded, source)
+                video = flight.item.modality is Modality.VIDEO
+                await self._decoders.decode(encoded, pixels, plan, video=video, field=flight.item.field)
+            lease.free(encoded)
+            yield pixels
+
+    @asynccontextmanager
+    async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[Lease]:
+        flight.stage, started = "room", time.perf_counter()
+        async with self.staging.lease(*sizes) as lease:
+            self._count(flight, "room", time.perf_counter() - started)
+            yield lease
+
+    async def _run(self, flight: Flight, plan: Plan, pixels: Range, rows: Range) -> None:
+        """Queues the item, whole or cut, and waits until no worker can write its rows any more."""
+        flight.stage, submitted = "vit", time.perf_counter()
+        units = flight.units
+        try:
+            for first, end in cut(plan.grid, self._batch_patches, self.dispatcher.alive, _WORTH_CUTTING):
+                piece = self._piece(flight, plan, pixels, rows, first, end)
+                patches = (end - first) * plan.grid.h * plan.grid.w
+                units.append(self.dispatcher.submit(flight.key, piece, patches, flight.item.priority))
+            await asyncio.wait([unit.done for unit in units])
+            if errors := [error for unit in units if (error := unit.done.exception())]:
+                raise errors[0]
+        finally:
+            for unit in units:
+                self.dispatcher.withdraw(unit)
+            now = time.perf_counter()
+            begun = min((unit.started_at for unit in units if unit.started_at), default=now)
+            self._count(flight, "queue", begun - submitted)
+            self._count(flight, "vit", now - begun)
+
+    def _piece(self, flight: Flight, plan: Plan, pixels: Range, rows: Range, first: int, end: int) -> Piece:
+        """Frame groups [first, end) of a plan."""
+        per_group = len(plan.frames) // plan.grid.t
+        frame_bytes = plan.height * plan.width * 3
+        row_bytes = plan.tokens // plan.grid.t * self.layout.row_bytes
+        return Piece(
+            video=flight.item.modality is Modality.VIDEO,
+            pixels=pixels.offset + first * per_group * frame_bytes,
+            frames=(end - first) * per_group,
+            height=plan.height,
+            width=plan.width,
+            resized=plan.resized,
+            grid=(end - first, plan.grid.h, plan.grid.w),
+            rows=rows.offset + first * row_bytes,
+        )
+
+    @contextmanager
+    def _stage(self, flight: Flight, name: str) -> Iterator[None]:
+        started, flight.stage = time.perf_counter(), name
+        try:
+            yield
+        finally:
+            self._count(flight, name, time.perf_counter() - started)
+
+    def _count(self, flight: Flight, name: str, seconds: float) -> None:
+        flight.timings[name] = flight.timings.get(name, 0.0) + seconds
+        self.seconds[name] += seconds
+
+
+def _padded(source: Pixels, plan: Plan) -> bytes:
+    """Frames as the plan has them: the last one again, until the last frame group is whole."""
+    frame = source.height * source.width * 3
+    return source.data + source.data[-frame:] * (len(plan.frames) - source.frames)
+
+
+async def _fill(buffer: SharedBuffer, span: Range, data: bytes) -> None:
+    if len(data) <= _COPY:
+        buffer.slice(span)[:] = data
+    else:
+        await in_thread(_copy, buffer, span, data)
+
+
+def _copy(buffer: SharedBuffer, span: Range, data: bytes) -> None:
+    source, target = memoryview(data), buffer.slice(span)
+    for start in range(0, len(data), _COPY):
+        target[start : start + _COPY] = source[start : start + _COPY]
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Runs `work` in a thread, and does not leave before it has ended: it may be writing to leased memory."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
