@@ -109,9 +109,10 @@ class LocalEngine:
         block_size: int = 16,
         max_running: int = 16,
         prefix_cache: bool = False,
+        device: str = "cpu",
     ) -> None:
         checkpoint = Checkpoint(directory)
-        decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
+        decoder = load_decoder(checkpoint, torch.float32, torch.device(device))
         levels = 1 + len(checkpoint.config["vision_config"].get("deepstack_visual_indexes", ()))
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
