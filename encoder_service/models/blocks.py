@@ -92,24 +92,15 @@ def frame_segments(grids: Sequence[Grid]) -> Segments:
     return Segments(tuple(grid.h * grid.w for grid in grids for _ in range(grid.t)))
 
 
-class Projection(nn.Module):
-    """A convolution whose stride is its kernel, which is a matrix product: [N, dim] → [N, width]."""
-
-    def __init__(self, width: int, kernel: tuple[int, ...], *, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, *kernel))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
-
-
 class PatchEmbed(nn.Module):
-    """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width]."""
+    """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width].
+
+    In checkpoints it is a convolution whose stride is its kernel, which is a matrix product; `registry` flattens it.
+    """
 
     def __init__(self, width: int, channels: int, temporal: int, patch: int, *, bias: bool) -> None:
         super().__init__()
-        self.proj = Projection(width, (channels, temporal, patch, patch), bias=bias)
+        self.proj = Linear(channels * temporal * patch * patch, width, bias=bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         out: Tensor = self.proj(patches)

@@ -44,7 +44,10 @@ def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
         raise CheckpointError(f"the vision tower of {config.family} is not supported") from None
     with torch.device("meta"):
         tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
-    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in load_tensors(checkpoint, vision_name)}
+    state = {
+        name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
+        for name, tensor in load_tensors(checkpoint, vision_name)
+    }
     try:
         tower.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
