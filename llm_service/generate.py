@@ -151,7 +151,7 @@ class Generator:
             raise
         unwatch = self._watch(ticket, laid, entries, stages)
         try:
-            async with aclosing(self._follow(request, laid, ticket, stages)) as events:
+            async with aclosing(self._follow(request, laid, entries, ticket, stages)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -220,7 +220,7 @@ class Generator:
         return unwatch
 
     async def _follow(
-        self, request: Request, laid: Laid, ticket: Ticket, stages: Stages
+        self, request: Request, laid: Laid, entries: list[RowEntry], ticket: Ticket, stages: Stages
     ) -> AsyncGenerator[Begun | Delta | Ended, None]:
         """Turns the engine's events into the caller's."""
         tokenizer = self._prompts.tokenizer
@@ -246,7 +246,17 @@ class Generator:
                     if not event.ended:
                         self._engine.abort(ticket.id, event.choice)
                     stages.mark("decode_tokens")
-                    yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, dict(stages.seconds))
+                    timings = {**stages.seconds, **_encoder_seconds(entries, request.id)}
+                    yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, timings)
+
+
+def _encoder_seconds(entries: list[RowEntry], request_id: str) -> dict[str, float]:
+    """What the encoders spent on the items that this request brought in, by stage, summed over items."""
+    total: Counter[str] = Counter()
+    for entry in entries:
+        if entry.brought_by == request_id:
+            total.update({f"encoder_{stage}": seconds for stage, seconds in entry.timings.items()})
+    return dict(total)
 
 
 def _once(action: Callable[[RowEntry], None], entries: list[RowEntry]) -> Callable[[], None]:

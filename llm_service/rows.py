@@ -22,7 +22,8 @@ Watcher = Callable[["RowEntry"], None]
 
 @dataclass(slots=True, eq=False)
 class RowEntry:
-    """An item's place in the arena. `landed` rows, from the first on, are there; `error` says why no more will come."""
+    """An item's place in the arena. `landed` rows, from the first on, are there; `error` says why no more will come;
+    `timings` are the encoder's seconds by stage, once all rows are here, and `brought_by` the request that asked."""
 
     header: MediaHeader
     place: Range
@@ -31,6 +32,8 @@ class RowEntry:
     error: TwinlensError | None = None
     filler: asyncio.Task[None] | None = None
     watchers: list[Watcher] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    brought_by: str = ""
 
     @property
     def complete(self) -> bool:

@@ -57,6 +57,7 @@ class Landing:
         surplus: list[Opened] = []
         for item, entry in zip(opened, entries, strict=True):
             if entry.filler is None:
+                entry.brought_by = request.id
                 entry.filler = asyncio.create_task(self._fill(entry, item, request), name="fill rows")
             else:
                 surplus.append(item)  # its rows are here, or another stream brings them
@@ -145,6 +146,7 @@ class Landing:
         async with aclosing(opened.call.rows(entry.landed, entry.header.tokens)) as runs:
             async for data in runs:
                 self._store.write(entry, data)
+        entry.timings = opened.call.timings
 
     def _others(self, tried: Sequence[str]) -> bool:
         return any(peer.usable and peer.address not in tried for peer in self._pool.peers)

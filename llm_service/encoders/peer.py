@@ -88,7 +88,8 @@ class Peer:
 
 
 class EncodeCall:
-    """An open Encode stream of one item: `header` first, then `rows`."""
+    """An open Encode stream of one item: `header` first, then `rows`; after the last row, `timings` holds the
+    encoder's own seconds by stage."""
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class EncodeCall:
         self._call = call
         self._layout = layout
         self._field = field
+        self.timings: dict[str, float] = {}
 
     async def header(self) -> MediaHeader:
         """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
@@ -143,7 +145,10 @@ class EncodeCall:
                 event = await self._call.read()
             except grpc.aio.AioRpcError as error:
                 raise _ours(from_rpc_error(error)) from error
-            if not isinstance(event, encoder_pb2.EncodeResponse) or event.WhichOneof("event") == "done":
+            if not isinstance(event, encoder_pb2.EncodeResponse):
+                return
+            if event.WhichOneof("event") == "done":
+                self.timings = {timing.stage: timing.seconds for timing in event.done.timings}
                 return
             if event.WhichOneof("event") == "error":
                 raise self._own(from_plain_status(event.error.status))
