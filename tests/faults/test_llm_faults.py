@@ -1,0 +1,226 @@
+"""The LLM service under fire: its engine dies, its callers leave, too many come, and it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests import pictures
+from tests.launch import ROOT, Service, command_line, descendants, launch, llm_server
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user, v1
+
+ENGINE = "llm_service.engine"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Iterator[Pair]:
+    with pair(checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def health(both: Pair) -> Iterator[Callable[[], int]]:
+    """What the LLM service's health says now."""
+    with grpc.insecure_channel(both.llm.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        yield lambda: stub.Check(health_pb2.HealthCheckRequest(service="twinlens.v1.LlmService"), timeout=10).status
+
+
+def engine_of(service: Service) -> int:
+    (pid,) = service.children(ENGINE)
+    return pid
+
+
+def test_kill_of_the_engine_fails_its_requests_and_the_next_one_is_right(both: Pair, health: Callable[[], int]) -> None:
+    asking = asked(about(pictures.encoded(pictures.noise(64, 64, 8_001))))
+    good = tokens(both.text, asking)
+    killed = engine_of(both.llm)
+    with ThreadPoolExecutor(4) as threads:
+        streams = [both.text.generate(asked(user(f"count {n}"), greedy(4000))) for n in range(4)]
+        for stream in streams:
+            assert next(iter(stream)).HasField("started")
+        os.kill(killed, signal.SIGKILL)
+        errors = list(threads.map(ending, streams))
+    assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")}
+    assert all(error.retry_after is not None for error in errors)
+    until(lambda: health() == NOT_SERVING, "health says that it does not serve")
+    with pytest.raises(TwinlensError) as error:
+        answer(both.text, asked(user("now?")))
+    assert error.value.code is grpc.StatusCode.UNAVAILABLE
+    until(lambda: health() == SERVING, "health says that it serves again")
+    assert engine_of(both.llm) != killed
+    assert not command_line(killed)
+    assert tokens(both.text, asking) == good
+
+
+def ending(stream: Iterator[v1.GenerateResponse]) -> TwinlensError:
+    """The error that a stream ends with."""
+    with pytest.raises(TwinlensError) as error:
+        _read(stream)
+    return error.value
+
+
+def _read(stream: Iterator[v1.GenerateResponse]) -> None:
+    for _ in stream:
+        pass
+
+
+@pytest.mark.parametrize("moment", ["before it starts", "in prefill", "in decode"])
+def test_a_caller_who_leaves_gives_everything_back(both: Pair, moment: str) -> None:
+    cancelled = both.text.get_load().cancelled_requests
+    words = "word " * 1200 if moment == "in prefill" else "count"
+    stream = both.text.generate(asked(user(words), greedy(2000)))
+    if moment == "in decode":
+        events = iter(stream)
+        while not next(events).HasField("delta"):
+            pass
+    elif moment == "in prefill":
+        until(lambda: both.text.get_load().running == 1, "it is being computed")
+    stream.cancel()
+    if moment != "before it starts":
+        until(lambda: both.text.get_load().cancelled_requests == cancelled + 1, "the service has heard of it")
+    until(both.idle, "everything was given back")
+
+
+def test_callers_who_leave_at_any_moment_leave_nothing_behind(both: Pair) -> None:
+    file = pictures.encoded(pictures.noise(96, 96, 8_002))
+    for number in range(24):
+        prompt = about(file, f"Question {number % 5}?") if number % 2 else user(f"count {number}")
+        stream = both.text.generate(asked(prompt, greedy(300)))
+        events = iter(stream)
+        for _ in range(number % 6):
+            next(events)
+        stream.cancel()
+    until(both.idle, "everything was given back")
+    assert len(tokens(both.text, asked(about(file)))) == 8
+
+
+def test_a_channel_that_closes_ends_all_its_calls(both: Pair) -> None:
+    with LlmClient(both.llm.address) as leaver:
+        streams = [leaver.generate(asked(user(f"count {n}"), greedy(4000))) for n in range(3)]
+        for stream in streams:
+            next(iter(stream))
+    until(both.idle, "everything was given back")
+
+
+def test_a_frozen_reader_holds_nobody_up(both: Pair) -> None:
+    with both.text.generate(asked(user("count"), greedy(3000))) as stream:
+        next(iter(stream))
+        assert len(tokens(both.text, asked(user("hello")))) == 8
+    until(both.idle, "everything was given back")
+
+
+def test_two_hundred_at_once_are_answered_or_refused_and_none_is_lost(checkpoint: Path) -> None:
+    with (
+        llm_server(checkpoint, **{**LLM_FLAGS, "kv_cache_bytes": "2MiB"}, max_requests=120, max_running=32) as service,
+        LlmClient(service.address) as client,
+    ):
+        alone = [tokens(client, asked(user(f"request {n % 10}"), greedy(16))) for n in range(10)]
+
+        def attempt(number: int) -> str:
+            try:
+                said = answer(client, asked(user(f"request {number % 10}"), greedy(16)))
+            except TwinlensError as error:
+                return error.code.name if error.retry_after else "refused without a hint"
+            return "right" if said.choices[0].token_ids == alone[number % 10] else "wrong"
+
+        with ThreadPoolExecutor(200) as threads:
+            outcomes = Counter(threads.map(attempt, range(200)))
+        assert set(outcomes) <= {"right", "RESOURCE_EXHAUSTED"}
+        assert outcomes["right"] >= 120
+        until(lambda: idle(client), "nothing is held")
+        load = client.get_load()
+        assert load.finished_requests == outcomes["right"] + 10
+        assert load.failed_requests == outcomes["RESOURCE_EXHAUSTED"]
+
+
+def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path) -> None:
+    with llm_server(checkpoint, **LLM_FLAGS) as service, LlmClient(service.address) as client:
+        with grpc.insecure_channel(service.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            assert next(watch).status == SERVING
+            stream = iter(client.generate(asked(user("count"), greedy(1500))))
+            assert next(stream).HasField("started")
+            service.process.send_signal(signal.SIGTERM)
+            assert next(watch).status == NOT_SERVING
+            with LlmClient(service.address) as late, pytest.raises(TwinlensError) as error:
+                answer(late, asked(user("me too")))
+            assert error.value.code is grpc.StatusCode.UNAVAILABLE
+            events = list(stream)
+        assert events[-1].finished.usage.completion_tokens == 1500
+        assert service.process.wait(60) == 0
+
+
+def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) -> None:
+    with llm_server(checkpoint, **LLM_FLAGS, grace_seconds=0.2) as service, LlmClient(service.address) as client:
+        stream = client.generate(asked(user("count"), greedy(4000)))
+        assert next(iter(stream)).HasField("started")
+        service.process.send_signal(signal.SIGTERM)
+        assert ending(stream).code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert service.process.wait(60) == 0
+
+
+def test_sigterm_while_the_engine_still_loads_ends_at_once(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "llm_service", f"--model={checkpoint}", "--threads=1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        until(lambda: any(ENGINE in line for line in descendants(process.pid).values()), "the engine has begun")
+        left = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"ready" not in out
+    until(lambda: not any(command_line(pid) for pid in left), "the engine is gone")
+
+
+def test_a_front_that_is_killed_takes_its_engine_with_it(checkpoint: Path) -> None:
+    flags = ["--threads=1", "--kv-cache-bytes=4MiB", "--row-cache-bytes=1MiB"]
+    with launch("llm_service", f"--model={checkpoint}", *flags, exit_code=-signal.SIGKILL) as service:
+        engine = engine_of(service)
+        service.process.kill()
+        until(lambda: not command_line(engine), "the engine is gone")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no weights", "model.safetensors"),
+        ("broken configuration", "config.json"),
+        ("another architecture", "is not supported"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_one_line_and_no_process_is_left(
+    checkpoint: Path, tmp_path: Path, change: str, said: str
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    if change == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif change == "broken configuration":
+        (folder / "config.json").write_text("{")
+    else:
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace("Qwen3VLForConditionalGeneration", "NoSuchModel"))
+    command = [sys.executable, "-m", "llm_service", f"--model={folder}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert said in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
