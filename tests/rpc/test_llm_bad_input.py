@@ -1,5 +1,4 @@
 """Every bad request to the LLM service, over real gRPC: status, reason, field, and a service that goes on."""
-on."""
 
 from __future__ import annotations
 
