@@ -45,8 +45,11 @@ class ChannelSecurity:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
-def open_channel(target: str, security: ChannelSecurity) -> grpc.aio.Channel:
-    """A channel to `target`; it connects when it is first used and reconnects by itself."""
+def open_channel(target: str, security: ChannelSecurity, *, name: str = "") -> grpc.aio.Channel:
+    """A channel to `target`; it connects when it is first used and reconnects by itself.
+
+    `name` is the host name that the other side's certificate must have, where `target` is an address found for it.
+    """
     if not security.ca:
         return grpc.aio.insecure_channel(target, options=OPTIONS)
     credentials = grpc.ssl_channel_credentials(
@@ -54,7 +57,8 @@ def open_channel(target: str, security: ChannelSecurity) -> grpc.aio.Channel:
         Path(security.key).read_bytes() if security.key else None,
         Path(security.cert).read_bytes() if security.cert else None,
     )
-    return grpc.aio.secure_channel(target, credentials, options=OPTIONS)
+    named = (("grpc.ssl_target_name_override", name),) if name else ()
+    return grpc.aio.secure_channel(target, credentials, options=(*OPTIONS, *named))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TwinlensError:

@@ -54,6 +54,10 @@ class LlmConfig(ServerConfig):
         self.check_server()
         if not self.model:
             raise ValueError("--model is required")
+        for address in self.encoders:
+            host, _, port = address.removeprefix("dns:///").rpartition(":")
+            if not host or "/" in host or not port.isdecimal():
+                raise ValueError(f"--encoders: {address} is neither host:port nor dns:///name:port")
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):

@@ -43,7 +43,7 @@ async def serve(config: LlmConfig) -> None:
         frame = GrpcServer(config, [SERVICE])
         rows = RowStore(config.row_cache_bytes, layout)
         running.callback(rows.close)
-        pool = EncoderPool(config.encoders, config.link(), digest)
+        pool = EncoderPool(config.encoders, config.link(), digest, grace=config.encode_timeout_seconds)
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
         generator = Generator(
             prompts, Landing(pool, rows, config.encode_timeout_seconds), rows, engine, max_requests=config.max_requests

@@ -27,13 +27,15 @@ _CHECK_TIMEOUT = 2.0
 class Peer:
     """An encoder at one address. `watch` keeps `usable` true to life until it is cancelled."""
 
-    def __init__(self, address: str, security: ChannelSecurity, digest: str) -> None:
+    def __init__(self, address: str, name: str, security: ChannelSecurity, digest: str) -> None:
         self.address = address
+        self.name = name
         self.usable = False
         self.in_flight = 0
         self._digest = digest
+        self._foreign = ""
         self._metadata = security.metadata
-        self._channel = open_channel(address, security)
+        self._channel = open_channel(address, security, name=name)
         self._stub = EncoderServiceStub(self._channel)
 
     async def watch(self, changed: asyncio.Event) -> None:
@@ -54,7 +56,8 @@ class Peer:
         except grpc.aio.AioRpcError as error:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return False
-        if info.digest != self._digest:
+        if info.digest not in (self._digest, self._foreign):
+            self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
         return bool(info.digest == self._digest)
 
@@ -82,9 +85,9 @@ class Peer:
             self.in_flight -= 1
             call.cancel()
 
-    async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close()
+    async def close(self, grace: float | None = None) -> None:
+        """Closes the channel; calls under way have `grace` seconds to end."""
+        await self._channel.close(grace)
 
 
 class EncodeCall:

@@ -18,6 +18,8 @@ from llm_service.encoders.peer import Peer
 from llm_service.request import Encoded, Key, MediaItem, Opaque, Url
 
 _log = log.get("encoders")
+DNS = "dns:///"
+"""What addresses that are to be looked up begin with."""
 _RESOLVE_SECONDS = 2.0
 _PATIENCE = 0.8
 """Seconds that a request waits for an encoder when none can be used."""
@@ -26,9 +28,12 @@ _CROWDED = 8
 
 
 class EncoderPool:
-    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`."""
+    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`; calls at an encoder whose address
+    has gone may take `grace` seconds more."""
 
-    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, digest: str) -> None:
+    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, digest: str, *, grace: float) -> None:
+        self._grace = grace
+        self._retiring: set[asyncio.Task[None]] = set()
         self._addresses = tuple(addresses)
         self._security = security
         self._digest = digest
@@ -51,41 +56,49 @@ class EncoderPool:
             self._resolver.cancel()
             await asyncio.gather(self._resolver, return_exceptions=True)
         for address in list(self._peers):
-            await self._remove(address)
+            await self._remove(address, grace=None)
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
 
     async def _keep_resolving(self) -> None:
         while True:
             wanted = await self._resolve()
-            for address in wanted - self._peers.keys():
-                peer = Peer(address, self._security, self._digest)
+            for address in wanted.keys() - self._peers.keys():
+                peer = Peer(address, wanted[address], self._security, self._digest)
                 self._peers[address] = (peer, asyncio.create_task(peer.watch(self._changed), name=f"watch {address}"))
-            for address in self._peers.keys() - wanted:
-                await self._remove(address)
+            for address in self._peers.keys() - wanted.keys():
+                await self._remove(address, grace=self._grace)
             await asyncio.sleep(_RESOLVE_SECONDS)
 
-    async def _resolve(self) -> set[str]:
-        found: set[str] = set()
+    async def _resolve(self) -> dict[str, str]:
+        """Every address, with the host name that it was found for (empty for one that was given as it is)."""
+        found: dict[str, str] = {}
         for address in self._addresses:
-            if not address.startswith("dns:"):
-                found.add(address)
+            if not address.startswith(DNS):
+                found[address] = ""
                 continue
-            host, _, port = address.rpartition("/")[2].rpartition(":")
+            host, _, port = address.removeprefix(DNS).rpartition(":")
             try:
                 answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError:  # a name that does not resolve just now keeps the encoders that it had
                 _log.debug("name does not resolve", name=host)
-                found.update(self._peers.keys())
+                found.update({known: peer.name for known, (peer, _) in self._peers.items() if peer.name == host})
                 continue
-            found.update(
-                f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for *_, (ip, *_) in answers if isinstance(ip, str)
-            )
+            for *_, (ip, *_) in answers:
+                found[f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"] = host
         return found
 
-    async def _remove(self, address: str) -> None:
+    async def _remove(self, address: str, *, grace: float | None) -> None:
+        """Forgets an encoder; what is under way there has `grace` seconds to end, behind the caller's back."""
         peer, watcher = self._peers.pop(address)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        await peer.close()
+        task = asyncio.create_task(peer.close(grace))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        if grace is None:
+            await task
 
     async def pick(self, item: MediaItem, tried: Collection[str] = ()) -> Peer:
         """The encoder for an item, leaving out addresses in `tried`. Raises Unavailable where there is none."""
