@@ -85,9 +85,10 @@ def launch(
 
 
 @contextlib.contextmanager
-def encoder_server(model: Path, **flags: object) -> Iterator[Service]:
+def encoder_server(model: Path, *, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
     """An encoder on a free port; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
-    with launch("encoder_service", *_flags(model=model, listen="127.0.0.1:0", **flags)) as service:
+    given = _flags(model=model, listen="127.0.0.1:0", **flags)
+    with launch("encoder_service", *given, exit_code=exit_code) as service:
         yield service
 
 

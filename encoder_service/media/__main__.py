@@ -72,8 +72,8 @@ def main(link_fd: int, staging_fd: int) -> None:
 
 
 def _answer(job: Inspect | Decode, staging: SharedBuffer) -> FromDecoder:
-    data = bytes(staging.slice(Range(job.offset, job.size)))
     try:
+        data = bytes(staging.slice(Range(job.offset, job.size)))
         if isinstance(job, Inspect):
             seen = video.inspect(data) if job.video else image.inspect(data)
             return Inspected(seen.width, seen.height, seen.frames, seen.fps)

@@ -14,7 +14,13 @@ from tests.launch import Service
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
 IMAGE, VIDEO = media_pb2.MODALITY_IMAGE, media_pb2.MODALITY_VIDEO
-DTYPES = {media_pb2.DATA_TYPE_FLOAT32: np.float32, media_pb2.DATA_TYPE_FLOAT16: np.float16}
+
+
+def floats(data: bytes, dtype: int) -> np.ndarray:
+    """Elements as float32."""
+    if dtype == media_pb2.DATA_TYPE_BFLOAT16:
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, "<f4" if dtype == media_pb2.DATA_TYPE_FLOAT32 else "<f2").astype(np.float32)
 
 
 def image(data: bytes, **options: Any) -> media_pb2.Media:
@@ -49,7 +55,7 @@ class Encoded:
                 assert event.rows.first_row == sum(map(len, self.pieces)), "rows out of order"
                 assert event.rows.crc32c == google_crc32c.value(event.rows.data)
                 shape = (event.rows.count, self.header.levels, self.header.width)
-                self.pieces.append(np.frombuffer(event.rows.data, DTYPES[self.header.dtype]).reshape(shape))
+                self.pieces.append(floats(event.rows.data, self.header.dtype).reshape(shape))
             case "done":
                 self.done = event.done
             case "error":

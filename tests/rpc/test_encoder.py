@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import decord
 import grpc
@@ -19,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import pictures
 from tests.checkpoints import FAMILIES
-from tests.launch import Service, encoder_server
+from tests.launch import Service, command_line, encoder_server
 from tests.rpc.encoder_client import IMAGE, VIDEO, Client, Encoded, image, video
 from tests.waiting import until
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -431,6 +434,55 @@ def test_a_stream_that_runs_when_the_service_is_told_to_stop_is_finished(checkpo
             found = follow(stream, "progress", found)
         assert len(follow(stream, "done", found).rows) == found.header.tokens
         assert service.process.wait(30) == 0
+
+
+def test_nothing_outlives_a_service_that_is_killed(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), exit_code=-signal.SIGKILL) as service:
+        below = list(service.descendants())
+        assert len(below) == 3
+        service.process.kill()
+        until(lambda: not any(map(command_line, below)), "its processes are gone")
+
+
+def test_memory_comes_back_after_a_large_picture(service, client):
+    assert client.one(image(pictures.encoded(pictures.noise(3000, 2000), "BMP"))).error is None
+    folder = Path(f"/proc/{service.pid}/fd")
+    staging = next(link for link in folder.iterdir() if "memfd:twinlens-staging" in str(link.readlink()))
+    assert staging.stat().st_size == 1 << 30
+    assert staging.stat().st_blocks * 512 < 8 << 20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_come_in_the_type_that_was_asked_for(checkpoints, dtype):
+    data = new_picture(100, 80)
+    found = {}
+    for name in ("float32", dtype):
+        with encoder_server(checkpoints("qwen2_5_vl"), dtype=name) as service, Client(service) as client:
+            found[name] = client.one(image(data))
+            assert client.info().dtype == found[name].header.dtype
+    exact, near = found["float32"].rows, found[dtype].rows
+    assert near.shape == exact.shape
+    cosine = (exact * near).sum(-1) / np.linalg.norm(exact, axis=-1) / np.linalg.norm(near, axis=-1)
+    assert 0.98 < cosine.min() < 1
+    assert found["float32"].header.key != found[dtype].header.key
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "unheard_of"}, "unheard_of is not supported"),
+        ({"vision_config": None}, "no vision tower"),
+        ({"vision_config": {"depth": 4}}, "do not fit"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, tmp_path, change, says):
+    folder = Path(shutil.copytree(checkpoints("qwen2_vl"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match=says), encoder_server(folder):
+        pass
 
 
 @pytest.mark.parametrize(

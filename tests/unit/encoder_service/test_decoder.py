@@ -1,0 +1,130 @@
+"""The decode processes themselves: bounded memory, bounded time, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.arena import Range, SharedBuffer
+from common.errors import InvalidInput
+from encoder_service.item import Inspection, Options
+from encoder_service.media import geometry
+from encoder_service.media.decoder import DecoderPool
+from tests import pictures
+from tests.launch import command_line, descendants
+from tests.unit.encoder_service.test_encode import CONFIG
+
+STAGING = 96 << 20
+PIXELS_AT = 32 << 20
+
+
+@asynccontextmanager
+async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes: int = 1):
+    """A running pool, its staging arena, and a function that stages bytes."""
+    staging = SharedBuffer.create("test", STAGING)
+    before = set(descendants(os.getpid()))
+    made = DecoderPool(staging, processes=processes, seconds=seconds, memory_bytes=memory_bytes)
+    await made.start()
+
+    def stage(data: bytes) -> Range:
+        staging.view[: len(data)] = data
+        return Range(0, len(data))
+
+    try:
+        yield made, staging, stage
+    finally:
+        started = set(descendants(os.getpid())) - before
+        await made.stop()
+        assert not [line for pid in started if (line := command_line(pid))]
+        staging.close()
+
+
+def processes() -> list[int]:
+    return [pid for pid, line in descendants(os.getpid()).items() if "encoder_service.media" in line]
+
+
+async def test_pictures_and_videos_are_decoded_into_the_arena():
+    frames = pictures.frames(12)
+    async with pool() as (decoders, staging, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+        plan = geometry.plan_image(Inspection(50, 40), CONFIG.image, Options())
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
+        shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(40, 50, 3)
+        assert np.array_equal(shown, np.asarray(pictures.noise(50, 40)))
+        del shown
+
+        data = stage(pictures.video(frames, fps=5))
+        seen = await decoders.inspect(data, video=True, field="x")
+        assert seen == Inspection(128, 96, 12, 5.0)
+        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=True, field="x")
+        shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
+        apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
+        assert apart.argmin(1).tolist() == list(plan.frames)
+        del shown
+
+
+async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
+    plan = geometry.plan_image(Inspection(3000, 3000), CONFIG.image, Options())
+    async with pool() as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
+        _limit(processes()[0], 20 << 20)
+        with pytest.raises(InvalidInput) as refused:
+            await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
+        assert refused.value.reason == "MEDIA_UNREADABLE"
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+
+
+def _limit(pid: int, more: int) -> None:
+    """Lets a process map this much more than it has now, and no more."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
+
+async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file():
+    async with pool(processes=3) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        for pid in processes():
+            os.kill(pid, signal.SIGSTOP)
+        job = asyncio.create_task(decoders.inspect(data, video=False, field="x"))
+        for pid in processes():
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InvalidInput) as refused:
+            await job
+        assert refused.value.reason == "MEDIA_UNREADABLE"
+        assert decoders.restarts == 2
+        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+
+
+async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
+    async with pool() as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        (pid,) = processes()
+        os.kill(pid, signal.SIGSTOP)
+        job = asyncio.create_task(decoders.inspect(data, video=False, field="x"))
+        await asyncio.sleep(0)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        assert not command_line(pid), "it is gone before the caller's memory is"
+        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+
+
+async def test_a_job_that_takes_too_long_is_the_media_s_fault():
+    async with pool(seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        (pid,) = processes()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(InvalidInput) as refused:
+            await decoders.inspect(data, video=False, field="x")
+        assert refused.value.reason == "MEDIA_TOO_SLOW"
+        assert not command_line(pid)
