@@ -73,7 +73,7 @@ class Landing:
         opened: list[Opened | None] = [None] * len(request.media)
 
         async def open_one(item: MediaItem) -> None:
-            opened[item.index] = await self._open(item, request)
+            opened[item.index] = await self._open(item, request, [])
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -86,9 +86,9 @@ class Landing:
             raise
         return [item for item in opened if item is not None]
 
-    async def _open(self, item: MediaItem, request: Request) -> Opened:
-        """Asks encoders one after the other until one sends a header. An item's own fault is not retried."""
-        tried: list[str] = []
+    async def _open(self, item: MediaItem, request: Request, tried: list[str]) -> Opened:
+        """Asks encoders one after the other until one sends a header, and notes them in `tried`; those already there
+        are left out. An item's own fault is not retried."""
         while True:
             peer = await self._pool.pick(item, tried)
             tried.append(peer.address)
@@ -108,7 +108,7 @@ class Landing:
             except (Unavailable, DataLoss) as error:
                 await holds.aclose()
                 self._suspect(peer, error)
-                if len(tried) == _ATTEMPTS or not self._others(tried):
+                if len(tried) >= _ATTEMPTS or not self._others(tried):
                     raise
             except BaseException:
                 await holds.aclose()
@@ -116,7 +116,7 @@ class Landing:
 
     async def _fill(self, entry: RowEntry, opened: Opened, request: Request) -> None:
         """Lands every row of an entry, over as many streams as it takes within bounds."""
-        attempts = 1
+        tried = [opened.peer.address]
         try:
             while True:
                 try:
@@ -127,10 +127,9 @@ class Landing:
                         return  # the stream broke after its last row
                     self._suspect(opened.peer, error)
                     await opened.close()
-                    if attempts == _ATTEMPTS or not self._others([opened.peer.address]):
+                    if len(tried) >= _ATTEMPTS or not self._others(tried):
                         raise
-                    attempts += 1
-                    opened = await self._open(opened.item, request)
+                    opened = await self._open(opened.item, request, tried)
                     if opened.header.key != entry.header.key:
                         raise DataLoss("two encoders give one item different keys") from error
         except TwinlensError as error:
