@@ -7,6 +7,7 @@ import sys
 
 from common.checkpoint import CheckpointError
 from common.config import load
+from common.processes import ChildDied
 from encoder_service.config import PREFIX, EncoderConfig
 from encoder_service.engine.dispatch import WorkerError
 from encoder_service.server import serve
@@ -17,7 +18,7 @@ def main() -> None:
     config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
     try:
         asyncio.run(serve(config))
-    except (CheckpointError, WorkerError, OSError) as error:
+    except (CheckpointError, WorkerError, ChildDied, OSError) as error:
         sys.exit(f"encoder_service: {error}")
 
 

@@ -13,6 +13,7 @@ from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import vision_digest
+from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.dispatch import Dispatcher, WorkerError
@@ -29,7 +30,8 @@ from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 SERVICE = "twinlens.v1.EncoderService"
 
-_log = log.get("server")
+_LAST_SECONDS = 10.0
+"""Handlers that were cancelled at the end of the grace time get this long to give back what they hold."""
 
 
 async def serve(config: EncoderConfig) -> None:
@@ -89,7 +91,8 @@ async def serve(config: EncoderConfig) -> None:
         await frame.wait()
         await frame.drain()
         await dispatcher.stop()
-        await encoder.stop()
+        async with asyncio.timeout(_LAST_SECONDS):
+            await encoder.stop()
         encoder.check_integrity(idle=True)
 
 
@@ -110,7 +113,7 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
         return False
     try:
         starting.result()
-    except* WorkerError as group:
+    except* (WorkerError, ChildDied) as group:
         raise group.exceptions[0] from None
     return True
 

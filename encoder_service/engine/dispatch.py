@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit, assemble
+from encoder_service.engine.suspects import Suspects
 from encoder_service.worker.messages import (
     Batch,
     BatchDone,
@@ -29,7 +29,6 @@ from encoder_service.worker.messages import (
 )
 
 MODULE = "encoder_service.worker"
-_REMEMBERED = 1024
 _LONGEST_PAUSE = 30.0
 
 _log = log.get("workers")
@@ -83,7 +82,7 @@ class Dispatcher:
         self._on_change = on_change
         self._slots = [Slot(index) for index in range(len(begins))]
         self._waiting: list[Unit] = []
-        self._suspects: OrderedDict[bytes, int] = OrderedDict()
+        self._suspects = Suspects()
         self._keepers: list[asyncio.Task[None]] = []
         self._number = 0
         self._pumping = False
@@ -131,8 +130,8 @@ class Dispatcher:
 
     def check(self, key: bytes) -> None:
         """Raises where an item cannot be computed: it ends workers, or there is none."""
-        if self._suspects.get(key, 0) > 1:
-            raise Internal("this media ends the encoder and is refused", reason="POISON_ITEM")
+        if self._suspects.is_poison(key):
+            raise _poison()
         if not self.alive:
             raise _no_worker()
 
@@ -148,7 +147,7 @@ class Dispatcher:
             priority,
             self._number,
             asyncio.get_running_loop().create_future(),
-            alone=key in self._suspects,
+            alone=self._suspects.has(key),
         )
         self._waiting.append(unit)
         self._pump_soon()
@@ -218,8 +217,7 @@ class Dispatcher:
         batch = self._take_batch(slot)
         self._on_change(self.alive)
         lost: list[Unit] = []
-        for key in {unit.key for unit in batch}:
-            self._suspect(key)
+        self._suspects.blame(unit.key for unit in batch)
         for unit in batch:
             if self.alive and unit.attempts < 2:
                 unit.alone = True
@@ -227,8 +225,7 @@ class Dispatcher:
             else:
                 lost.append(unit)
         for unit in lost:
-            blame = self._suspects.get(unit.key, 0) > 1
-            self._fail([unit], _poison() if blame else _no_worker())
+            self._fail([unit], _poison() if self._suspects.is_poison(unit.key) else _no_worker())
         if not self.alive:
             self._fail(self._drop_waiting(), _no_worker())
         self._pump_soon()
@@ -255,7 +252,7 @@ class Dispatcher:
                 self.counters.preprocess_seconds += answer.preprocess_seconds
                 self.counters.vit_seconds += answer.vit_seconds
                 for index, unit in enumerate(batch):
-                    self._suspects.pop(unit.key, None)
+                    self._suspects.clear(unit.key)
                     if index in answer.not_finite:
                         self._fail([unit], Internal("the rows are not finite", reason="ROWS_NOT_FINITE"))
                     elif not unit.done.done():
@@ -274,11 +271,6 @@ class Dispatcher:
         for unit in batch:
             unit.alone = True
             self._waiting.append(unit)
-
-    def _suspect(self, key: bytes) -> None:
-        self._suspects[key] = self._suspects.get(key, 0) + 1
-        if len(self._suspects) > _REMEMBERED:
-            self._suspects.popitem(last=False)
 
     def _take_batch(self, slot: Slot) -> list[Unit]:
         batch, slot.batch = slot.batch, []

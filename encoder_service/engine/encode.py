@@ -46,6 +46,8 @@ class Encoder:
         self._warming: set[asyncio.Task[None]] = set()
         self._items = 0
         self._bytes = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @asynccontextmanager
     async def ticket(self, item: Item, mime_type: str, *, rows: bool) -> AsyncIterator[Ticket]:
@@ -96,11 +98,15 @@ class Encoder:
             assert not self._bytes, "bytes were not signed out"
 
     async def stop(self) -> None:
-        """Ends every flight; their waiters get the error. No worker may be alive any more."""
+        """Ends every flight; their waiters get the error. Returns when no one holds an item any more.
+
+        No worker may be alive, and no caller may come.
+        """
         tasks = [*self._warming, *(flight.task for flight in self._flights.values() if flight.task)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._empty.wait()
 
     @contextmanager
     def _admitted(self, item: Item) -> Iterator[None]:
@@ -109,11 +115,14 @@ class Encoder:
             raise Exhausted("the encoder has as many items as it may hold", reason="QUEUE_FULL", field=item.field)
         self._items += 1
         self._bytes += item.size
+        self._empty.clear()
         try:
             yield
         finally:
             self._items -= 1
             self._bytes -= item.size
+            if not self._items:
+                self._empty.set()
 
     async def _identify(self, item: Item) -> bytes:
         if isinstance(item.source, Key):
@@ -156,11 +165,12 @@ class Encoder:
         if flight is None:
             self.pipeline.dispatcher.check(key)
             loop = asyncio.get_running_loop()
-            flight = Flight(key, item, loop.create_future(), loop.create_future())
+            flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
             self._flights[key] = flight
             flight.task = asyncio.create_task(self._fly(flight))
             flight.task.add_done_callback(_report)
         flight.tickets += 1
+        flight.raise_priority(item.priority)
         if rows:
             flight.wanted.set()
         return flight

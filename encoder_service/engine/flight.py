@@ -27,6 +27,7 @@ class Flight:
     entry: asyncio.Future[Entry]
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: int = 0
+    priority: int = 0
     stage: str = "inspect"
     units: list[Unit] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
@@ -41,6 +42,12 @@ class Flight:
     def holds_entry(self) -> bool:
         """Its rows are in the store, pinned once for its tickets."""
         return self.entry.done() and not self.entry.cancelled() and self.entry.exception() is None
+
+    def raise_priority(self, priority: int) -> None:
+        """Someone is in more of a hurry than those before."""
+        self.priority = max(self.priority, priority)
+        for unit in self.units:
+            unit.priority = self.priority
 
     def fail(self, error: TwinlensError) -> None:
         """Settles what is not settled yet; an error that no one waits for is no one's."""

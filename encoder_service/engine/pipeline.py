@@ -140,7 +140,7 @@ class Pipeline:
             for first, end in cut(plan.grid, self._batch_patches, self.dispatcher.alive, _WORTH_CUTTING):
                 piece = self._piece(flight, plan, pixels, rows, first, end)
                 patches = (end - first) * plan.grid.h * plan.grid.w
-                units.append(self.dispatcher.submit(flight.key, piece, patches, flight.item.priority))
+                units.append(self.dispatcher.submit(flight.key, piece, patches, flight.priority))
             await asyncio.wait([unit.done for unit in units])
             if errors := [error for unit in units if (error := unit.done.exception())]:
                 raise errors[0]

@@ -28,6 +28,8 @@ _ATTEMPTS = 2
 _PATIENCE = 0.5
 """Seconds that a job may go on after its caller has left, before its process is killed."""
 
+_LONGEST_PAUSE = 30.0
+
 _log = log.get("decoder")
 
 
@@ -118,9 +120,19 @@ class DecoderPool:
         await child.stop(grace=1.0)
         self._children.discard(child)
         self.restarts += 1
-        task = asyncio.create_task(self._add())
+        task = asyncio.create_task(self._revive())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _revive(self) -> None:
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+            try:
+                return await self._add()
+            except (ChildDied, OSError) as error:
+                _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
 
     async def _add(self) -> None:
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._staging.fd,))

@@ -72,8 +72,11 @@ def plan_pixels(given: Pixels, config: ModelConfig, options: Options, *, video: 
 
 
 def bounds(settings: PixelSettings, options: Options) -> tuple[int, int]:
-    """The least and greatest area after resizing: the caller's where given, else the model's."""
-    return options.min_pixels or settings.min_pixels, options.max_pixels or settings.max_pixels
+    """The least and greatest area after resizing: the caller's where given, else the model's, which then gives way."""
+    least, most = options.min_pixels or settings.min_pixels, options.max_pixels or settings.max_pixels
+    if least > most:
+        return (most, most) if options.max_pixels else (least, least)
+    return least, most
 
 
 def resize_picture(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:

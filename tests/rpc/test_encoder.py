@@ -501,3 +501,14 @@ def test_a_bad_option_ends_it_with_one_line(checkpoints, flags, says):
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     with pytest.raises(RuntimeError, match=says), launch("encoder_service", *words):
         pass
+
+
+def test_a_stream_that_outlasts_the_grace_time_is_ended_and_the_service_ends_well(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), grace_seconds=0.2) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            stream = client.start([image(new_picture())])
+            found = follow(stream, "header")
+            service.process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                follow(stream, "done", found)
+        assert service.process.wait(30) == 0

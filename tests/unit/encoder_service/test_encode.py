@@ -49,7 +49,9 @@ SEEN = Inspection(56, 56)
 
 
 @asynccontextmanager
-async def encoder(monkeypatch, *, answers=lambda _: DONE, decoders=None, items=64, store_bytes=8192, staging=1 << 16):
+async def encoder(
+    monkeypatch, *, answers=lambda _: DONE, decoders=None, items=64, store_bytes=8192, staging=1 << 16, most_units=64
+):
     """An encoder over one fake worker that gives `answers` (None: it never answers), and that worker."""
     children: list[FakeChild] = []
 
@@ -59,7 +61,7 @@ async def encoder(monkeypatch, *, answers=lambda _: DONE, decoders=None, items=6
 
     monkeypatch.setattr(dispatch.Child, "start", child)
     begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
-    dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=64, seconds=60.0)
+    dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0)
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
     pipeline = Pipeline(
@@ -161,6 +163,22 @@ async def test_what_a_worker_has_begun_is_kept_for_the_next_caller(monkeypatch):
         await turns()
         made.check_integrity(idle=True)
         assert await rows(made, item())
+
+
+async def test_a_higher_priority_goes_first_and_is_shared_with_who_was_there_before(monkeypatch):
+    order: list[int] = []
+
+    async def wait(number: int, priority: int) -> None:
+        await rows(made, item(number, priority=priority))
+        order.append(number)
+
+    async with encoder(monkeypatch, answers=None, most_units=1, staging=1 << 18) as (made, worker):
+        waiting = []
+        for number, priority in ((0, 0), (1, 0), (2, 0), (3, 5), (2, 9)):
+            waiting.append(asyncio.create_task(wait(number, priority)))
+            await turns(30)
+        await served(worker, waiting)
+    assert order == [0, 2, 2, 3, 1]
 
 
 async def test_a_key_alone_joins_what_is_in_flight_for_the_same_tenant(monkeypatch):
