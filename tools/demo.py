@@ -54,6 +54,7 @@ def _model(folder: Path) -> Path:
     """The embedded checkpoint, or a random one made on the spot where there is none."""
     if (_MODEL / "config.json").is_file():
         print(f"model: {_MODEL}, the small trained checkpoint of this repository")
+        print("It knows drawn shapes and words; in a photograph it names what it takes for shapes.")
         return _MODEL
     from tests.checkpoints import make_checkpoint
 
@@ -65,7 +66,8 @@ def _model(folder: Path) -> Path:
 @contextmanager
 def _running(model: Path, log: Path) -> Iterator[tuple[EncoderClient, LlmClient]]:
     """Both services on free ports, and a client for each."""
-    flags = ["--model", str(model), "--listen", "127.0.0.1:0"]
+    # One thread each: a model this small gains nothing from more, and the two would be in each other's way.
+    flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--threads", "1"]
     with (
         log.open("w") as errors,
         Service("the encoder service", "encoder_service", flags, errors=errors) as encoder,
@@ -85,8 +87,8 @@ def _show(encoder: EncoderClient, llm: LlmClient) -> bool:
     photograph = image(demo_media.photograph())
     asked = [
         _ask(llm, "photo", "What is in the picture?", photograph),
-        _ask(llm, "drawing", "What is on the left?", image(demo_media.drawing())),
-        _ask(llm, "film", "Which way does it move?", video(demo_media.film())),
+        _ask(llm, "drawing", "What is in the picture?", image(demo_media.drawing())),
+        _ask(llm, "film", "What happens?", video(demo_media.film())),
     ]
     passes = encoder.get_load().vit_calls
     again = _ask(llm, "photo again", "What is in the picture?", photograph)
