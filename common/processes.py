@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -127,16 +128,18 @@ class ParentLink(Generic[ReceiveT]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._buffer = bytearray()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """For `select`."""
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends a message; raises EOFError when the parent is gone."""
+        """Sends a message, from any thread; raises EOFError when the parent is gone."""
         body = self._encode(message)
         try:
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+            with self._sending:
+                self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except (BrokenPipeError, ConnectionError) as error:
             raise EOFError("the parent process has ended") from error
 

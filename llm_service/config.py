@@ -22,8 +22,12 @@ class LlmConfig(ServerConfig):
         "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
         choices=("", "float32", "bfloat16", "float16"),
     )
-    threads: int = option(0, "CPU threads of the engine; 0: one for each core", minimum=0)
-    kv_cache_bytes: int = option(1 << 30, "memory for KV blocks", parse=size, minimum=1 << 16)
+    tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
+    rank_timeout_seconds: float = option(
+        4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
+    )
+    threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
+    kv_cache_bytes: int = option(1 << 30, "memory for KV blocks, on each rank", parse=size, minimum=1 << 16)
     block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
     prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
     row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)

@@ -16,13 +16,13 @@ from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import EngineSettings
 from llm_service.generate import Generator
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
 from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
 from llm_service.servicer import LlmServicer, Parts
+from llm_service.settings import EngineSettings
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
 SERVICE = "twinlens.v1.LlmService"
@@ -79,6 +79,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         device=device,
         dtype=config.dtype or default_dtype(device),
         threads=config.threads,
+        tensor_parallel=config.tp,
+        rank_timeout=config.rank_timeout_seconds,
         kv_cache_bytes=config.kv_cache_bytes,
         block_size=config.block_size,
         max_context=config.max_context,

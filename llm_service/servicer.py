@@ -110,8 +110,8 @@ class LlmServicer(LlmServiceServicer):
             encoder_digest=parts.digest,
             context_tokens=ready.context if ready else 0,
             vocab_size=parts.prompts.vocab_size,
-            tensor_parallel=1,
-            devices=[ready.device] if ready else [],
+            tensor_parallel=parts.config.tp,
+            devices=ready.devices if ready else [],
             unimplemented_sampling=UNIMPLEMENTED_SAMPLING,
         )
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+import threading
+import time
 
-import torch
+import msgspec
 
 from common import log
-from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.processes import ParentLink, die_with_parent
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
-from llm_service.engine.messages import EngineSettings, Ready, ToEngine
+from llm_service.engine.messages import Beat, Ready, ToEngine
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
-from llm_service.models.loader import load_decoder
+from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
-from llm_service.worker.fusion import RowArena
-from llm_service.worker.runner import Runner, block_bytes
+from llm_service.worker.executor import BEAT_SECONDS, GroupExecutor, LoneExecutor
+from llm_service.worker.load import block_count, load_runner
+from llm_service.worker.ranks import device_of, lead
 
 
 def main() -> None:
@@ -37,25 +41,37 @@ def main() -> None:
 
 
 def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -> EngineCore:
-    """Loads the model, makes the KV cache, and tells the front how much there is."""
-    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    """Loads the model on every rank, makes the KV cache, and tells the front how much there is."""
+    size = settings.tensor_parallel
+    ranks = lead(size, settings.device, settings.rank_timeout, arena_fd) if size > 1 else None
+    if ranks is not None:
+        ranks.tell(msgspec.msgpack.encode(settings))
+    group = ranks.group if ranks is not None else ALONE
+    runner = load_runner(settings, device_of(0, settings.device), group, arena_fd)
+    if ranks is not None:
+        ranks.wait_for_all()
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
-    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    count = settings.kv_cache_bytes // block_bytes(config, settings.block_size, dtype.itemsize)
-    context = min(settings.max_context or config.max_position, config.max_position, count * settings.block_size)
-    arena = RowArena(
-        SharedBuffer.attach(arena_fd, settings.row_bytes).view, settings.row_levels, config.hidden_size, dtype
-    )
-    runner = Runner(load_decoder(checkpoint, dtype, device), arena, count, settings.block_size)
+    blocks = block_count(settings, config, group)
+    context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
     scheduler = Scheduler(
-        BlockManager(count, settings.block_size, prefix_cache=settings.prefix_cache),
+        BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),
         Limits(settings.max_running, settings.max_step_tokens, context),
         end_tokens(checkpoint),
-        arena.row_bytes,
+        runner.row_bytes,
     )
-    link.send(Ready(context=context, kv_blocks=count, device=settings.device))
-    return EngineCore(link, scheduler, runner)
+    devices = [str(device_of(rank, settings.device)) for rank in range(size)]
+    link.send(Ready(context=context, kv_blocks=blocks, devices=devices))
+    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    return EngineCore(link, scheduler, LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
+
+
+def _beat(link: ParentLink[ToEngine]) -> None:
+    """Says every second that this process runs, from a thread of its own, since a step may take longer."""
+    with contextlib.suppress(EOFError):
+        while True:
+            link.send(Beat())
+            time.sleep(BEAT_SECONDS)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,16 @@ from llm_service.plan import StepPlan, StepResult
 
 
 class Executor(Protocol):
-    """Whatever runs a plan: one rank, a group of them, or a fake in tests."""
+    """Whatever runs a plan: one rank, a group of them, or a fake in tests.
+
+    While there is nothing to run, `beat` is called every `beat_seconds`; None: not at all.
+    """
+
+    beat_seconds: float | None
+
+    def beat(self) -> None:
+        """Keeps in touch with the ranks; raises where one is gone."""
+        ...
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes one step."""
@@ -68,8 +77,10 @@ class EngineCore:
         """Waits for a message or for the next deadline. An idle engine proves that it has lost nothing."""
         self._scheduler.check_integrity()
         deadline = self._scheduler.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        select.select([self._link.fileno()], [], [], timeout)
+        waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
+        waits += [] if self._executor.beat_seconds is None else [self._executor.beat_seconds]
+        if not select.select([self._link.fileno()], [], [], min(waits, default=None))[0]:
+            self._executor.beat()
 
     def _take(self, message: ToEngine) -> None:
         answer: FromEngine | None = None

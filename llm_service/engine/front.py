@@ -17,7 +17,7 @@ from common.processes import Child, ChildDied
 from llm_service.engine.messages import (
     Abort,
     Add,
-    EngineSettings,
+    Beat,
     Failed,
     Flush,
     Flushed,
@@ -31,9 +31,12 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
+from llm_service.settings import EngineSettings
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
+_SILENCE_SECONDS = 4.0
+"""An engine that says nothing for this long is frozen: it sends a beat every second."""
 
 
 @dataclass(eq=False)
@@ -152,9 +155,13 @@ class EngineFront:
             try:
                 child.send(self._settings)
                 while True:
-                    self._take(await child.receive())
-            except ChildDied as error:
-                _log.error("the engine has ended", cause=str(error))
+                    async with asyncio.timeout(_SILENCE_SECONDS if self.ready else None):
+                        message = await child.receive()
+                    self._take(message)
+            except (ChildDied, TimeoutError) as error:
+                _log.error("the engine has ended", cause=str(error) or "it is frozen")
+                child.kill()
+                self._lose_all()
             finally:
                 await child.stop()
                 self._lose_all()
@@ -200,6 +207,8 @@ class EngineFront:
                 if self._first is not None and not self._first.done():
                     self._first.set_result(message)
                 self._on_ready(True)
+            case Beat():
+                pass  # that it came is all that it says
             case State() | Flushed():
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)

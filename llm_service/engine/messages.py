@@ -6,24 +6,7 @@ import msgspec
 
 from llm_service.plan import TokenLogprobs
 from llm_service.request import Sampling
-
-
-class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to an engine: what to load and how much to hold. Sizes are in bytes."""
-
-    model: str
-    device: str
-    dtype: str
-    threads: int
-    kv_cache_bytes: int
-    block_size: int
-    max_context: int
-    max_running: int
-    max_step_tokens: int
-    prefix_cache: bool
-    row_bytes: int
-    row_levels: int
-    log_level: str
+from llm_service.settings import EngineSettings
 
 
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +66,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     context: int
     kv_blocks: int
-    device: str
+    devices: list[str]
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +107,10 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs: sent every second, whatever it computes, so that a frozen one is noticed."""
+
+
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """How many blocks were forgotten."""
 
@@ -144,4 +131,4 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: int = 0
 
 
-FromEngine = Ready | Started | Tokens | Failed | Released | Flushed | State
+FromEngine = Ready | Started | Tokens | Failed | Released | Beat | Flushed | State

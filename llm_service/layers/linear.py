@@ -1,28 +1,70 @@
-"""Linear layers whose weight is the concatenation of several in the checkpoint."""
+"""Layers that hold this rank's part of a weight, and know which part of the checkpoint's tensor that is.
+
+So the loader reads only what a rank needs, and knows no model.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from common.linear import Linear
+from llm_service.layers.group import TensorGroup
+
+
+class Stored(Protocol):
+    """A tensor in a file: indexing reads that part alone."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
 
 
 class PackedLinear(Linear):
-    """y = x Wᵀ + b, where W stacks parts [out_i, in] that the checkpoint keeps apart (q, k and v; gate and up).
+    """y = x Wᵀ + b, where W stacks parts that the checkpoint keeps apart (q, k and v; gate and up).
 
-    One product over the stack reads the input once and starts one kernel in place of several.
+    One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
+    this rank's ranges of the checkpoint's columns and of each part's rows.
     """
 
-    def __init__(self, inputs: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(inputs, sum(parts.values()), bias=bias, dtype=dtype)
+    def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
         self.parts = parts
+        super().__init__(_length(inputs), sum(map(_length, parts.values())), bias=bias, dtype=dtype)
+        self._inputs = inputs
 
-    def place(self, part: str, kind: str, tensor: Tensor) -> None:
-        """Copies a checkpoint tensor (`kind` is weight or bias) into its part; raises ValueError on a wrong shape."""
-        sizes = list(self.parts.items())
-        begin = sum(size for name, size in sizes[: [name for name, _ in sizes].index(part)])
-        target = getattr(self, kind)[begin : begin + self.parts[part]]
-        if target.shape != tensor.shape:
-            raise ValueError(f"{part}.{kind} is {tuple(tensor.shape)}, expected {tuple(target.shape)}")
-        target.copy_(tensor)
+    def place(self, part: str, kind: str, stored: Stored) -> None:
+        """Reads this rank's share of a part (`kind` is weight or bias); raises ValueError on a wrong shape."""
+        names = list(self.parts)
+        begin = sum(_length(self.parts[name]) for name in names[: names.index(part)])
+        target = getattr(self, kind)[begin : begin + _length(self.parts[part])]
+        rows = self.parts[part]
+        source = stored[rows, self._inputs] if kind == "weight" else stored[rows]
+        if target.shape != source.shape:
+            raise ValueError(f"{part}.{kind} is {tuple(source.shape)}, expected {tuple(target.shape)}")
+        target.copy_(source)
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token embeddings, split over the ranks by token id."""
+
+    def __init__(self, total: int, hidden: int, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.share = group.vocabulary_share(total)
+        self._group = group
+        self.weight = nn.Parameter(torch.empty(_length(self.share), hidden, dtype=dtype), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int [n] → [n, hidden]."""
+        if self._group.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self.share.start
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        if not len(self.weight):
+            return self._group.sum(self.weight.new_zeros(len(token_ids), self.weight.shape[1]))
+        out = functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._group.sum(out.masked_fill(foreign.unsqueeze(1), 0.0))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

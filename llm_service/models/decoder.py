@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.attention import AttentionBatch, paged_attention
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
 from llm_service.layers.rotary import MultimodalRotary, rotate
 from llm_service.models.config import TextConfig
@@ -35,13 +36,18 @@ class Deepstack:
 class Attention(nn.Module):
     """Grouped-query attention; `bias` on its inputs (Qwen2) or norms of each query and key head (Qwen3)."""
 
-    def __init__(self, config: TextConfig, dtype: torch.dtype, *, bias: bool, qk_norm: bool) -> None:
+    def __init__(
+        self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
+    ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        sizes = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
-        parts = {name: count * self.head_dim for name, count in sizes.items()}
-        self.qkv = PackedLinear(config.hidden_size, parts, bias=bias, dtype=dtype)
-        self.o = PackedLinear(self.heads * self.head_dim, {"o_proj": config.hidden_size}, bias=False, dtype=dtype)
+        self._group = group
+        self.head_dim = config.head_dim
+        own, shared = group.share(config.heads), group.kv_share(config.kv_heads)
+        self.heads, self.kv_heads = _count(own), _count(shared)
+        query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
+        whole = slice(0, config.hidden_size)
+        self.qkv = PackedLinear(whole, {"q_proj": query, "k_proj": key, "v_proj": key}, bias=bias, dtype=dtype)
+        self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, dtype) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, dtype) if qk_norm else nn.Identity()
 
@@ -51,35 +57,36 @@ class Attention(nn.Module):
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         query = rotate(self.q_norm(query), *rotary)
         key = rotate(self.k_norm(key), *rotary)
-        out: Tensor = self.o(paged_attention(query, key, value, cache, batch, self.head_dim**-0.5))
-        return out
+        return self._group.sum(self.o(paged_attention(query, key, value, cache, batch, self.head_dim**-0.5)))
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, config: TextConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up = PackedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=False, dtype=dtype)
-        self.down = PackedLinear(size, {"down_proj": config.hidden_size}, bias=False, dtype=dtype)
+        self._group = group
+        inner, whole = group.share(config.intermediate_size), slice(0, config.hidden_size)
+        self.gate_up = PackedLinear(whole, {"gate_proj": inner, "up_proj": inner}, bias=False, dtype=dtype)
+        self.down = PackedLinear(inner, {"down_proj": whole}, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(functional.silu(gate) * up)
-        return out
+        return self._group.sum(self.down(functional.silu(gate) * up))
 
 
 class Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: TextConfig, dtype: torch.dtype, *, bias: bool, qk_norm: bool) -> None:
+    def __init__(
+        self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, dtype, bias=bias, qk_norm=qk_norm)
+        self.self_attn = Attention(config, group, dtype, bias=bias, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP(config, group, dtype)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """[n, hidden] → [n, hidden], in place of x."""
@@ -89,21 +96,23 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings in, hidden states out; logits on demand."""
+    """One rank's share of a decoder: embeddings in, hidden states out; logits on demand."""
 
     bias = False
     qk_norm = False
 
-    def __init__(self, config: TextConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.embed_tokens.requires_grad_(False)
+        self._group = group
+        self.kv_heads = _count(group.kv_share(config.kv_heads))
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
         self.layers = nn.ModuleList(
-            Layer(config, dtype, bias=self.bias, qk_norm=self.qk_norm) for _ in range(config.layers)
+            Layer(config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for _ in range(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.lm_head = PackedLinear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype)
+        whole, words = slice(0, config.hidden_size), group.vocabulary_share(config.vocab_size)
+        self.lm_head = PackedLinear(whole, {"lm_head": words}, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.to(device)
@@ -128,6 +137,14 @@ class Decoder(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] → float32 [m, vocabulary]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+        """[m, hidden] → float32 [m, vocabulary], on every rank."""
+        return self._group.join(self.lm_head(hidden), self.config.vocab_size).float()
+
+
+def _elements(heads: slice, head_dim: int) -> slice:
+    """The rows of a projection that belong to some heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _count(part: slice) -> int:
+    return int(part.stop - part.start)

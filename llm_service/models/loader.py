@@ -9,8 +9,9 @@ import torch
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import settle_linears
-from common.weights import load_tensors
-from llm_service.layers.linear import PackedLinear
+from common.weights import load_slices
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.registry import decoder_class
@@ -29,14 +30,22 @@ _PACKED = {
 }
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Builds the checkpoint's decoder on a device. Raises CheckpointError where a weight is missing or does not fit."""
+def load_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup = ALONE
+) -> Decoder:
+    """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone.
+
+    Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
+    """
     config = TextConfig.of(checkpoint.config)
-    decoder = decoder_class(config.architecture)(config, dtype, device)
+    try:
+        decoder = decoder_class(config.architecture)(config, group, dtype, device)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     missing = set(_expected(decoder))
-    for name, tensor in load_tensors(checkpoint, lambda name: _own_name(name, tied=config.tied)):
+    for name, stored in load_slices(checkpoint, lambda name: _own_name(name, tied=config.tied)):
         try:
-            _place(decoder, name, tensor)
+            _place(decoder, name, stored)
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} does not fit the model: {error}") from error
         missing.discard(name)
@@ -69,17 +78,18 @@ def _expected(decoder: Decoder) -> Iterator[str]:
             yield name
 
 
-def _place(decoder: Decoder, name: str, tensor: torch.Tensor) -> None:
-    """Copies a tensor to its place in the decoder."""
+def _place(decoder: Decoder, name: str, stored: Stored) -> None:
+    """Copies this rank's share of a tensor to its place in the decoder."""
     path, _, kind = name.rpartition(".")
     owner, _, part = path.rpartition(".")
     if part in _PACKED or part == "lm_head":
         packed = decoder.get_submodule(f"{owner}.{_PACKED[part]}" if part in _PACKED else owner)
         if not isinstance(packed, PackedLinear):
             raise AttributeError(f"{owner} has no packed {part}")
-        packed.place(part, kind, tensor)
+        packed.place(part, kind, stored)
         return
-    parameter = decoder.get_parameter(name)
+    module, parameter = decoder.get_submodule(path), decoder.get_parameter(name)
+    tensor = stored[module.share] if isinstance(module, VocabularyEmbedding) else stored[:]
     if parameter.shape != tensor.shape:
         raise ValueError(f"it is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
     parameter.data.copy_(tensor)

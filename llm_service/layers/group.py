@@ -1,0 +1,71 @@
+"""The tensor-parallel group as layers see it: which share of a dimension is theirs, and how shares become whole.
+
+Columns of a first product and rows of the next are split (Shoeybi et al. 2019), so that a block needs one sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Rank `rank` of `size`; a group of one communicates with no one."""
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+
+    def share(self, total: int) -> slice:
+        """This rank's part of a dimension that the group's size divides; raises ValueError where it does not.
+
+        >>> TensorGroup(1, 2).share(6)
+        slice(3, 6, None)
+        """
+        if total % self.size:
+            raise ValueError(f"{total} cannot be split over {self.size} ranks")
+        part = total // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def vocabulary_share(self, total: int) -> slice:
+        """This rank's part of the vocabulary, which need not divide: the last parts may be shorter, or empty."""
+        part = -(-total // self.size)
+        return slice(min(total, self.rank * part), min(total, (self.rank + 1) * part))
+
+    def kv_share(self, kv_heads: int) -> slice:
+        """This rank's KV heads; where ranks outnumber them, several ranks hold the same one.
+
+        >>> [TensorGroup(rank, 4).kv_share(2) for rank in range(4)]
+        [slice(0, 1, None), slice(0, 1, None), slice(1, 2, None), slice(1, 2, None)]
+        """
+        if self.size <= kv_heads:
+            return self.share(kv_heads)
+        if self.size % kv_heads:
+            raise ValueError(f"{kv_heads} KV heads cannot be shared by {self.size} ranks")
+        head = self.rank * kv_heads // self.size
+        return slice(head, head + 1)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, on every rank; may overwrite x."""
+        if self.process_group is not None:
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def join(self, x: Tensor, total: int) -> Tensor:
+        """All ranks' parts [m, part] of a vocabulary, side by side: [m, total], on every rank."""
+        if self.process_group is None:
+            return x
+        part = -(-total // self.size)
+        padded = x.new_zeros(x.shape[0], part)
+        padded[:, : x.shape[1]] = x
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.process_group)
+        return torch.cat(parts, dim=1)[:, :total]
+
+
+ALONE = TensorGroup()
+"""The group of one rank."""

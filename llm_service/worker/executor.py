@@ -1,0 +1,56 @@
+"""Runs plans on one rank, or on all ranks of a group; the engine's core cannot tell which."""
+
+from __future__ import annotations
+
+import msgspec
+
+from llm_service.plan import StepPlan, StepResult
+from llm_service.worker.ranks import Ranks
+from llm_service.worker.runner import Runner
+
+BEAT_SECONDS = 1.0
+"""An idle group hears from rank 0 this often."""
+
+
+class LoneExecutor:
+    """One rank."""
+
+    beat_seconds: float | None = None
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes one step."""
+        return self._runner.run(plan)
+
+    def beat(self) -> None:
+        """There is no one to keep company."""
+
+
+class GroupExecutor:
+    """Rank 0 of a group: every rank computes its share of a plan; this one draws the tokens."""
+
+    beat_seconds: float | None = BEAT_SECONDS
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner = runner
+        self._ranks = ranks
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes one step on all ranks; raises RuntimeError where one is gone or frozen."""
+        self._ranks.tell(self._encode(plan))
+        return self._runner.run(plan)
+
+    def beat(self) -> None:
+        """Shows the other ranks that this one lives, and finds out whether they do."""
+        self._ranks.tell(b"")
+
+
+def follow(runner: Runner, ranks: Ranks) -> None:
+    """Another rank: computes its share of every plan until rank 0 is gone, which raises RuntimeError."""
+    decode = msgspec.msgpack.Decoder(StepPlan).decode
+    while True:
+        if message := ranks.hear():
+            runner.forward(decode(message))
