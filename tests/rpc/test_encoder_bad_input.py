@@ -171,6 +171,11 @@ BAD: dict[str, tuple[Callable[[], media_pb2.Media], int, str]] = {
     "sound alone": (lambda: video(sound_alone()), INVALID, "MEDIA_UNREADABLE"),
     "a video without an index": (lambda: video(without_index()), INVALID, "MEDIA_UNREADABLE"),
     "a video of a billion frames": (lambda: video(claims_many_frames()), INVALID, ""),
+    "a video that ends its decoder": (
+        lambda: video(pictures.video(pictures.frames(4), container="avi")[:20]),
+        INVALID,
+        "MEDIA_UNREADABLE",
+    ),
     "8K frames": (lambda: video(huge_frames()), INVALID, "IMAGE_TOO_LARGE"),
     "fps not a number": (lambda: video(pictures.video(pictures.frames(8)), fps=NAN), INVALID, "BAD_OPTION"),
     "negative fps": (lambda: video(pictures.video(pictures.frames(8)), fps=-1.0), INVALID, "BAD_OPTION"),
@@ -321,6 +326,14 @@ def test_unusual_pictures_give_the_rows_of_what_they_show(client, name):
     assert ours.error is None
     assert ours.header.grid == plain.header.grid
     assert np.array_equal(ours.rows, plain.rows)
+
+
+@pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "avi", "mpegts"])
+def test_every_usual_container_is_read(client, container):
+    codec = "mpeg2video" if container == "mpegts" else "mpeg4"
+    found = client.one(video(pictures.video(pictures.frames(20), 25, container, codec)))
+    assert found.error is None
+    assert (found.header.grid.t, len(found.rows)) == (2, found.header.tokens)
 
 
 def _shown(data: bytes, *, grey16: bool) -> Image.Image:
