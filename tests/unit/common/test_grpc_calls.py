@@ -17,6 +17,7 @@ from common.errors import OUTCOMES, TwinlensError
 from common.grpc_calls import CallFrame, from_plain_status
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
+from tests.waiting import until
 from twinlens import v1
 
 TOKEN = "open sesame"
@@ -69,8 +70,8 @@ class Serving:
 
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
+        await asyncio.to_thread(until, lambda: self.frame.open_calls == 0, "every call is counted off", 20)
         await self.server.stop(None)
-        assert self.frame.open_calls == 0, "a call was never counted off"
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
