@@ -11,11 +11,11 @@ import time
 import msgspec
 
 from common import log
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
-from llm_service.engine.messages import Beat, Ready, ToEngine
+from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
@@ -36,6 +36,8 @@ def main() -> None:
         assert isinstance(settings, EngineSettings)
         log.configure(settings.log_level, service="llm-engine")
         build(settings, int(sys.argv[2]), link).run()
+    except CheckpointError as error:
+        link.send(Unable(str(error)))
     except EOFError:
         log.get("engine").info("the front has ended")
 

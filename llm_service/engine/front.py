@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common import log
+from common.checkpoint import CheckpointError
 from common.errors import Internal, TwinlensError, Unavailable, from_code
 from common.processes import Child, ChildDied
 from llm_service.engine.messages import (
@@ -30,6 +31,7 @@ from llm_service.engine.messages import (
     State,
     Token,
     Tokens,
+    Unable,
 )
 from llm_service.settings import EngineSettings
 
@@ -86,7 +88,10 @@ class EngineFront:
         self.ready: Ready | None = None
 
     async def start(self) -> Ready:
-        """Starts the engine and waits until it can serve; raises Internal where it ends before that."""
+        """Starts the engine and waits until it can serve.
+
+        Raises CheckpointError where it cannot serve the checkpoint, Internal where it ends for another reason.
+        """
         self._first = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
         return await self._first
@@ -167,6 +172,7 @@ class EngineFront:
                 self._lose_all()
             if self._first is not None and not self._first.done():
                 self._first.set_exception(Internal("the engine could not start"))
+            if self._first is not None and self._first.exception() is not None:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
 
@@ -191,24 +197,32 @@ class EngineFront:
         match message:
             case Tokens(tokens):
                 for token in tokens:
-                    if ticket := self._tickets.get(token.id):
-                        ticket.put(token)
+                    self._tell(token.id, token)
             case Started(id):
-                if ticket := self._tickets.get(id):
-                    ticket.put(message)
+                self._tell(id, message)
             case Failed(id, code, reason, text):
                 if ticket := self._tickets.get(id):
                     ticket.fail(from_code(code, text, reason=reason))
             case Released(ids):
                 for id in ids:
                     self._let_go(id)
-            case Ready():
-                self.ready = message
-                if self._first is not None and not self._first.done():
-                    self._first.set_result(message)
-                self._on_ready(True)
-            case Beat():
-                pass  # that it came is all that it says
             case State() | Flushed():
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)
+            case Ready() | Unable() | Beat():
+                self._take_news(message)
+
+    def _tell(self, id: int, event: Started | Token) -> None:
+        if ticket := self._tickets.get(id):
+            ticket.put(event)
+
+    def _take_news(self, message: Ready | Unable | Beat) -> None:
+        """News of the engine itself. That a beat came is all that it says."""
+        first = self._first if self._first is not None and not self._first.done() else None
+        if isinstance(message, Ready):
+            self.ready = message
+            if first is not None:
+                first.set_result(message)
+            self._on_ready(True)
+        elif isinstance(message, Unable) and first is not None:
+            first.set_exception(CheckpointError(message.why))

@@ -69,6 +69,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     devices: list[str]
 
 
+class Unable(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot serve what it was told to; `why` is for the operator."""
+
+    why: str
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """A request's first choice runs; `cached` prompt tokens came from the prefix cache."""
 
@@ -131,4 +137,4 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: int = 0
 
 
-FromEngine = Ready | Started | Tokens | Failed | Released | Beat | Flushed | State
+FromEngine = Ready | Unable | Started | Tokens | Failed | Released | Beat | Flushed | State

@@ -8,6 +8,7 @@ import sys
 import msgspec
 
 from common import log
+from common.checkpoint import CheckpointError
 from common.processes import die_with_parent
 from llm_service.settings import EngineSettings
 from llm_service.worker.executor import follow
@@ -24,7 +25,10 @@ def main() -> None:
     ranks = join(rank, size, port, device, timeout)
     settings = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
     log.configure(settings.log_level, service=f"llm-rank-{rank}")
-    runner = load_runner(settings, device_of(rank, device), ranks.group, arena_fd)
+    try:
+        runner = load_runner(settings, device_of(rank, device), ranks.group, arena_fd)
+    except CheckpointError:
+        return  # rank 0 meets the same, and says so
     ranks.wait_for_all()
     try:
         follow(runner, ranks)

@@ -1,0 +1,61 @@
+"""A tensor-parallel rank, or the engine itself, dies or freezes: its requests are told, and the group comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.launch import Service, command_line, llm_server
+from tests.rpc.pairs import LLM_FLAGS, asked, greedy, tokens
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user
+
+PROMPT = asked(user("Tell me about two red circles."))
+
+
+@pytest.fixture(scope="module")
+def group(checkpoints: Callable[..., Path]) -> Iterator[Service]:
+    with llm_server(checkpoints("qwen3_vl"), **LLM_FLAGS, tp=2, rank_timeout_seconds=2) as service:
+        yield service
+
+
+@pytest.mark.parametrize("module", ["llm_service.worker", "llm_service.engine"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_requests_are_told_and_the_group_is_back(group: Service, module: str, fault: signal.Signals) -> None:
+    with LlmClient(group.address) as client:
+        until(lambda: _serves(client), "the group serves")
+        expected = tokens(client, PROMPT)
+        members = {*group.children("llm_service.engine"), *group.children("llm_service.worker")}
+        stream = client.generate(asked(user("count"), greedy(4000)))
+        assert next(iter(stream)).HasField("started")
+        os.kill(group.children(module)[0], fault)
+        with pytest.raises(TwinlensError) as error:
+            for _ in stream:
+                pass
+        assert error.value.code is grpc.StatusCode.UNAVAILABLE
+        until(lambda: _serves(client), "the group is back")
+        assert tokens(client, PROMPT) == expected
+        until(lambda: not any(map(command_line, members)), "no process of the old group is left")
+
+
+def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(group: Service) -> None:
+    with LlmClient(group.address) as client:
+        until(lambda: _serves(client), "the group serves")
+        lost = group.children("llm_service.worker")[0]
+        os.kill(lost, signal.SIGKILL)
+        until(lambda: group.children("llm_service.worker") not in ([], [lost]), "another rank has taken its place")
+        until(lambda: _serves(client), "the group is back")
+        assert len(tokens(client, PROMPT)) == 8
+
+
+def _serves(client: LlmClient) -> bool:
+    try:
+        client.get_load()
+    except TwinlensError:
+        return False
+    return True

@@ -1,0 +1,48 @@
+"""A group of ranks answers as one rank does, and reads each embedding row once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import pictures
+from tests.checkpoints import FAMILIES, Family
+from tests.launch import llm_server
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens
+from twinlens import LlmClient, user
+
+PROMPTS = [
+    about(pictures.encoded(pictures.photograph("coffee").resize((160, 120)))),
+    user("Tell me about two red circles."),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(family)
+    with pair(folder) as one:
+        expected = [tokens(one.text, asked(prompt, greedy(48))) for prompt in PROMPTS]
+        with llm_server(folder, one.encoder.address, **LLM_FLAGS, tp=2) as service, LlmClient(service.address) as two:
+            assert [tokens(two, asked(prompt, greedy(48))) for prompt in PROMPTS] == expected
+            assert list(two.get_info().devices) == ["cpu", "cpu"]
+            assert two.get_load().rows_received == one.text.get_load().rows_received
+            assert len(service.children("llm_service.worker")) == 1
+
+
+def test_four_ranks_share_two_kv_heads(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    prompt = asked(user("Tell me about two red circles."), greedy(16))
+    with llm_server(folder, **LLM_FLAGS) as service, LlmClient(service.address) as one:
+        expected = tokens(one, prompt)
+    with llm_server(folder, **LLM_FLAGS, tp=4) as service, LlmClient(service.address) as four:
+        assert tokens(four, prompt) == expected
+
+
+def test_ranks_that_cannot_share_the_model_are_refused_at_once(checkpoints: Callable[..., Path]) -> None:
+    with (
+        pytest.raises(RuntimeError, match="llm_service: 2 KV heads cannot be shared by 3 ranks"),
+        llm_server(checkpoints("qwen3_vl"), **LLM_FLAGS, tp=3),
+    ):
+        pass
