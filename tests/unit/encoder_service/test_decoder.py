@@ -76,6 +76,8 @@ async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
     plan = geometry.plan_image(Inspection(3000, 3000), CONFIG.image, Options())
     async with pool() as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
+        # Once it has answered, the process has its own memory, no longer the image of this one that it began as.
+        assert await decoders.inspect(data, video=False, field="x") == Inspection(3000, 3000)
         _limit(processes()[0], 20 << 20)
         with pytest.raises(InvalidInput) as refused:
             await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
