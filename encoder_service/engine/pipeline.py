@@ -1,4 +1,4 @@
-"""What is done for one item, in order: header, room, decode, worker, rows. It knows nothing of who asked.
+"""What is done for one item, in order: header, decode, room, worker, rows. It knows nothing of who asked.
 
 Everything leased is held in `with` blocks, so that it comes back on every path.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -84,15 +84,21 @@ class Pipeline:
         return plan
 
     async def compute(self, flight: Flight, plan: Plan, header: Header) -> Entry:
-        """Rows into the store; the entry comes back pinned once. Cancelled before a worker has begun, or not at all."""
+        """Rows into the store; the entry comes back pinned once. Cancelled before a worker has begun, or not at all.
+
+        Room is made only for what could be decoded, so that broken media push nothing out of the store.
+        """
+        if isinstance(source := flight.item.source, Embedding):
+            return await self._keep(flight, header, lambda rows: _fill(self.store.buffer, rows, source.data))
+        async with self._decoded(flight, plan) as pixels:
+            return await self._keep(flight, header, lambda rows: self._run(flight, plan, pixels, rows))
+
+    async def _keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
+        """Makes room, has the rows written there, and turns them into an entry."""
         with self._stage(flight, "room"):
-            rows = await self.store.reserve(plan.tokens)
+            rows = await self.store.reserve(header.tokens)
         try:
-            if isinstance(flight.item.source, Embedding):
-                await _fill(self.store.buffer, rows, flight.item.source.data)
-            else:
-                async with self._decoded(flight, plan) as pixels:
-                    await self._run(flight, plan, pixels, rows)
+            await write(rows)
         except BaseException:
             self.store.abandon(rows)
             raise

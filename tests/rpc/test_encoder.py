@@ -396,6 +396,17 @@ def test_a_small_store_never_grows_past_its_budget(checkpoints):
         assert (last.header.cached, first.header.cached) == (True, False)
 
 
+def test_broken_media_push_nothing_out_of_the_store(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), store_bytes="64KiB") as service, Client(service) as client:
+        good = [new_picture(224, 224) for _ in range(3)]
+        for data in good:
+            client.one(image(data))
+        for name in ("astronaut", "coffee", "chelsea", "rocket"):
+            broken = pictures.encoded(pictures.photograph(name), "JPEG")[:9000]
+            assert client.one(image(broken)).error.reason == "MEDIA_UNREADABLE"
+        assert all(client.one(image(data)).header.cached for data in good)
+
+
 def test_cutting_a_video_and_packing_pictures_changes_no_row(checkpoints):
     folder = checkpoints("qwen2_5_vl")
     clip, photographs = pictures.video(pictures.frames(60)), [new_picture(200, 100), new_picture(70, 300)]
