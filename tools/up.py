@@ -81,7 +81,7 @@ def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]
 
 
 def _parallel(ranks: int) -> list[str]:
-    return ["--tensor-parallel", str(ranks)] if ranks > 1 else []
+    return ["--tp", str(ranks)] if ranks > 1 else []
 
 
 def _encoder_ports(count: int) -> list[int]:
