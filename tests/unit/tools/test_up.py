@@ -61,14 +61,14 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_the_llm_service_is_given_every_encoder_and_is_stopped_first() -> None:
-    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=1)
+    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=2)
     *encoders, (_, module, flags) = up._commands(arguments)
     addresses = [command[2][command[2].index("--listen") + 1] for command in encoders]
     assert addresses == ["127.0.0.1:7001", "127.0.0.1:7003", "127.0.0.1:7004"]
     assert module == "llm_service"
     assert flags[flags.index("--encoders") + 1] == ",".join(addresses)
     assert flags[flags.index("--listen") + 1] == "127.0.0.1:7002"
-    assert "--tensor-parallel" not in flags
+    assert flags[-2:] == ["--tp", "2"]
 
 
 @pytest.mark.parametrize("arguments", [["--encoders", "0"], ["--tp", "0"], ["--encoders", "two"]])
