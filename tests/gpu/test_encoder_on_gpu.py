@@ -1,0 +1,57 @@
+"""The encoder on a GPU against the same on the CPU. Run by `make gpu-check`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from encoder_service.item import Inspection, Options
+from encoder_service.media import geometry
+from encoder_service.models import config, registry
+from encoder_service.worker.patches import pixels_to_patches, resize
+from tests import pictures
+from tests.checkpoints import FAMILIES
+from tests.launch import encoder_server
+from tests.rpc.encoder_client import Client, image, video
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("size", [(224, 336), (1001, 640)])
+def test_resizing_there_is_within_one_grey_level(size):
+    frames = torch.from_numpy(np.array(pictures.photograph())).permute(2, 0, 1)[None].contiguous()
+    here, there = resize(frames, size), resize(frames.cuda(), size).cpu()
+    assert (here.int() - there.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_those_of_the_cpu(family, checkpoints):
+    checkpoint = Checkpoint(checkpoints(family))
+    settings = config.read(checkpoint)
+    photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]
+    plans = [geometry.plan_image(Inspection(*each.size), settings.image, Options()) for each in photographs]
+    pixels = [torch.from_numpy(np.array(each))[None] for each in photographs]
+    patches = torch.cat(
+        [pixels_to_patches(part, plan.resized, settings.image) for part, plan in zip(pixels, plans, strict=True)]
+    )
+    grids = [plan.grid for plan in plans]
+    here = registry.load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)(patches, grids)
+    tower = registry.load_tower(checkpoint, settings, torch.device("cuda"), torch.float32)
+    there = tower(patches.cuda(), grids).cpu()
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_service_runs_there_in_half_precision(family, checkpoints):
+    items = [image(pictures.encoded(pictures.photograph())), video(pictures.video(pictures.frames(30)))]
+    with encoder_server(checkpoints(family), device="cpu") as service, Client(service) as client:
+        here = client.encode(*items)
+    with encoder_server(checkpoints(family), device="cuda") as service, Client(service) as client:
+        there = client.encode(*items)
+        assert client.info().devices[0].startswith("cuda:")
+    for one, other in zip(here, there, strict=True):
+        exact, near = one.rows, other.rows
+        cosine = (exact * near).sum(-1) / np.linalg.norm(exact, axis=-1) / np.linalg.norm(near, axis=-1)
+        assert cosine.min() > 0.97

@@ -1,0 +1,75 @@
+"""The encoder's options, and what a checkpoint's files say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.config import load
+from encoder_service.config import PREFIX, EncoderConfig
+from encoder_service.models import config
+from encoder_service.models.config import VideoRule
+
+
+def options(*words: str, **environ: str) -> EncoderConfig:
+    return load(EncoderConfig, PREFIX, "", list(words), environ)
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
+    given = options("--model=m", "--store-bytes=8MiB", TWINLENS_ENCODER_STORE_BYTES="1g", TWINLENS_ENCODER_WORKERS="3")
+    assert (given.store_bytes, given.workers, given.max_images) == (8 << 20, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--model is needed"),
+        (["--model=m", "--batch-patches=9", "--max-patches-per-call=8"], "--batch-patches"),
+        (["--model=m", "--workers=0"], "outside"),
+        (["--model=m", "--max-image-bytes=lots"], "expected a size"),
+        (["--model=m", "--tls-cert=x"], "--tls-key"),
+    ],
+)
+def test_options_that_cannot_be_are_named(capsys, words, says):
+    with pytest.raises(SystemExit) as ended:
+        options(*words)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def checkpoint(folder, vision=None, **files) -> Checkpoint:
+    about = {"architectures": ["A"], "model_type": "qwen2_vl", "vision_config": vision or VISION}
+    for name, content in {"config": about, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Checkpoint(folder)
+
+
+VISION = {"embed_dim": 32, "hidden_size": 64, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+
+
+def test_the_oldest_checkpoints_have_one_processor_for_both_kinds(tmp_path):
+    found = config.read(checkpoint(tmp_path, preprocessor_config={"min_pixels": 3136, "max_pixels": 99999}))
+    for pixels in (found.image, found.video.pixels):
+        assert (pixels.min_pixels, pixels.max_pixels, pixels.factor) == (3136, 99999, 28)
+    assert (found.width, found.levels, found.video.rule, found.video.fps) == (64, 1, VideoRule.PER_FRAME, 2.0)
+
+
+def test_the_newest_keep_both_in_one_file(tmp_path):
+    saved = {"image_processor": {"size": {"shortest_edge": 5, "longest_edge": 6}}, "video_processor": {"fps": 3}}
+    found = config.read(checkpoint(tmp_path, processor_config=saved, preprocessor_config={"min_pixels": 1}))
+    assert (found.image.min_pixels, found.image.max_pixels, found.video.fps) == (5, 6, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"do_normalize": False}, "do_normalize"),
+        ({"resample": 2}, "bicubic"),
+        ({}, "no preprocessor_config.json"),
+    ],
+)
+def test_settings_that_are_not_served_are_named(tmp_path, settings, says):
+    with pytest.raises(CheckpointError, match=says):
+        config.read(checkpoint(tmp_path, preprocessor_config=settings))

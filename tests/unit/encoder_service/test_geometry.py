@@ -1,0 +1,95 @@
+"""Sizes and frames where the reference has nothing to say; where it has, the parity tests compare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_service.item import Grid, Inspection, Options, Pixels
+from encoder_service.media.geometry import bounds, plan_image, plan_pixels, plan_video, resize_clip, resize_picture
+from encoder_service.models.config import VideoRule
+from tests.unit.encoder_service.test_encode import CONFIG
+
+NONE = Options()
+RULES = pytest.mark.parametrize("rule", list(VideoRule))
+
+
+def video(rule: VideoRule):
+    return replace(CONFIG.video, rule=rule)
+
+
+def test_a_picture_s_plan():
+    wide = replace(CONFIG.image, min_pixels=1, max_pixels=1 << 30)
+    plan = plan_image(Inspection(640, 480), wide, NONE)
+    assert (plan.grid, plan.tokens, plan.resized) == (Grid(1, 34, 46), 17 * 23, (476, 644))
+    assert (plan.frames, plan.pixel_bytes, plan.timestamps) == ((0,), 640 * 480 * 3, ())
+
+
+@RULES
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_the_shortest_videos_fill_a_frame_group(rule, frames):
+    plan = plan_video(Inspection(64, 48, frames, 10.0), video(rule), NONE, 768)
+    assert len(plan.frames) == 2 * plan.grid.t
+    assert max(plan.frames) < frames
+    assert len(plan.timestamps) == plan.grid.t
+    assert plan.seconds_per_grid > 0
+
+
+@RULES
+@given(
+    frames=st.integers(1, 5000),
+    rate=st.floats(0.5, 240),
+    fps=st.floats(0.01, 60),
+    most=st.integers(1, 768),
+    width=st.integers(4, 2000),
+    height=st.integers(4, 2000),
+)
+def test_every_video_has_a_plan_within_its_bounds(rule, frames, rate, fps, most, width, height):
+    settings, options = video(rule), Options(fps=fps, max_frames=most)
+    plan = plan_video(Inspection(width, height, frames, rate), settings, options, 768)
+    kept = len(plan.frames)
+    assert kept == 2 * plan.grid.t
+    assert kept <= max(2, most + most % 2)
+    assert all(0 <= frame < frames for frame in plan.frames)
+    assert list(plan.frames) == sorted(plan.frames)
+    assert plan.resized == (plan.grid.h * 14, plan.grid.w * 14)
+    assert plan.grid.h % 2 == plan.grid.w % 2 == 0
+    assert plan.tokens * 4 == plan.grid.patches
+
+
+@given(st.integers(1, 16384), st.integers(1, 16384), st.integers(1, 2000), st.integers(0, 4000))
+def test_every_picture_has_sides_of_whole_squares(height, width, least, more):
+    factor = 28
+    low, high = least * factor * factor, (least + more) * factor * factor
+    tall, wide = resize_picture(height, width, factor, low, high)
+    assert tall % factor == wide % factor == 0
+    assert min(tall, wide) >= factor
+
+
+def test_small_frames_are_brought_to_one_square_first():
+    assert resize_clip(4, 10, 20, 2, 28, 4 * 28 * 28, 1 << 30) == (28, 56)
+
+
+def test_a_caller_s_bound_wins_over_the_model_s():
+    settings = replace(CONFIG.image, min_pixels=1000, max_pixels=2000)
+    assert bounds(settings, NONE) == (1000, 2000)
+    assert bounds(settings, Options(min_pixels=5000)) == (5000, 5000)
+    assert bounds(settings, Options(max_pixels=10)) == (10, 10)
+
+
+def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
+    seen = Inspection(560, 560, 80, 20.0)
+    plan = plan_video(seen, video(VideoRule.PER_FRAME), Options(max_pixels=8 * 56 * 56), 768)
+    assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 8 * 56 * 56
+
+
+def test_frames_without_times_are_as_far_apart_as_the_options_say():
+    given_frames = Pixels(b"", 4, 56, 56)
+    plan = plan_pixels(given_frames, CONFIG, Options(fps=4.0), video=True)
+    assert (plan.timestamps, plan.seconds_per_grid) == ((0.125, 0.625), 0.5)
+    timed = replace(given_frames, timestamps=(0.0, 2.0, 4.0, 6.0))
+    plan = plan_pixels(timed, CONFIG, NONE, video=True)
+    assert (plan.timestamps, plan.seconds_per_grid) == ((1.0, 5.0), 4.0)
