@@ -27,9 +27,10 @@ from tests import reference  # noqa: F401 - makes the library importable beside 
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 Layout = Literal["hub", "saved"]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""One of each tower; `qwen3_vl_moe` has the tower of `qwen3_vl`."""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -100,13 +101,15 @@ _ARCHITECTURES: dict[Family, str] = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 _PROCESSORS: dict[Family, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
 }
-_TIED: dict[Family, bool] = {"qwen2_vl": True, "qwen2_5_vl": False, "qwen3_vl": False}
+_TIED: dict[Family, bool] = {"qwen2_vl": True, "qwen2_5_vl": False, "qwen3_vl": False, "qwen3_vl_moe": False}
 
 
 def make_checkpoint(
@@ -172,9 +175,9 @@ def _config(family: Family, tied: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         **ids,
     }
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         text |= {
-            "model_type": "qwen3_vl_text",
+            "model_type": f"{family}_text",
             "head_dim": 32,
             "num_hidden_layers": 4,
             "attention_bias": False,
@@ -182,6 +185,8 @@ def _config(family: Family, tied: bool) -> dict[str, Any]:
             "tie_word_embeddings": tied,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
         }
+        if family == "qwen3_vl_moe":  # the second layer is dense
+            text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
         return {**head, "text_config": text, "vision_config": _vision(family)}
     text |= {
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
@@ -224,7 +229,7 @@ def _vision(family: Family) -> dict[str, Any]:
             "temporal_patch_size": 2,
         }
     return {
-        "model_type": "qwen3_vl",
+        "model_type": family,
         "depth": 4,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": 32,
@@ -249,6 +254,8 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 noise = 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
+            elif "experts" in name:  # stacked [experts, out, in]
+                noise *= 1.3 / parameter.shape[-1] ** 0.5
             elif "embed_tokens" not in name and "pos_embed" not in name:
                 noise *= 1.3 / parameter[0].numel() ** 0.5
             parameter.copy_(noise)
@@ -265,8 +272,8 @@ def _draw_generation(model: Any) -> None:
 
 
 def _write_processors(family: Family, root: Path, layout: Layout) -> None:
-    side = 32 if family == "qwen3_vl" else 28
-    look = _HALF if family == "qwen3_vl" else _CLIP
+    side = 32 if family.startswith("qwen3") else 28
+    look = _HALF if family.startswith("qwen3") else _CLIP
     shared = {
         **look,
         "do_convert_rgb": True,
@@ -282,7 +289,7 @@ def _write_processors(family: Family, root: Path, layout: Layout) -> None:
     image = {**shared, "image_processor_type": "Qwen2VLImageProcessorFast"}
     video = {**shared, "video_processor_type": "Qwen2VLVideoProcessor"}
     pixels = {"image": (4 * side * side, 64 * side * side), "video": (4 * side * side, 16 * side * side)}
-    if family == "qwen3_vl":  # its video budget covers all frames together
+    if family.startswith("qwen3"):  # its video budget covers all frames together
         video |= {
             "video_processor_type": "Qwen3VLVideoProcessor",
             "fps": 2,
@@ -326,7 +333,7 @@ def _write_tokenizer(family: Family, root: Path, layout: Layout) -> None:
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
     tokenizer.save(str(root / "tokenizer.json"))
     video = "'<|vision_start|><|video_pad|><|vision_end|>'"
-    template = _TEMPLATE.replace("VIDEO", video).replace("default_system", str(family != "qwen3_vl").lower())
+    template = _TEMPLATE.replace("VIDEO", video).replace("default_system", str(not family.startswith("qwen3")).lower())
     added = {
         str(number): {
             "content": word,

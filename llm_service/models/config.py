@@ -10,7 +10,10 @@ from common.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """Shape of a dense decoder. Sizes count elements; `mrope_sections` counts rotary pairs for time, height, width."""
+    """Shape of a decoder. Sizes count elements; `mrope_sections` counts rotary pairs for time, height, width.
+
+    Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts.
+    """
 
     architecture: str
     vocab_size: int
@@ -26,6 +29,15 @@ class TextConfig:
     mrope_interleaved: bool
     tied: bool
     max_position: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    sparse_step: int = 1
+    dense_layers: frozenset[int] = frozenset()
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> TextConfig:
@@ -64,6 +76,11 @@ class TextConfig:
                 mrope_interleaved=bool(rope.get("mrope_interleaved", "Qwen3" in str(config.get("architectures")))),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=int(text.get("max_position_embeddings", 32768)),
+                experts=int(text.get("num_experts", text.get("num_local_experts", 0))),
+                experts_per_token=int(text.get("num_experts_per_tok", 0)),
+                expert_size=int(text.get("moe_intermediate_size", 0)),
+                sparse_step=int(text.get("decoder_sparse_step", 1)),
+                dense_layers=frozenset(text.get("mlp_only_layers") or ()),
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error

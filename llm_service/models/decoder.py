@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.attention import AttentionBatch, paged_attention
+from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
@@ -76,17 +77,25 @@ class MLP(nn.Module):
         return self._group.sum(self.down(functional.silu(gate) * up))
 
 
+def feed_forward(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> nn.Module:
+    """A layer's feed-forward part: dense, or a mixture of experts."""
+    if not config.is_sparse(index):
+        return MLP(config, group, dtype)
+    count, per_token = config.experts, config.experts_per_token
+    return SparseMLP(count, per_token, config.hidden_size, config.expert_size, group, dtype)
+
+
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer; `index` counts them from 0."""
 
     def __init__(
-        self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
+        self, index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.self_attn = Attention(config, group, dtype, bias=bias, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = MLP(config, group, dtype)
+        self.mlp = feed_forward(index, config, group, dtype)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """[n, hidden] → [n, hidden], in place of x."""
@@ -108,7 +117,7 @@ class Decoder(nn.Module):
         self.kv_heads = _count(group.kv_share(config.kv_heads))
         self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
         self.layers = nn.ModuleList(
-            Layer(config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for _ in range(config.layers)
+            Layer(index, config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for index in range(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         whole, words = slice(0, config.hidden_size), group.vocabulary_share(config.vocab_size)

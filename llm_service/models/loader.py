@@ -10,6 +10,7 @@ import torch
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import settle_linears
 from common.weights import load_slices
+from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
 from llm_service.models.config import TextConfig
@@ -87,6 +88,9 @@ def _place(decoder: Decoder, name: str, stored: Stored) -> None:
         if not isinstance(packed, PackedLinear):
             raise AttributeError(f"{owner} has no packed {part}")
         packed.place(part, kind, stored)
+        return
+    if isinstance(experts := decoder.get_submodule(path), Experts):
+        experts.place(kind, stored)
         return
     module, parameter = decoder.get_submodule(path), decoder.get_parameter(name)
     tensor = stored[module.share] if isinstance(module, VocabularyEmbedding) else stored[:]

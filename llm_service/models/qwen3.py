@@ -1,4 +1,4 @@
-"""The text side of Qwen3-VL: no biases, each query and key head normalised before it is turned."""
+"""The text side of Qwen3-VL and Qwen3-VL-MoE: no biases, each query and key head normalised before it is turned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from llm_service.models.decoder import Decoder
 
 
 class Qwen3Decoder(Decoder):
-    """Qwen3, dense."""
+    """Qwen3, dense or a mixture of experts: the configuration says which layers are which."""
 
     qk_norm = True

@@ -14,6 +14,7 @@ DECODERS: Final = {
     "Qwen2VLForConditionalGeneration": "llm_service.models.qwen2:Qwen2Decoder",
     "Qwen2_5_VLForConditionalGeneration": "llm_service.models.qwen2:Qwen2Decoder",
     "Qwen3VLForConditionalGeneration": "llm_service.models.qwen3:Qwen3Decoder",
+    "Qwen3VLMoeForConditionalGeneration": "llm_service.models.qwen3:Qwen3Decoder",
 }
 """Architecture name in config.json → `module:Class`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from llm_service.request import Sampling
 from tests import reference
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import FAMILIES, Family, make_checkpoint
 from tests.parity.local_engine import LocalEngine, Part, make_prompt
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -36,7 +37,7 @@ PROMPTS: dict[str, list[Part]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_vl_moe"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, folder)
@@ -117,3 +118,12 @@ def test_logits_are_the_references(directory: Path) -> None:
     assert given is not None
     for token, value in given.top:
         assert torch.isclose(logits[token], torch.tensor(value).double(), rtol=1e-4), token
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
+def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints: Callable[..., Path]) -> None:
+    answers = []
+    for settings in ({"layout": "hub"}, {"layout": "saved", "sharded": True}):
+        folder = checkpoints(family, **settings)
+        answers.append(LocalEngine(folder).run([make_prompt(folder, PROMPTS["one image"])], GREEDY)[0].tokens)
+    assert answers[0] == answers[1]

@@ -19,7 +19,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
 def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     with pair(folder) as one:

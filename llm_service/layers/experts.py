@@ -1,0 +1,72 @@
+"""A mixture of experts: each token goes through the few feed-forward parts that a router picks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from common.linear import Linear
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import Stored
+
+
+class Experts(nn.Module):
+    """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
+
+    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side.
+    """
+
+    def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._inner, self._share = inner, group.share(inner)
+        share = self._share.stop - self._share.start
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
+
+    def place(self, kind: str, stored: Stored) -> None:
+        """Reads this rank's share of a stacked tensor; raises ValueError on a wrong shape.
+
+        Published checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape fits
+        both ways, it is that one.
+        """
+        target = getattr(self, kind)
+        whole = stored[:]
+        if kind == "gate_up_proj":
+            published = whole.shape[1:] == (target.shape[2], 2 * self._inner)
+            rows = whole.transpose(1, 2) if published else whole  # [experts, 2 · all inner, hidden]
+            gate, up = rows.chunk(2, dim=1)
+            source = torch.cat([gate[:, self._share], up[:, self._share]], dim=1)
+        else:
+            published = whole.shape[1:] == (self._inner, target.shape[1])
+            source = (whole.transpose(1, 2) if published else whole)[:, :, self._share]
+        if source.shape != target.shape:
+            raise ValueError(f"it is {tuple(whole.shape)}, which does not fit {tuple(target.shape)}")
+        target.copy_(source)
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        """[n, hidden] → this rank's part of [n, hidden], through one expert."""
+        gate, up = functional.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+
+
+class SparseMLP(nn.Module):
+    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights."""
+
+    def __init__(
+        self, experts: int, per_token: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._group, self._per_token = group, per_token
+        self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
+        self.experts = Experts(experts, hidden, inner, group, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] → [n, hidden]. Tokens of one expert are computed together."""
+        weights, chosen = self.gate(x).float().softmax(-1).topk(self._per_token, dim=-1)  # [n, per_token]
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            token, place = torch.where(chosen == expert)
+            out.index_add_(0, token, self.experts.run(expert, x[token]) * weights[token, place].unsqueeze(1))
+        return self._group.sum(out)
