@@ -1,5 +1,4 @@
-"""Puts the encoder service together, runs it until a signal comes, and takes it apart in the opposite
-order."""
+"""Puts the encoder service together, runs it until a signal comes, and takes it apart in the opposite order."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 SERVICE = "twinlens.v1.EncoderService"
 
+_MOST_DECODE_THREADS = 8
 _LAST_SECONDS = 10.0
 """Handlers that were cancelled at the end of the grace time get this long to give back what they hold."""
 
 
 async def serve(config: EncoderConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises CheckpointError, WorkerError or OSError where it cannot
-    begin."""
+    """Serves until SIGTERM or SIGINT. Raises CheckpointError, WorkerError or OSError where it cannot begin."""
     log.configure(config.log_level, service="encoder")
     checkpoint = Checkpoint.resolve(config.model)
     model = model_config.read(checkpoint)
@@ -56,6 +55,7 @@ async def serve(config: EncoderConfig) -> None:
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
+            threads=max(1, min(_MOST_DECODE_THREADS, (os.cpu_count() or 1) // config.decode_processes)),
             seconds=config.decode_seconds,
             memory_bytes=config.decode_memory_bytes,
         )

@@ -1,5 +1,4 @@
-"""Several streams of one call, merged: what is ready goes first, and no stream runs far ahead of its
-reader."""
+"""Several streams of one call, merged: what is ready goes first, and no stream runs far ahead of its reader."""
 
 from __future__ import annotations
 

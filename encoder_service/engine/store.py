@@ -134,8 +134,7 @@ class Store:
         return len(gone), sum(entry.span.size for entry in gone)
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where ranges and entries disagree or, at idle, where something is still
-        held."""
+        """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
         spans = [entry.span for entry in self._entries.values()] + list(self._reserved)
         assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
@@ -155,8 +154,7 @@ class Store:
             self._waiters.popleft()
 
     def _make_room(self, size: int) -> Range | None:
-        """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be
-        enough."""
+        """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be enough."""
         idle = [key for key, entry in self._entries.items() if not entry.pins]
         free = self.capacity - self._ranges.used
         if free + sum(self._entries[key].span.size + 64 for key in idle) < size:

@@ -68,19 +68,19 @@ def main(link_fd: int, staging_fd: int) -> None:
             job = link.receive()
         except EOFError:
             return
-        link.send(_answer(job, staging))
+        link.send(_answer(job, staging, begin.threads))
 
 
-def _answer(job: Inspect | Decode, staging: SharedBuffer) -> FromDecoder:
+def _answer(job: Inspect | Decode, staging: SharedBuffer, threads: int) -> FromDecoder:
     try:
         data = bytes(staging.slice(Range(job.offset, job.size)))
         if isinstance(job, Inspect):
-            seen = video.inspect(data) if job.video else image.inspect(data)
+            seen = video.inspect(data, threads) if job.video else image.inspect(data)
             return Inspected(seen.width, seen.height, seen.frames, seen.fps)
         shape = (len(job.frames), job.height, job.width, 3)
         out = np.frombuffer(staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
         if job.video:
-            video.decode(data, job.frames, out)
+            video.decode(data, job.frames, out, threads)
         else:
             image.decode(data, out)
     except _UNREADABLE as error:
@@ -89,8 +89,7 @@ def _answer(job: Inspect | Decode, staging: SharedBuffer) -> FromDecoder:
 
 
 def _hush() -> None:
-    """The decoders' libraries print what they were given on descriptor 2; only our own words keep their way
-    there."""
+    """The decoders' libraries print what they were given on descriptor 2; only our own words keep their way there."""
     sys.stderr = os.fdopen(os.dup(2), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -98,8 +97,7 @@ def _hush() -> None:
 
 
 def _restrict(memory_bytes: int) -> None:
-    """No core dumps, no files written, and a ceiling on memory, past which decoders raise MemoryError or
-    die."""
+    """No core dumps, no files written, and a ceiling on memory, past which decoders raise MemoryError or die."""
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),

@@ -36,10 +36,12 @@ _log = log.get("decoder")
 class DecoderPool:
     """`processes` decode processes over one staging arena. `start` and `stop` are its owner's."""
 
-    def __init__(self, staging: SharedBuffer, *, processes: int, seconds: float, memory_bytes: int) -> None:
+    def __init__(
+        self, staging: SharedBuffer, *, processes: int, threads: int, seconds: float, memory_bytes: int
+    ) -> None:
         self._staging = staging
         self._seconds = seconds
-        self._memory_bytes = memory_bytes
+        self._begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads)
         self._count = processes
         self._children: set[Child[FromDecoder]] = set()
         self._idle: asyncio.Queue[Child[FromDecoder]] = asyncio.Queue()
@@ -137,7 +139,7 @@ class DecoderPool:
     async def _add(self) -> None:
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._staging.fd,))
         self._children.add(child)
-        child.send(Begin(staging_bytes=self._staging.size, memory_bytes=self._memory_bytes))
+        child.send(self._begin)
         if not isinstance(await child.receive(), Ready):
             raise ChildDied("a decode process did not start")
         self._idle.put_nowait(child)

@@ -16,8 +16,7 @@ from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule,
 
 
 def plan_image(seen: Inspection, settings: PixelSettings, options: Options) -> Plan:
-    """The plan of a picture. A 640 × 480 one with factor 28 and wide bounds becomes 644 × 476: grid (1, 34,
-    46)."""
+    """The plan of a picture. A 640 × 480 one with factor 28 and wide bounds becomes 644 × 476: grid (1, 34, 46)."""
     least, most = bounds(settings, options)
     height, width = resize_picture(seen.height, seen.width, settings.factor, least, most)
     grid = Grid(1, height // settings.patch, width // settings.patch)
@@ -94,8 +93,7 @@ def resize_picture(height: int, width: int, factor: int, least: int, most: int) 
 def resize_clip(
     frames: int, height: int, width: int, temporal: int, factor: int, least: int, most: int
 ) -> tuple[int, int]:
-    """As `resize_picture`, with the bounds on all frames together, and sides of at least `factor` to begin
-    with."""
+    """As `resize_picture`, with the bounds on all frames together, and sides of at least `factor` to begin with."""
     frames = max(frames, temporal)
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)

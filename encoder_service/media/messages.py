@@ -1,5 +1,4 @@
-"""What the service and its decode processes say to each other. Bytes and pixels travel in the staging
-arena."""
+"""What the service and its decode processes say to each other. Bytes and pixels travel in the staging arena."""
 
 from __future__ import annotations
 
@@ -7,11 +6,14 @@ import msgspec
 
 
 class Begin(msgspec.Struct, tag=True):
-    """First message to a decode process: the arena's size and the most memory it may map beyond it, in
-    bytes."""
+    """First message to a decode process.
+
+    The arena's size, the most memory it may map beyond it, in bytes, and the threads that may decode one video.
+    """
 
     staging_bytes: int
     memory_bytes: int
+    threads: int
 
 
 class Inspect(msgspec.Struct, tag=True):

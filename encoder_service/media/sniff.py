@@ -53,8 +53,7 @@ def video_format(head: bytes) -> str | None:
 
 
 def check(data: bytes, modality: Modality, mime_type: str, field: str) -> None:
-    """Raises InvalidInput unless the bytes begin as a format of the modality does, and as the MIME type
-    says."""
+    """Raises InvalidInput unless the bytes begin as a format of the modality does, and as the MIME type says."""
     head = data[:512]
     name = image_format(head) if modality is Modality.IMAGE else video_format(head)
     if name is None:

@@ -21,9 +21,9 @@ def prepare() -> None:
     importlib.import_module("decord")
 
 
-def inspect(data: bytes) -> Inspection:
+def inspect(data: bytes, threads: int = 1) -> Inspection:
     """A video's frame size, number of frames and frames per second. One frame is decoded, for its size."""
-    reader = _open(data)
+    reader = _open(data, threads)
     frames = len(reader)
     if frames < 1:
         raise ValueError("the video has no frames")
@@ -31,9 +31,9 @@ def inspect(data: bytes) -> Inspection:
     return Inspection(width=int(width), height=int(height), frames=frames, fps=float(reader.get_avg_fps()))
 
 
-def decode(data: bytes, frames: Sequence[int], out: np.ndarray) -> None:
+def decode(data: bytes, frames: Sequence[int], out: np.ndarray, threads: int = 1) -> None:
     """Writes frames by number into `out`, [len(frames), height, width, 3] uint8."""
-    reader = _open(data)
+    reader = _open(data, threads)
     for start in range(0, len(frames), _AT_ONCE):
         batch = reader.get_batch(list(frames[start : start + _AT_ONCE])).asnumpy()
         if batch.shape[1:] != out.shape[1:]:
@@ -41,12 +41,12 @@ def decode(data: bytes, frames: Sequence[int], out: np.ndarray) -> None:
         out[start : start + len(batch)] = batch
 
 
-def _open(data: bytes) -> Any:
+def _open(data: bytes, threads: int) -> Any:
     if video_format(data[:512]) is None:
         raise ValueError("not a video of a supported format")
     import decord
 
     try:
-        return decord.VideoReader(io.BytesIO(data), num_threads=1)
+        return decord.VideoReader(io.BytesIO(data), num_threads=threads)
     except decord.DECORDError as error:
         raise ValueError("the video cannot be opened") from error

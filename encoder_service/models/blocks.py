@@ -27,8 +27,7 @@ class Segments:
     lengths: tuple[int, ...]
 
     def runs(self) -> list[tuple[int, int]]:
-        """Neighbours of one length, together: (count, length) runs. Lengths 4 4 4 6 4 give (3, 4), (1, 6),
-        (1, 4)."""
+        """Neighbours of one length, together: (count, length) runs. Lengths 4 4 4 6 4 give (3, 4), (1, 6), (1, 4)."""
         return [(len(list(group)), length) for length, group in itertools.groupby(self.lengths)]
 
 
@@ -78,8 +77,7 @@ def patch_positions(grid: Grid, merge: int) -> Tensor:
 
 
 def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
-    """Rotary tables of a packed batch: a quarter of each head turns by the row, a quarter by the column,
-    twice over."""
+    """Rotary tables of a packed batch: a quarter of each head turns by the row, a quarter by the column, twice over."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids])

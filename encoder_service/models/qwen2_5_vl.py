@@ -21,8 +21,7 @@ from encoder_service.models import blocks
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """`order` [N / merge²] int64 puts merged squares into window order; `segments` are the windows'
-    patches."""
+    """`order` [N / merge²] int64 puts merged squares into window order; `segments` are the windows' patches."""
 
     order: Tensor
     segments: blocks.Segments

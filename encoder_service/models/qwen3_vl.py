@@ -32,8 +32,7 @@ class FeedForward(nn.Module):
 
 
 class Merger(nn.Module):
-    """Joins each square into one row, [N, width] → [N / merge², out]; a deepstack merger norms after
-    joining."""
+    """Joins each square into one row, [N, width] → [N / merge², out]; a deepstack merger norms after joining."""
 
     def __init__(self, width: int, out: int, merge: int, *, norm_joined: bool) -> None:
         super().__init__()

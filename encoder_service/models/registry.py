@@ -26,8 +26,7 @@ TOWERS: Final = {
 
 
 class Tower(Protocol):
-    """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels,
-    width]."""
+    """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels, width]."""
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
 

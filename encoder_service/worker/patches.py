@@ -23,8 +23,7 @@ def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def normalise(frames: Tensor, settings: PixelSettings) -> Tensor:
-    """Maps [T, 3, H, W] uint8 to float32: rescaling is folded into mean and deviation, as in the
-    reference."""
+    """Maps [T, 3, H, W] uint8 to float32: rescaling is folded into mean and deviation, as in the reference."""
     scale = 1.0 / settings.rescale
     mean = torch.tensor(settings.mean, device=frames.device) * scale
     deviation = torch.tensor(settings.std, device=frames.device) * scale

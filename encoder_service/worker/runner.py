@@ -65,8 +65,7 @@ class Runner:
         return pixels_to_patches(pixels, piece.resized, settings).to(self.dtype)
 
     def _write(self, rows: Tensor, pieces: list[Piece]) -> list[int]:
-        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not
-        finite."""
+        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite."""
         merged = self._config.image.merge**2
         bad, start = [], 0
         for index, piece in enumerate(pieces):

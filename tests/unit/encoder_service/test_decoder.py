@@ -30,7 +30,7 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
     """A running pool, its staging arena, and a function that stages bytes."""
     staging = SharedBuffer.create("test", STAGING)
     before = set(descendants(os.getpid()))
-    made = DecoderPool(staging, processes=processes, seconds=seconds, memory_bytes=memory_bytes)
+    made = DecoderPool(staging, processes=processes, threads=2, seconds=seconds, memory_bytes=memory_bytes)
     await made.start()
 
     def stage(data: bytes) -> Range:
