@@ -56,8 +56,8 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One picture or video to encode: encoded bytes, decoded pixels, rows, or a key alone. `field` is its place in
-    the request."""
+    """One picture or video to encode: encoded bytes, decoded pixels, rows, or a key alone. `field` is its place in the
+    request."""
 
     modality: Modality
     source: bytes | Pixels | Embedding | Key
@@ -83,8 +83,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a file's header says: pixels across and down once its orientation is applied, and a video's
-    length.
+    """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
 
     `frames` is 1 and `fps` 0 for a picture.
     """
@@ -112,8 +111,8 @@ class Grid:
 class Header:
     """What is known of an item before its rows exist.
 
-    `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next;
-    both are empty for a picture.
+    `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
+    empty for a picture.
     """
 
     key: bytes
@@ -128,8 +127,8 @@ class Header:
 class Plan:
     """How an item is going to be computed.
 
-    `frames` are the frame numbers to decode, padded to whole frame groups (one for a picture); `height` and
-    `width` are what the decoder gives; `resized` is the (height, width) that patches are cut from.
+    `frames` are the frame numbers to decode, padded to whole frame groups (one for a picture); `height` and `width` are
+    what the decoder gives; `resized` is the (height, width) that patches are cut from.
     """
 
     grid: Grid

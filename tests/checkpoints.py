@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family, in the two layouts that real ones come in.
 
-A model with the library's own initialisation hardly looks at its picture, so a test on it proves nothing:
-here matrices are drawn from N(0, 1.3² / fan-in), embeddings from N(0, 1), norms around 1, biases around 0.
+A model with the library's own initialisation hardly looks at its picture, so a test on it proves nothing: here matrices
+are drawn from N(0, 1.3² / fan-in), embeddings from N(0, 1), norms around 1, biases around 0.
 """
 
 from __future__ import annotations
@@ -123,10 +123,9 @@ def make_checkpoint(
 ) -> Path:
     """Writes a tiny float32 checkpoint of `family` into `directory` and returns it.
 
-    `layout` "hub" has the files and names that the published checkpoints have (flat text fields and
-    `visual.*` weights for Qwen2-VL and Qwen2.5-VL); "saved" has what the library's `save_pretrained` writes
-    today (nested configurations, one `processor_config.json`, `model.visual.*`). `tied` shares input and
-    output embeddings; None is the family's way.
+    `layout` "hub" has the files and names that the published checkpoints have (flat text fields and `visual.*` weights
+    for Qwen2-VL and Qwen2.5-VL); "saved" has what the library's `save_pretrained` writes today (nested configurations,
+    one `processor_config.json`, `model.visual.*`). `tied` shares input and output embeddings; None is the family's way.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,4 @@
-"""Real services as child processes of a test: started on a free port, stopped with SIGTERM, and checked for
-leavings."""
+"""Real services as child processes of a test: started on a free port, stopped with SIGTERM, checked for leavings."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ def launch(
 ) -> Iterator[Service]:
     """Runs `python -m module FLAGS` for the length of the block, from its `ready` line to SIGTERM.
 
-    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and nothing in /dev/shm that
-    one of them had mapped. A service that ends before it is ready raises RuntimeError with its log.
+    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and nothing in /dev/shm that one
+    of them had mapped. A service that ends before it is ready raises RuntimeError with its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

@@ -1,8 +1,7 @@
 """The reference: the `transformers` library's own processors and models, as parity tests compare with.
 
-Import this module before anything that imports `transformers`: torchvision, which the library's video
-processors need, has no CPU build, so its ordinary wheel stands beside a CPU torch with its two compiled
-operators declared here.
+Import this module before anything that imports `transformers`: torchvision, which the library's video processors need,
+has no CPU build, so its ordinary wheel stands beside a CPU torch with its two compiled operators declared here.
 """
 
 from __future__ import annotations
@@ -87,11 +86,10 @@ def reference_inputs(
     *,
     fps: float = 2.0,
 ) -> dict[str, torch.Tensor]:
-    """Everything that the library's model takes for a chat, plus `position_ids` [3, 1, n] and `rope_deltas`
-    [1, 1].
+    """Everything that the library's model takes for a chat, plus `position_ids` [3, 1, n] and `rope_deltas` [1, 1].
 
-    `messages` hold parts {"type": "image"}, {"type": "video"} and {"type": "text", "text": …}; the media are
-    given beside them, in order.
+    `messages` hold parts {"type": "image"}, {"type": "video"} and {"type": "text", "text": …}; the media are given
+    beside them, in order.
     """
     whole = processor(directory)
     text = whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -17,8 +17,8 @@ from encoder_service.worker.messages import Piece
 class Unit:
     """Something to compute. `done` is settled once, when no worker can write its rows any more.
 
-    `number` says how old it is; `started_at` when a worker first got it, 0 before. One that is `alone` shares
-    a batch with nothing: it was there when a worker died.
+    `number` says how old it is; `started_at` when a worker first got it, 0 before. One that is `alone` shares a batch
+    with nothing: it was there when a worker died.
     """
 
     key: bytes
@@ -38,12 +38,11 @@ def order(unit: Unit) -> tuple[int, int]:
 
 
 def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int) -> list[list[Unit]]:
-    """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `most_units`
-    units.
+    """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `most_units` units.
 
-    The first in order always goes, even if it is larger than the budget; those after it go where they fit.
-    What was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
-    workers become [1000] and [200 100 50].
+    The first in order always goes, even if it is larger than the budget; those after it go where they fit. What was
+    chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two workers become
+    [1000] and [200 100 50].
     """
     if not waiting or workers < 1:
         return []
@@ -68,9 +67,8 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int
 def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, int]]:
     """Cuts a grid at frame groups into runs [first, end), since attention never crosses one.
 
-    A run has at most `budget` patches, or one group. With several workers there is a run for each, as long as
-    a run keeps `worth` patches. A grid of 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4,
-    5).
+    A run has at most `budget` patches, or one group. With several workers there is a run for each, as long as a run
+    keeps `worth` patches. A grid of 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4, 5).
     """
     group = grid.h * grid.w
     most = max(1, budget // group)

@@ -1,8 +1,7 @@
-"""The device workers: batches go out to whichever is idle; one that dies is replaced, and its work goes
-elsewhere.
+"""The device workers: batches go out to whichever is idle; one that dies is replaced, and its work goes elsewhere.
 
-A unit's future is settled only when no worker can write its rows any more, so that its owner may then give
-its memory back.
+A unit's future is settled only when no worker can write its rows any more, so that its owner may then give its memory
+back.
 """
 
 from __future__ import annotations
@@ -136,8 +135,7 @@ class Dispatcher:
             raise _no_worker()
 
     def submit(self, key: bytes, piece: Piece, patches: int, priority: int) -> Unit:
-        """Queues a unit. Its `done` raises Unavailable where every worker died, Internal where it cannot be
-        computed."""
+        """Queues a unit. `done` raises Unavailable where every worker died, Internal where it cannot be computed."""
         self.check(key)
         self._number += 1
         unit = Unit(

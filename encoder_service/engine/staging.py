@@ -1,7 +1,6 @@
 """Leases of ranges in the staging arena, first come, first served.
 
-A lease takes all its ranges at once or waits for them, so that no two waiters can each hold what the other
-needs.
+A lease takes all its ranges at once or waits for them, so that no two waiters can each hold what the other needs.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Staging:
 
     @asynccontextmanager
     async def lease(self, *sizes: int) -> AsyncIterator[Lease]:
-        """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing
-        behind.
+        """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing behind.
 
         Raises Exhausted, without a retry hint, where the sizes are more than the whole arena.
         """

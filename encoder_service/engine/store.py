@@ -1,8 +1,8 @@
 """The store: computed rows by content key, in one arena, under a byte budget.
 
-An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Room is
-reserved before anything is computed, so that a batch that was started can always be written. Whoever pins an
-entry unpins it; whoever reserves room commits or abandons it.
+An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Room is reserved before
+anything is computed, so that a batch that was started can always be written. Whoever pins an entry unpins it; whoever
+reserves room commits or abandons it.
 """
 
 from __future__ import annotations

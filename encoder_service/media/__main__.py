@@ -1,7 +1,7 @@
 """The decode process: the only place where untrusted bytes are parsed. It may be killed at any time.
 
-It takes one job at a time from its parent. What the decoders are known to raise becomes `Refused`; anything
-else ends the process, and the parent starts a new one.
+It takes one job at a time from its parent. What the decoders are known to raise becomes `Refused`; anything else ends
+the process, and the parent starts a new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pool of decode processes: bounded time, bounded memory, and a new process for each that dies.
 
-A job's ranges in the staging arena belong to its caller, who gets them back only when no process can still
-write there: on a timeout or a cancelled call the process is killed, and awaited, first.
+A job's ranges in the staging arena belong to its caller, who gets them back only when no process can still write there:
+on a timeout or a cancelled call the process is killed, and awaited, first.
 """
 
 from __future__ import annotations

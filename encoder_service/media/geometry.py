@@ -1,7 +1,7 @@
 """Sizes, frames and grids: what an item will be, computed from its header alone.
 
-The formulas are those of the reference's processors (`smart_resize` and `sample_frames` of Qwen2-VL and
-Qwen3-VL), step for step, since one patch more or less changes every position after it.
+The formulas are those of the reference's processors (`smart_resize` and `sample_frames` of Qwen2-VL and Qwen3-VL), step
+for step, since one patch more or less changes every position after it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def resize_clip(
 def sample(seen: Inspection, settings: VideoSettings, fps: float, most_frames: int) -> list[int]:
     """The numbers of the frames to keep: about `fps` each second, spread evenly, between the model's bounds.
 
-    Qwen2-VL steps from the first frame on and keeps whole frame groups: 20 frames at 8 per second, sampled at
-    2, are 0 5 10 15. Qwen3-VL spreads them from the first to the last: 0 5 10 14 19.
+    Qwen2-VL steps from the first frame on and keeps whole frame groups: 20 frames at 8 per second, sampled at 2, are 0
+    5 10 15. Qwen3-VL spreads them from the first to the last: 0 5 10 14 19.
     """
     total, temporal = seen.frames, settings.pixels.temporal
     wanted = total / seen.fps * fps

@@ -34,8 +34,7 @@ def inspect(data: bytes) -> Inspection:
 def decode(data: bytes, out: np.ndarray) -> None:
     """Writes the picture, upright and as RGB, into `out`, [1, height, width, 3] uint8.
 
-    Of an animation the first frame is taken. Raises ValueError where the size is not the one that was
-    announced.
+    Of an animation the first frame is taken. Raises ValueError where the size is not the one that was announced.
     """
     if image_format(data[:512]) == "PNG":
         with _open(data) as image:

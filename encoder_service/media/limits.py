@@ -1,9 +1,7 @@
-"""Every limit on media, each checked before the expensive step that it guards, by the one function for that
-step.
+"""Every limit on media, each checked before the expensive step that it guards, by the one function for that step.
 
-`check_item` sees the request, `check_picture` and `check_video` see a header that was parsed, `check_plan`
-sees what is about to be decoded and computed. Each raises `InvalidInput` with a stable reason and the request
-field.
+`check_item` sees the request, `check_picture` and `check_video` see a header that was parsed, `check_plan` sees what is
+about to be decoded and computed. Each raises `InvalidInput` with a stable reason and the request field.
 """
 
 from __future__ import annotations

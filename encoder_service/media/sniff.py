@@ -1,7 +1,7 @@
 """Which format the first bytes belong to. Only these formats are ever given to a decoder.
 
-A video container is named here too, so that the decoder's library never meets playlists and other formats
-that point at files or addresses.
+A video container is named here too, so that the decoder's library never meets playlists and other formats that point at
+files or addresses.
 """
 
 from __future__ import annotations

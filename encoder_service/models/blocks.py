@@ -1,7 +1,7 @@
 """What the towers share: packed attention, rotary positions, patch embedding, mergers.
 
-A batch is one packed sequence of patches [N, …]; `Segments` says where one picture, frame group or window
-ends and the next begins. Attention never crosses a segment.
+A batch is one packed sequence of patches [N, …]; `Segments` says where one picture, frame group or window ends and the
+next begins. Attention never crosses a segment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Rotary:
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Full attention inside each segment. q, k, v and the result are [N, heads, head_dim].
 
-    Neighbouring segments of one length go through the kernel as one batch. This is the seam for other back
-    ends.
+    Neighbouring segments of one length go through the kernel as one batch. This is the seam for other back ends.
     """
     pieces, start = [], 0
     for count, length in segments.runs():

@@ -1,8 +1,8 @@
 """What a checkpoint's JSON files say about its vision tower and its processors, read without torch.
 
-Both layouts are read: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`, bounds
-as `min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`, bounds as
-`size`). Where a file leaves a setting out, the reference's own default stands.
+Both layouts are read: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`, bounds as
+`min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`, bounds as `size`).
+Where a file leaves a setting out, the reference's own default stands.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The vision tower of Qwen2-VL: layer norms, a plain feed-forward part, full attention inside each frame
-group.
+"""The vision tower of Qwen2-VL: layer norms, a plain feed-forward part, full attention inside each frame group.
 
 After https://arxiv.org/abs/2409.12191; the names of parameters are the published checkpoints'.
 """

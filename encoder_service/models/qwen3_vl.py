@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL: a learned position table stretched to each grid, and deepstack levels.
 
-After each listed layer a merger of its own gives one more level of rows. After
-https://arxiv.org/abs/2511.21631; the names of parameters are the published checkpoints'.
+After each listed layer a merger of its own gives one more level of rows. After https://arxiv.org/abs/2511.21631; the
+names of parameters are the published checkpoints'.
 """
 
 from __future__ import annotations

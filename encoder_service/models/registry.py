@@ -34,8 +34,7 @@ class Tower(Protocol):
 def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Builds the tower and reads its weights, and no others, onto `device`.
 
-    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another
-    shape.
+    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape.
     """
     try:
         module, _, name = TOWERS[config.family].partition(":")

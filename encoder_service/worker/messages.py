@@ -8,8 +8,8 @@ import msgspec
 class Begin(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
 
-    `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` "auto", "float32", "bfloat16" or "float16";
-    `threads` is how many CPU threads may compute, 0 for torch's own choice.
+    `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` "auto", "float32", "bfloat16" or "float16"; `threads` is how
+    many CPU threads may compute, 0 for torch's own choice.
     """
 
     folder: str
@@ -23,9 +23,8 @@ class Begin(msgspec.Struct, tag=True):
 class Piece(msgspec.Struct):
     """One item, or some frame groups of a video.
 
-    Pixels [frames, height, width, 3] uint8 lie at `pixels` in the staging arena; they become the grid (t, h,
-    w) of patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the
-    store arena.
+    Pixels [frames, height, width, 3] uint8 lie at `pixels` in the staging arena; they become the grid (t, h, w) of
+    patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the store arena.
     """
 
     video: bool
