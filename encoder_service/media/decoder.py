@@ -7,6 +7,7 @@ on a timeout or a cancelled call the process is killed, and awaited, first.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from common import log
 from common.arena import Range, SharedBuffer
@@ -43,6 +44,7 @@ class DecoderPool:
         self._seconds = seconds
         self._begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads)
         self._count = processes
+        self._videos = asyncio.Semaphore(max(1, processes - 1))
         self._children: set[Child[FromDecoder]] = set()
         self._idle: asyncio.Queue[Child[FromDecoder]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,9 +84,9 @@ class DecoderPool:
 
     async def _job(self, job: Inspect | Decode, field: str) -> FromDecoder:
         for attempt in range(1, _ATTEMPTS + 1):
-            child = await self._idle.get()
             try:
-                answer = await self._ask(child, job)
+                async with self._lane(job):
+                    answer = await self._ask(await self._idle.get(), job)
             except ChildDied:
                 _log.warning("a decode process died", attempt=attempt)
                 continue
@@ -95,6 +97,10 @@ class DecoderPool:
                 raise _unreadable(field)
             return answer
         raise _unreadable(field)
+
+    def _lane(self, job: Inspect | Decode) -> AbstractAsyncContextManager[None]:
+        """Videos take long: where there are several processes, one is kept for everything else."""
+        return self._videos if job.video and isinstance(job, Decode) else nullcontext()
 
     async def _ask(self, child: Child[FromDecoder], job: Inspect | Decode) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""

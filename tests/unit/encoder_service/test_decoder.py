@@ -121,6 +121,22 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
         assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
 
 
+async def test_videos_leave_a_process_for_everything_else():
+    async with pool(processes=2) as (decoders, _, stage):
+        data = stage(pictures.video(pictures.frames(12), fps=5))
+        plan = geometry.plan_video(Inspection(128, 96, 12, 5.0), CONFIG.video, Options(), 768)
+        stuck = decoders._idle._queue[0].process.pid
+        os.kill(stuck, signal.SIGSTOP)
+        videos = [
+            asyncio.create_task(decoders.decode(data, Range(at, plan.pixel_bytes), plan, video=True, field="x"))
+            for at in (PIXELS_AT, 2 * PIXELS_AT)
+        ]
+        await asyncio.sleep(0)
+        assert await decoders.inspect(data, video=True, field="x") == Inspection(128, 96, 12, 5.0)
+        os.kill(stuck, signal.SIGCONT)
+        await asyncio.gather(*videos)
+
+
 async def test_a_job_that_takes_too_long_is_the_media_s_fault():
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
