@@ -74,6 +74,28 @@ class Stages:
             self._last = now
 
 
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request under way: the task that serves it and, as soon as the engine has it, its ticket."""
+
+    task: asyncio.Task[object] | None
+    ticket: Ticket | None = None
+    aborted: bool = False
+
+    def abort(self) -> None:
+        """Ends the request where no message to its caller can be cut: before the engine has it, none has been written,
+        and the task is cancelled; later the ticket fails. gRPC sends no status after a write that was cancelled."""
+        if self.ticket is not None:
+            self.ticket.fail(_aborted())
+        elif self.task is not None and not self.aborted:
+            self.task.cancel()
+        self.aborted = True
+
+
+def _aborted() -> Cancelled:
+    return Cancelled("the request was aborted", reason="ABORTED")
+
+
 class Generator:
     """Serves requests of one model; bounds how many there are at once."""
 
@@ -85,8 +107,7 @@ class Generator:
         self._rows = rows
         self._engine = engine
         self._max_requests = max_requests
-        self._open: dict[str, list[asyncio.Task[object]]] = {}
-        self._aborted: set[asyncio.Task[object]] = set()
+        self._open: dict[str, list[Job]] = {}
         self.outcomes: Counter[str] = Counter()
         self.stage_totals: Counter[str] = Counter()
 
@@ -96,45 +117,41 @@ class Generator:
         return sum(map(len, self._open.values()))
 
     def abort(self, request_id: str) -> int:
-        """Cancels all requests with this id; how many there were."""
-        tasks = self._open.get(request_id, [])
-        for task in tasks:
-            if task not in self._aborted:
-                self._aborted.add(task)
-                task.cancel()
-        return len(tasks)
+        """Ends all requests with this id; how many there were."""
+        jobs = self._open.get(request_id, [])
+        for job in jobs:
+            job.abort()
+        return len(jobs)
 
     async def generate(self, request: Request) -> AsyncGenerator[Begun | Delta | Ended, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
         if self.open_requests >= self._max_requests:
             self.outcomes["refused"] += 1
             raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.setdefault(request.id, []).append(task)
+        job = Job(asyncio.current_task())
+        self._open.setdefault(request.id, []).append(job)
         outcome = "failed"
         try:
-            async with aclosing(self._serve(request)) as events:
+            async with aclosing(self._serve(request, job)) as events:
                 async for event in events:
                     yield event
             outcome = "finished"
-        except GeneratorExit:
+        except (GeneratorExit, Cancelled):
             outcome = "cancelled"
             raise
         except asyncio.CancelledError:
             outcome = "cancelled"
-            if task not in self._aborted:
+            if job.task is None or not job.aborted or job.ticket is not None:
                 raise
-            task.uncancel()
-            raise Cancelled("the request was aborted", reason="ABORTED") from None
+            job.task.uncancel()
+            raise _aborted() from None
         finally:
-            self._aborted.discard(task)
             self.outcomes[outcome] += 1
-            self._open[request.id].remove(task)
+            self._open[request.id].remove(job)
             if not self._open[request.id]:
                 del self._open[request.id]
 
-    async def _serve(self, request: Request) -> AsyncGenerator[Begun | Delta | Ended, None]:
+    async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Begun | Delta | Ended, None]:
         stages = Stages()
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
@@ -145,7 +162,7 @@ class Generator:
             stages.mark("encode_header")
             laid = await asyncio.to_thread(self._prompts.lay, pieces, [entry.header for entry in entries])
             self._check_length(laid)
-            ticket = self._submit(request, laid, entries, release)
+            ticket = job.ticket = self._submit(request, laid, entries, release)
         except BaseException:
             release()
             raise
