@@ -113,7 +113,7 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
         return False
     try:
         starting.result()
-    except* (WorkerError, ChildDied) as group:
+    except* (WorkerError, ChildDied, OSError) as group:
         raise group.exceptions[0] from None
     return True
 

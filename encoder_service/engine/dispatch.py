@@ -235,7 +235,7 @@ class Dispatcher:
             pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
             try:
                 await self._start(slot)
-            except (ChildDied, WorkerError) as error:
+            except (ChildDied, WorkerError, OSError) as error:
                 _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=pause)
         _log.info("a worker is back", worker=slot.index)
         self._on_change(self.alive)

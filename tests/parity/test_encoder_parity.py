@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,6 +126,16 @@ def test_both_layouts_hold_the_same_tower(family, checkpoints):
     patches, plan = hub.image(PHOTOGRAPHS[1])
     assert (hub.config.image, hub.config.video) == (saved.config.image, saved.config.video)
     assert torch.equal(hub.tower(patches, [plan.grid]), saved.tower(patches, [plan.grid]))
+
+
+def test_the_mixture_of_experts_has_the_same_tower(checkpoints, tmp_path):
+    folder = Path(shutil.copytree(checkpoints("qwen3_vl"), tmp_path / "moe"))
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "model_type": "qwen3_vl_moe"}))
+    dense, sparse = Ours.load(checkpoints("qwen3_vl")), Ours.load(folder)
+    patches, plan = dense.image(PHOTOGRAPHS[1])
+    assert torch.equal(dense.tower(patches, [plan.grid]), sparse.tower(patches, [plan.grid]))
+    assert dense.config.video == sparse.config.video
 
 
 @pytest.mark.parametrize("size", [(30, 40), (640, 480), (57, 1999), (1024, 31), (224, 224), (2000, 1500)])
