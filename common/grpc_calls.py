@@ -32,10 +32,12 @@ _log = log.get("rpc")
 
 
 class CallFrame(grpc.aio.ServerInterceptor):
-    """The one interceptor. An empty `token` lets every caller in."""
+    """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
+    health checks excepted."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, most_calls: int = 1024) -> None:
         self._token = token.encode()
+        self._most_calls = most_calls
         self.open_calls = 0
 
     async def intercept_service(
@@ -100,6 +102,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
         self.open_calls += 1
         with log.bound(method=method, request_id=_name(request)):
             try:
+                if self.open_calls > self._most_calls:
+                    raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
                 _check(request, context)
                 return await run(request, context)
             except errors.TwinlensError as error:

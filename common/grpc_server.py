@@ -71,10 +71,9 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._announced = False
         self._reports: set[asyncio.Task[None]] = set()
-        self._frame = CallFrame(config.token())
+        self._frame = CallFrame(config.token(), config.max_concurrent_calls)
         self.server = grpc.aio.server(
             interceptors=[self._frame],
-            maximum_concurrent_rpcs=config.max_concurrent_calls,
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),

@@ -295,6 +295,26 @@ def test_abort_ends_a_request_by_name_and_tells_its_caller(qwen3: Pair) -> None:
     until(qwen3.idle, "the request has let go")
 
 
+def test_abort_at_any_moment_tells_its_caller(qwen3: Pair) -> None:
+    """Also in the middle of a message to it: many are aborted while their streams are busy."""
+
+    def attempt(number: int) -> tuple[grpc.StatusCode, str]:
+        name = f"aborted {number}"
+        prompt = about(new_picture("abort"), f"{number}?") if number % 3 == 0 else user(f"count {number}")
+        with qwen3.text.generate(asked(prompt, greedy(3000), request_id=name), timeout=30) as stream:
+            events = iter(stream)
+            for _ in range(number % 7):
+                next(events)
+            until(lambda: qwen3.text.abort(name), "the request is under way")
+            with pytest.raises(TwinlensError) as error:
+                _read(events)
+        return error.value.code, error.value.reason
+
+    with ThreadPoolExecutor(12) as threads:
+        assert set(threads.map(attempt, range(60))) == {(grpc.StatusCode.CANCELLED, "ABORTED")}
+    until(qwen3.idle, "all requests have let go")
+
+
 def _read(events: Iterator[v1.GenerateResponse]) -> None:
     for _ in events:
         pass

@@ -55,8 +55,8 @@ class Scripted(v1.LlmServiceServicer):
 class Serving:
     """A server with a frame, its scripted servicer, and a channel to it."""
 
-    def __init__(self, token: str = "") -> None:
-        self.frame = CallFrame(token)
+    def __init__(self, token: str = "", most_calls: int = 1024) -> None:
+        self.frame = CallFrame(token, most_calls)
         self.servicer = Scripted()
         self.server = grpc.aio.server(interceptors=[self.frame])
         v1.add_LlmServiceServicer_to_server(self.servicer, self.server)
@@ -184,6 +184,20 @@ async def test_a_generator_is_closed_when_its_caller_goes_away(leave: str, model
         async with asyncio.timeout(20):
             await serving.servicer.closed.wait()
         await channel.close()
+
+
+async def test_more_calls_than_allowed_are_refused_with_a_hint_until_one_ends() -> None:
+    async with Serving(most_calls=2) as serving:
+        calls = [serving.stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        error = await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details(error)["RetryInfo"].retry_delay.ToMilliseconds() > 0
+        calls[0].cancel()
+        await asyncio.to_thread(until, lambda: serving.frame.open_calls == 1, "the first has ended", 20)
+        assert (await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())).model == "tiny"
+        calls[1].cancel()
 
 
 @pytest.mark.parametrize("field", ["request_id", "cache_salt", "session_id"])
