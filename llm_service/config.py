@@ -46,6 +46,8 @@ class LlmConfig(ServerConfig):
     max_logprobs: int = option(20, "logprobs of one request", minimum=0)
     max_stop_texts: int = option(8, "stop texts of one request", minimum=0)
     max_stop_bytes: int = option(256, "longest stop text", minimum=1)
+    max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
+    max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")

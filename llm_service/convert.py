@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from llm_service.request import (
     Opaque,
     Request,
     Sampling,
+    Structure,
     TextPrompt,
     TokenPrompt,
     Url,
@@ -27,7 +29,7 @@ from llm_service.request import (
 from twinlens.v1 import llm_pb2, media_pb2
 
 _MODALITIES: dict[int, Modality] = {media_pb2.MODALITY_IMAGE: "image", media_pb2.MODALITY_VIDEO: "video"}
-UNIMPLEMENTED_SAMPLING = ("prompt_logprobs", "json_schema", "regex", "grammar", "choice")
+UNIMPLEMENTED_SAMPLING = ("prompt_logprobs",)
 """Fields of the contract that this release refuses."""
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -85,6 +87,7 @@ class Requests:
             media=tuple(media),
             sampling=self._sampling(message.sampling, context),
             stop=tuple(message.sampling.stop),
+            structure=self._structure(message.sampling),
             salt=message.cache_salt,
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
@@ -171,6 +174,21 @@ class Requests:
             raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
         return Sampling(stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values)
 
+    def _structure(self, message: llm_pb2.SamplingParams) -> Structure | None:
+        kind = message.WhichOneof("structured")
+        if kind is None:
+            return None
+        options = list(message.choice.options)
+        text = json.dumps(options) if kind == "choice" else str(getattr(message, kind))
+        field = f"sampling.{kind}"
+        if len(text.encode()) > self._config.max_structure_bytes:
+            raise InvalidInput(f"the {kind} is too long", reason="STRUCTURE_TOO_LARGE", field=field)
+        if not text or (kind == "choice" and not all(options or [""])):
+            raise InvalidInput(f"the {kind} is empty", reason="BAD_STRUCTURE", field=field)
+        if kind == "json_schema" and _depth(text) > self._config.max_schema_depth:
+            raise InvalidInput("the json_schema is nested too deeply", reason="STRUCTURE_TOO_LARGE", field=field)
+        return Structure(kind, text)
+
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not math.isfinite(value) or not low <= value <= high or (name in _ABOVE_ZERO and value == 0):
             raise InvalidInput(
@@ -186,3 +204,16 @@ class Requests:
             raise InvalidInput(
                 f"a stop text has 1 to {self._config.max_stop_bytes} bytes", reason="BAD_STOP", field="sampling.stop"
             )
+
+
+def _depth(text: str) -> int:
+    """How deeply brackets nest in a JSON text; those inside strings count as well, which errs on the strict side.
+
+    >>> _depth('{"a": [{}]}')
+    3
+    """
+    deepest = depth = 0
+    for sign in text:
+        depth += (sign in "{[") - (sign in "}]")
+        deepest = max(deepest, depth)
+    return deepest

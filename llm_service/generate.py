@@ -8,17 +8,23 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from common.errors import Cancelled, Exhausted, InvalidInput
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
 from llm_service.engine.messages import Add, ItemRows, Started
+from llm_service.engine.structure import Structures
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Laid, Request
 from llm_service.rows import RowEntry, RowStore
+
+_COMPILE_SECONDS = 1.0
+"""The longest that a structure may take to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is complete; `reason` is stop or length. `timings` are seconds by stage."""
+    """A choice is complete; `reason` is stop, length or structure. `timings` are seconds by stage."""
 
     choice: int
     reason: str
@@ -100,12 +106,20 @@ class Generator:
     """Serves requests of one model; bounds how many there are at once."""
 
     def __init__(
-        self, prompts: PromptBuilder, landing: Landing, rows: RowStore, engine: EngineFront, *, max_requests: int
+        self,
+        prompts: PromptBuilder,
+        structures: Structures,
+        landing: Landing,
+        rows: RowStore,
+        engine: EngineFront,
+        *,
+        max_requests: int,
     ) -> None:
         self._prompts = prompts
         self._landing = landing
         self._rows = rows
         self._engine = engine
+        self._structures = structures
         self._max_requests = max_requests
         self._open: dict[str, list[Job]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -155,6 +169,7 @@ class Generator:
         stages = Stages()
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
+        request = await self._with_grammar(request)
         stages.mark("prompt")
         entries = await self._landing.land(request) if request.media else []
         release = _once(self._rows.release, list(entries))
@@ -175,6 +190,18 @@ class Generator:
             unwatch()
             self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
             self.stage_totals.update(stages.seconds)
+
+    async def _with_grammar(self, request: Request) -> Request:
+        """The request with its structure compiled, in bounded time and off the event loop."""
+        if request.structure is None:
+            return request
+        compiling = asyncio.to_thread(self._structures.grammar, request.structure)
+        try:
+            grammar = await asyncio.wait_for(compiling, _COMPILE_SECONDS)
+        except TimeoutError:
+            field = f"sampling.{request.structure.kind}"
+            raise InvalidInput("the structure takes too long to compile", reason="BAD_STRUCTURE", field=field) from None
+        return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
     def _check_length(self, laid: Laid) -> None:
         ready = self._engine.ready

@@ -32,6 +32,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     `uniform` in [0, 1) decides the draw; the scheduler makes it, so that every rank, and a repeated run with the same
     seed, choose alike. Tokens in `banned` cannot be chosen. `history` and `output_from` (where in it the output begins)
     are given only where a penalty needs them. `logprobs`: how many of the likeliest to report, -1 for none at all.
+    `allowed`: where it is given, a token whose bit (little-endian) is not set cannot be chosen.
     """
 
     at: int
@@ -48,11 +49,12 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     history: bytes = b""
     output_from: int = 0
     logprobs: int = -1
+    allowed: bytes = b""
 
     @property
     def plain(self) -> bool:
         """The highest logit wins, untouched."""
-        return self.temperature == 0.0 and not self.banned and not self.logit_bias and not self.history
+        return self.temperature == 0.0 and not (self.banned or self.logit_bias or self.history or self.allowed)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

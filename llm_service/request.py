@@ -91,8 +91,17 @@ class TokenPrompt:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that an answer must have; `text` is the contract's field, a choice's options as a JSON list."""
+
+    kind: Literal["json_schema", "regex", "grammar", "choice"]
+    text: str
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says."""
+    """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
+    `grammar` is a checked structure in llguidance's form, empty for none."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -109,6 +118,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     n: int = 1
     logprobs: int | None = None
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:
@@ -130,6 +140,7 @@ class Request:
     media: tuple[MediaItem, ...]
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    structure: Structure | None = None
     salt: str = ""
     priority: int = 0
     deadline: float | None = None

@@ -16,6 +16,7 @@ from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
+from llm_service.engine.structure import Structures
 from llm_service.generate import Generator
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
@@ -23,6 +24,7 @@ from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
 from llm_service.servicer import LlmServicer, Parts
 from llm_service.settings import EngineSettings
+from llm_service.tokens import end_tokens
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
 SERVICE = "twinlens.v1.LlmService"
@@ -37,6 +39,7 @@ async def serve(config: LlmConfig) -> None:
     layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
     digest = await asyncio.to_thread(vision_digest, checkpoint, layout.dtype)
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
+    structures = await asyncio.to_thread(Structures, checkpoint, prompts.vocab_size, end_tokens(checkpoint))
     model = config.served_model_name or checkpoint.name
 
     async with AsyncExitStack() as running:
@@ -45,9 +48,8 @@ async def serve(config: LlmConfig) -> None:
         running.callback(rows.close)
         pool = EncoderPool(config.encoders, config.link(), digest, grace=config.encode_timeout_seconds)
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
-        generator = Generator(
-            prompts, Landing(pool, rows, config.encode_timeout_seconds), rows, engine, max_requests=config.max_requests
-        )
+        landing = Landing(pool, rows, config.encode_timeout_seconds)
+        generator = Generator(prompts, structures, landing, rows, engine, max_requests=config.max_requests)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(config, model, text.architecture, digest, requests, prompts, generator, engine, rows, pool)
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)

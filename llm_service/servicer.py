@@ -22,7 +22,11 @@ from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceServicer
 
-_REASONS = {"stop": llm_pb2.FINISH_REASON_STOP, "length": llm_pb2.FINISH_REASON_LENGTH}
+_REASONS = {
+    "stop": llm_pb2.FINISH_REASON_STOP,
+    "length": llm_pb2.FINISH_REASON_LENGTH,
+    "structure": llm_pb2.FINISH_REASON_STRUCTURE,
+}
 
 Context = grpc.aio.ServicerContext
 

@@ -17,6 +17,7 @@ from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.structure import Structures
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.settings import EngineSettings
@@ -61,6 +62,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         Limits(settings.max_running, settings.max_step_tokens, context),
         end_tokens(checkpoint),
         runner.row_bytes,
+        Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)).matcher,
     )
     devices = [str(device_of(rank, settings.device)) for rank in range(size)]
     link.send(Ready(context=context, kv_blocks=blocks, devices=devices))

@@ -53,11 +53,9 @@ class EngineCore:
         while True:
             while (message := self._link.poll()) is not None:
                 self._take(message)
-            for failed in self._scheduler.expire(time.monotonic()):
-                self._link.send(failed)
+            self._scheduler.expire(time.monotonic())
             worked = self.step()
-            if ended := self._scheduler.take_ended():
-                self._link.send(Released(ended))
+            self._report_ends()
             if not worked:
                 self._rest()
 
@@ -72,6 +70,13 @@ class EngineCore:
         if tokens := self._scheduler.finish(step, result):
             self._link.send(Tokens(tokens))
         return True
+
+    def _report_ends(self) -> None:
+        """A failure is told before its request is released: nothing is heard of a released one."""
+        for failed in self._scheduler.take_failures():
+            self._link.send(failed)
+        if ended := self._scheduler.take_ended():
+            self._link.send(Released(ended))
 
     def _rest(self) -> None:
         """Waits for a message or for the next deadline. An idle engine proves that it has lost nothing."""

@@ -83,7 +83,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """A token of one choice; `ended` is empty, stop or length."""
+    """A token of one choice; `ended` is empty, stop, length or structure."""
 
     id: int
     choice: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,12 @@ import numpy as np
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, Failed, Started, State, Token
 from llm_service.engine.sequence import Sequence
+from llm_service.engine.structure import Matcher
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan, StepResult
 
+_INVALID_ARGUMENT = 3
 _DEADLINE_EXCEEDED = 4
+_TOO_COMPLEX = "the structure of the answer became too complex to follow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,16 @@ class Counters:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens."""
+    """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens; `match` gives a
+    matcher for a grammar."""
 
     blocks: BlockManager
     limits: Limits
     eos: frozenset[int]
     row_bytes: int
+    match: Callable[[str], Matcher] | None = None
     counters: Counters = field(default_factory=Counters)
+    _failures: list[Failed] = field(default_factory=list)
     _waiting: list[Sequence] = field(default_factory=list)
     _running: list[Sequence] = field(default_factory=list)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict)
@@ -74,6 +80,9 @@ class Scheduler:
         """Takes a request in. The front has checked that it fits the context."""
         self._arrivals += 1
         sequences = Sequence.of(add, arrival=self._arrivals, seed=secrets.randbits(64))
+        if add.sampling.grammar and self.match is not None:
+            for sequence in sequences:
+                sequence.matcher = self.match(add.sampling.grammar)
         self._requests[add.id] = sequences
         for sequence in sequences:
             bisect.insort(self._waiting, sequence, key=_rank)
@@ -90,16 +99,21 @@ class Scheduler:
             if choice in (-1, sequence.choice):
                 self._end(sequence)
 
-    def expire(self, now: float) -> list[Failed]:
-        """Ends every request whose deadline has passed by `now`, on the monotonic clock."""
-        late = [
-            id for id, (first, *_) in self._requests.items() if first.deadline is not None and first.deadline <= now
-        ]
-        for id in late:
+    def expire(self, now: float) -> None:
+        """Fails every request whose deadline has passed by `now`, on the monotonic clock."""
+        for id, (first, *_) in list(self._requests.items()):
+            if first.deadline is not None and first.deadline <= now:
+                self._fail(id, _DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed while generating")
+
+    def take_failures(self) -> list[Failed]:
+        """The requests that failed since the last call; they are among `take_ended` as well."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _fail(self, id: int, code: int, reason: str, message: str) -> None:
+        if id in self._requests:
             self.abort(id)
-        return [
-            Failed(id, _DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed while generating") for id in late
-        ]
+            self._failures.append(Failed(id, code, reason, message))
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of all requests."""
@@ -223,13 +237,20 @@ class Scheduler:
             for identity in sequence.identities(full, size)[len(sequence.table.identities) :]:
                 self.blocks.commit(sequence.table, identity)
         tokens: list[Token] = []
+        lost: list[int] = []
         for sequence, token, logprobs in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             sequence.tokens.append(token)
             self.counters.generated_tokens += 1
+            if sequence.matcher is not None:
+                sequence.matcher.consume_token(token)
             ended = self._ended(sequence, token)
             tokens.append(Token(sequence.id, sequence.choice, token, ended, logprobs))
             if ended:
                 self._end(sequence)
+            elif sequence.matcher is not None and sequence.matcher.is_error():
+                lost.append(sequence.id)
+        for id in lost:
+            self._fail(id, _INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", _TOO_COMPLEX)
         return tokens
 
     def take_ended(self) -> list[int]:
@@ -240,6 +261,8 @@ class Scheduler:
     def _ended(self, sequence: Sequence, token: int) -> str:
         if token in self._ends(sequence):
             return "stop"
+        if sequence.matcher is not None and sequence.matcher.is_stopped() and not sequence.matcher.is_error():
+            return "structure"
         full = len(sequence.tokens) >= self.limits.max_context
         return "length" if full or sequence.generated >= sequence.sampling.max_tokens else ""
 

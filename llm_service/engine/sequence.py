@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_service.engine.blocks import BlockTable, block_identity, root_identity
 from llm_service.engine.messages import Add
+from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice
 from llm_service.request import Sampling
 
@@ -45,6 +46,7 @@ class Sequence:
     root: bytes
     rank: tuple[int, int]
     deadline: float | None
+    matcher: Matcher | None = None
     after: Sequence | None = None
     computed: int = 0
     started: bool = False
@@ -159,6 +161,7 @@ class Sequence:
             history=self.tokens.tobytes() if sampling.needs_history else b"",
             output_from=self.prompt_tokens,
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            allowed=b"" if self.matcher is None else self.matcher.compute_bitmask(),
         )
 
 

@@ -6,6 +6,7 @@ the plan's `uniform`, so that a token depends on its logits and its seed and on 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,9 @@ def _choose(row: Tensor, draw: Draw) -> int:
     _penalise(row, draw)
     if draw.logit_bias:
         row[list(draw.logit_bias)] += torch.tensor(list(draw.logit_bias.values()), device=row.device)
+    if draw.allowed:
+        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), count=len(row), bitorder="little")
+        row[torch.from_numpy(bits).to(row.device) == 0] = -torch.inf
     if draw.banned:
         row[list(draw.banned)] = -torch.inf
     if draw.temperature == 0.0:

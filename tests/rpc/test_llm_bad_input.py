@@ -136,10 +136,8 @@ CASES: dict[str, Case] = {
     ),
     "a bias that is no number": (sampled(logit_bias={1: NAN}), INVALID, "OUT_OF_RANGE", "sampling.logit_bias"),
     # not served yet
-    "a JSON schema": (sampled(json_schema="{" * 1000), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.json_schema"),
-    "an exploding regex": (sampled(regex="(a+)+" * 50), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.regex"),
-    "a grammar": (sampled(grammar="root ::= root"), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.grammar"),
-    "a choice": (sampled(choice=v1.Choice(options=["a"])), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.choice"),
+    "a schema too deep": (sampled(json_schema="{" * 1000), INVALID, "STRUCTURE_TOO_LARGE", "sampling.json_schema"),
+    "a bad grammar": (sampled(grammar="start: nowhere"), INVALID, "BAD_STRUCTURE", "sampling.grammar"),
     "prompt logprobs": (sampled(prompt_logprobs=1), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.prompt_logprobs"),
     "a session": (asked(text(), session_id="s"), UNIMPLEMENTED, "UNIMPLEMENTED", "session_id"),
     "audio": (pictured(modality=v1.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "UNIMPLEMENTED", f"{MEDIA}.modality"),

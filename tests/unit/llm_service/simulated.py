@@ -217,7 +217,8 @@ class Simulation:
         self.scheduler.abort(id, choice)
 
     def expire(self, now: float) -> None:
-        for event in self.scheduler.expire(now):
+        self.scheduler.expire(now)
+        for event in self.scheduler.take_failures():
             self._fail(event)
 
     def _fail(self, event: Failed) -> None:

@@ -1,0 +1,100 @@
+"""Answers of a prescribed form, from a model that would never give them by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import grpc
+import pytest
+
+from tests.rpc.pairs import Pair, answer, asked, greedy, tokens
+from twinlens import TwinlensError, user, v1
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+)
+QUESTION = user("What is there?")
+
+
+def shaped(both: Pair, max_tokens: int = 200, **structure: object) -> v1.GenerateRequest:
+    """A request for an answer of some form, sampled at a temperature that gives everything a chance."""
+    sampling = v1.SamplingParams(max_tokens=max_tokens, temperature=1.5, seed=7, n=3, **structure)  # type: ignore[arg-type]
+    return asked(QUESTION, sampling)
+
+
+def test_a_schema_gives_json_that_fits_it(qwen3: Pair) -> None:
+    for choice in answer(qwen3.text, shaped(qwen3, json_schema=SCHEMA)).choices:
+        value = json.loads(choice.text)
+        assert set(value) == {"colour", "count"}
+        assert value["colour"] in ("red", "blue")
+        assert 0 <= value["count"] <= 99
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]{5}-[0-9]{3}", "(yes|no)!", "é+ü"])
+def test_a_regex_is_matched_whole(qwen3: Pair, pattern: str) -> None:
+    for choice in answer(qwen3.text, shaped(qwen3, regex=pattern)).choices:
+        assert re.fullmatch(pattern, choice.text)
+
+
+def test_a_choice_is_one_of_the_options_and_ends_by_itself(qwen3: Pair) -> None:
+    options = ["left of it", 'the "right"', "above\nor below"]
+    found = answer(qwen3.text, shaped(qwen3, choice=v1.Choice(options=options))).choices
+    assert all(choice.text in options for choice in found)
+    assert {choice.reason for choice in found} <= {v1.FINISH_REASON_STRUCTURE, v1.FINISH_REASON_STOP}
+
+
+def test_a_grammar_is_followed(qwen3: Pair) -> None:
+    grammar = 'start: NUMBER ("+" NUMBER){2}\nNUMBER: /[1-9][0-9]?/'
+    for choice in answer(qwen3.text, shaped(qwen3, grammar=grammar)).choices:
+        assert re.fullmatch(r"[1-9][0-9]?(\+[1-9][0-9]?){2}", choice.text)
+
+
+def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) -> None:
+    alone = tokens(qwen3.text, asked(QUESTION, greedy(40, ignore_eos=False, json_schema=SCHEMA)))
+    with qwen3.text.generate(asked(user("count"), greedy(200))) as other:
+        next(iter(other))
+        assert tokens(qwen3.text, asked(QUESTION, greedy(40, ignore_eos=False, json_schema=SCHEMA))) == alone
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        ({"regex": "((("}, "BAD_STRUCTURE"),
+        ({"json_schema": "{"}, "BAD_STRUCTURE"),
+        ({"json_schema": '{"type": "nonsense"}'}, "BAD_STRUCTURE"),
+        ({"json_schema": '{"$ref": "#"}'}, "BAD_STRUCTURE"),
+        ({"json_schema": '{"items":' * 40 + "{}" + "}" * 40}, "STRUCTURE_TOO_LARGE"),
+        ({"json_schema": json.dumps({"description": "x" * 70_000})}, "STRUCTURE_TOO_LARGE"),
+        ({"grammar": "start: nowhere"}, "BAD_STRUCTURE"),
+        ({"choice": v1.Choice()}, "BAD_STRUCTURE"),
+        ({"choice": v1.Choice(options=["a", ""])}, "BAD_STRUCTURE"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_field(
+    qwen3: Pair, structure: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(TwinlensError) as error:
+        answer(qwen3.text, shaped(qwen3, **structure))
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.value.reason, error.value.field) == (reason, f"sampling.{next(iter(structure))}")
+
+
+def code(both: Pair, request: v1.GenerateRequest) -> grpc.StatusCode:
+    """How a request ends."""
+    try:
+        answer(both.text, request)
+    except TwinlensError as error:
+        return error.code
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}b", "(.*a){20}.{300}"])
+def test_an_exploding_regex_is_answered_or_refused_but_never_hangs(qwen3: Pair, pattern: str) -> None:
+    assert code(qwen3, shaped(qwen3, 20, regex=pattern)) in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+    assert len(tokens(qwen3.text, asked(QUESTION))) == 8
