@@ -1,0 +1,120 @@
+"""Text weights out of checkpoints in every layout that they come in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.models.config import TextConfig
+from llm_service.models.loader import load_decoder
+from tests.checkpoints import FAMILIES, Family
+
+CPU = torch.device("cpu")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_decoder(Checkpoint(folder), torch.float32, CPU).state_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{"layout": "saved"}, {"sharded": True}, {"layout": "saved", "sharded": True}])
+def test_every_layout_of_a_checkpoint_gives_the_same_decoder(
+    checkpoints: Callable[..., Path], family: Family, settings: dict[str, Any]
+) -> None:
+    ours, theirs = weights(checkpoints(family)), weights(checkpoints(family, **settings))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoints_shape_is_read_alike_from_every_layout(checkpoints: Callable[..., Path], family: Family) -> None:
+    hub, saved = (TextConfig.of(Checkpoint(checkpoints(family, layout=layout)).config) for layout in ("hub", "saved"))
+    assert hub == saved
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_the_embeddings_where_it_is_tied_and_its_own_where_it_is_not(
+    checkpoints: Callable[..., Path], tied: bool
+) -> None:
+    decoder = load_decoder(Checkpoint(checkpoints("qwen3_vl", tied=tied)), torch.float32, CPU)
+    hidden = torch.randn(2, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    by_embeddings = hidden @ decoder.embed_tokens.weight.T
+    with torch.inference_mode():
+        assert torch.allclose(decoder.logits(hidden), by_embeddings, atol=1e-5) is tied
+
+
+@pytest.fixture
+def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints("qwen3_vl"), tmp_path / "copy"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_a_missing_weight_is_named(copied: Path) -> None:
+    rewrite(copied, lambda tensors: tensors.pop(next(name for name in tensors if "layers.1.mlp.up_proj" in name)))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
+        load_decoder(Checkpoint(copied), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    "part", ["layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "layers.0.input_layernorm"]
+)
+def test_a_weight_of_another_shape_is_named(copied: Path, part: str) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if part in name and "visual" not in name)
+        tensors[name] = tensors[name][:-1].clone()
+
+    rewrite(copied, cut)
+    with pytest.raises(CheckpointError, match=part.replace(".", r"\.")):
+        load_decoder(Checkpoint(copied), torch.float32, CPU)
+
+
+def test_weights_of_the_vision_side_are_not_needed(copied: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "visual" in name]:
+            del tensors[name]
+
+    before = weights(copied)
+    rewrite(copied, drop)
+    after = weights(copied)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_scaling": {"type": "yarn", "mrope_section": [6, 5, 5]}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 6]}}, "mrope_section"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"num_hidden_layers": None}, ""),
+    ],
+)
+def test_a_shape_that_cannot_be_served_is_refused_by_name(copied: Path, change: dict[str, Any], said: str) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["text_config"].update(change)
+    if None in change.values():
+        del config["text_config"]["num_hidden_layers"]
+        said = "num_hidden_layers"
+    with pytest.raises(CheckpointError, match=said):
+        TextConfig.of(config)
+
+
+def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    with pytest.raises(CheckpointError, match=r"NoSuchModel is not supported.*Qwen3VL"):
+        load_decoder(Checkpoint(copied), torch.float32, CPU)
