@@ -2,7 +2,7 @@
 #
 # What pip installs is decided by its own settings: build arguments for an index, or a pip.conf mounted at
 # /etc/pip.conf. The default torch is whichever those settings offer for this platform.
-ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim
+ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_EXTRA_INDEX_URL=
