@@ -112,10 +112,11 @@ class CallFrame(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 code = "CANCELLED"
                 task = asyncio.current_task()
-                if task is not None and not task.cancelling():  # not for us: the caller is still there, and waits
+                if task is not None and not task.cancelling():
                     _log.exception("a handler was cancelled from inside")
                     await fail(context, errors.Internal("the service failed to handle this call"))
-                raise
+                # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on.
+                await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
             except Exception as error:
                 if isinstance(error, grpc.aio.AbortError):
                     raise

@@ -89,8 +89,8 @@ class Job:
     aborted: bool = False
 
     def abort(self) -> None:
-        """Ends the request where no message to its caller can be cut: before the engine has it, none has been written,
-        and the task is cancelled; later the ticket fails. gRPC sends no status after a write that was cancelled."""
+        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
+        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
         if self.ticket is not None:
             self.ticket.fail(_aborted())
         elif self.task is not None and not self.aborted:

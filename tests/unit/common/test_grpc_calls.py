@@ -81,7 +81,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def _drained(call: Any) -> None:
-    async for _ in call:
+    while await call.read() is not grpc.aio.EOF:
         pass
 
 
@@ -150,6 +150,21 @@ async def test_a_handler_that_was_cancelled_from_inside_leaves_no_caller_waiting
         serving.servicer.act = raising(asyncio.CancelledError())
         error = await failure(serving.stub.Generate(v1.GenerateRequest(), timeout=20))
         assert error.code() is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("model", ["silent", "endless"])
+async def test_a_handler_whose_task_is_cancelled_leaves_no_caller_waiting(model: str) -> None:
+    """Also where that happens in the middle of a message."""
+    async with Serving() as serving:
+        tasks: list[asyncio.Task[Any] | None] = []
+        serving.servicer.act = lambda: tasks.append(asyncio.current_task())
+        call = serving.stub.Generate(v1.GenerateRequest(model=model), timeout=20)
+        assert (await call.read()).HasField("started")
+        await asyncio.to_thread(until, lambda: tasks, "it is under way", 20)
+        assert tasks[0] is not None
+        tasks[0].cancel()
+        error = await failure(call)
+        assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x22\xff\xff\xff\xff\x0f"])
