@@ -25,6 +25,10 @@ _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that either side accepts."""
 
+_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait sleep instead of spinning: processes that share cores would else hold each other up several times
+over (docs/PERFORMANCE.md). The environment of the service has the last word."""
+
 ReceiveT = TypeVar("ReceiveT")
 
 
@@ -69,7 +73,7 @@ class Child(Generic[ReceiveT]):
                 *map(str, fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *fds),
-                env={**os.environ, **(environ or {}), "TWINLENS_PARENT": str(os.getpid())},
+                env={**_DEFAULTS, **os.environ, **(environ or {}), "TWINLENS_PARENT": str(os.getpid())},
             )
         finally:
             theirs.close()
