@@ -7,7 +7,7 @@ import os
 import torch
 
 from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.group import TensorGroup
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
@@ -28,6 +28,9 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
 
 
 def block_count(settings: EngineSettings, config: TextConfig, group: TensorGroup) -> int:
-    """KV blocks that each rank's memory holds; the same on all ranks."""
+    """KV blocks that each rank's memory holds; the same on all ranks. Raises CheckpointError where it holds none."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    return settings.kv_cache_bytes // block_bytes(config, group, settings.block_size, dtype.itemsize)
+    one = block_bytes(config, group, settings.block_size, dtype.itemsize)
+    if settings.kv_cache_bytes < one:
+        raise CheckpointError(f"--kv-cache-bytes is too small for this model: one KV block takes {one} bytes")
+    return settings.kv_cache_bytes // one

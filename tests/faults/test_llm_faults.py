@@ -218,9 +218,19 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line_and_no_process_is_left(
     else:
         config = (folder / "config.json").read_text()
         (folder / "config.json").write_text(config.replace("Qwen3VLForConditionalGeneration", "NoSuchModel"))
-    command = [sys.executable, "-m", "llm_service", f"--model={folder}"]
+    assert said in refusal(f"--model={folder}")
+
+
+def test_a_cache_that_holds_no_block_is_told_at_the_start(checkpoint: Path) -> None:
+    said = refusal(f"--model={checkpoint}", "--threads=1", "--kv-cache-bytes=64KiB", "--block-size=256")
+    assert "--kv-cache-bytes is too small" in said
+
+
+def refusal(*flags: str) -> str:
+    """The last line that a service says which cannot begin; it ends with 1, and without a traceback."""
+    command = [sys.executable, "-m", "llm_service", *flags]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert said in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
+    return ended.stderr.splitlines()[-1]
