@@ -81,7 +81,7 @@ class EncoderPool:
             host, _, port = address.removeprefix(DNS).rpartition(":")
             try:
                 answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError:  # a name that does not resolve just now keeps the encoders that it had
+            except (OSError, UnicodeError):  # one that does not resolve just now keeps the encoders that it had
                 _log.debug("name does not resolve", name=host)
                 found.update({known: peer.name for known, (peer, _) in self._peers.items() if peer.name == host})
                 continue

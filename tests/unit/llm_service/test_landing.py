@@ -491,3 +491,14 @@ async def test_errors_that_callers_see_are_of_our_tree() -> None:
         with pytest.raises(TwinlensError) as error:
             await b.whole(b"picture")
         assert isinstance(error.value, Internal)
+
+
+@pytest.mark.parametrize("bad", ["no-such-name.invalid", "label" * 20 + ".invalid", "a..b"])
+async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: str) -> None:
+    async with bench(ScriptedEncoder()) as b:
+        port = b.encoders[0].address.rpartition(":")[2]
+        addresses = (f"dns:///{bad}:7001", f"dns:///localhost:{port}")
+        pool = EncoderPool(addresses, ChannelSecurity(), DIGEST, grace=1.0)
+        await pool.start()
+        await eventually(lambda: any(peer.usable for peer in pool.peers))
+        await pool.stop()
