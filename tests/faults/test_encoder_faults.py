@@ -16,7 +16,20 @@ import pytest
 
 from tests import pictures
 from tests.launch import Service, launch, llm_server
-from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, about, answer, asked, greedy, idle, quiet, tokens, usable
+from tests.rpc.pairs import (
+    ENCODER_FLAGS,
+    LLM_FLAGS,
+    Pair,
+    about,
+    answer,
+    asked,
+    greedy,
+    idle,
+    pair,
+    quiet,
+    tokens,
+    usable,
+)
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, TwinlensError, image, user, v1
 
@@ -121,54 +134,51 @@ def test_with_two_encoders_the_death_of_one_costs_no_request(checkpoint: Path) -
         until(lambda: idle(client) and quiet(other), "nothing is held")
 
 
-def test_a_caller_who_leaves_while_the_encoder_is_at_work_stops_the_encode(checkpoint: Path) -> None:
-    with (
-        encoder(checkpoint) as service,
-        llm_server(checkpoint, service.address, **LLM_FLAGS) as llm,
-        LlmClient(llm.address) as client,
-        EncoderClient(service.address) as media,
-    ):
-        until(lambda: usable(client, 1), "the encoder is usable")
-        with frozen(service):
-            passed = media.get_load().encoded_items
-            # One fills the worker; the others wait behind it and must never be computed.
-            streams = [client.generate(asked(about(new_picture()))) for _ in range(3)]
-            until(lambda: media.get_load().open_streams == 3, "the encoder is at work on all")
-            for stream in streams:
-                stream.cancel()
-            until(lambda: media.get_load().open_streams == 0, "the encoder has heard of it")
-            until(lambda: media.get_load().queued_items == 0, "nothing waits for the worker")
-            until(lambda: idle(client), "the LLM service holds nothing")
-            assert client.get_load().row_bytes == 0
-        until(lambda: quiet(media), "the encoder has nothing to do")
-        assert media.get_load().encoded_items <= passed + 1
-        assert tokens(client, asked(about(new_picture())))
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Iterator[Pair]:
+    """Both services, for tests that kill neither."""
+    with pair(checkpoint) as running:
+        yield running
 
 
-def test_one_who_shares_a_picture_is_not_hurt_by_the_other_leaving(checkpoint: Path) -> None:
-    with (
-        encoder(checkpoint) as service,
-        llm_server(checkpoint, service.address, **LLM_FLAGS) as llm,
-        LlmClient(llm.address) as client,
-        EncoderClient(service.address) as media,
-    ):
-        until(lambda: usable(client, 1), "the encoder is usable")
-        shared = new_picture()
-        with ThreadPoolExecutor(1) as threads, frozen(service):
-            leaver = client.generate(asked(about(shared)))
-            until(lambda: client.get_load().row_bytes > 0, "its rows have a place")
-            stayer = threads.submit(tokens, client, asked(about(shared)))
-            until(lambda: client.get_load().row_hits == 1, "the other shares them")
-            hasty = client.generate(asked(about(shared)), timeout=0.2)
-            with pytest.raises(TwinlensError) as error:
-                _read(hasty)
-            assert error.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-            leaver.cancel()
-            until(lambda: client.get_load().cancelled_requests >= 1, "the service has heard of it")
-            os.kill(service.children(WORKER)[0], signal.SIGCONT)
-            said = stayer.result()
-        assert said == tokens(client, asked(about(shared)))
-        assert media.get_load().vit_calls == 1
+def test_a_caller_who_leaves_while_the_encoder_is_at_work_stops_the_encode(both: Pair) -> None:
+    client, media = both.text, both.media
+    client.flush_cache()
+    with frozen(both.encoder):
+        passed = media.get_load().encoded_items
+        # One fills the worker; the others wait behind it and must never be computed.
+        streams = [client.generate(asked(about(new_picture()))) for _ in range(3)]
+        until(lambda: media.get_load().open_streams == 3, "the encoder is at work on all")
+        for stream in streams:
+            stream.cancel()
+        until(lambda: media.get_load().open_streams == 0, "the encoder has heard of it")
+        until(lambda: media.get_load().queued_items == 0, "nothing waits for the worker")
+        until(lambda: idle(client), "the LLM service holds nothing")
+        assert client.get_load().row_bytes == 0
+    until(both.idle, "the encoder has nothing to do")
+    assert media.get_load().encoded_items <= passed + 1
+    assert tokens(client, asked(about(new_picture())))
+
+
+def test_one_who_shares_a_picture_is_not_hurt_by_the_other_leaving(both: Pair) -> None:
+    client, shared = both.text, new_picture()
+    client.flush_cache()
+    before, calls = client.get_load(), both.media.get_load().vit_calls
+    with ThreadPoolExecutor(1) as threads, frozen(both.encoder):
+        leaver = client.generate(asked(about(shared)))
+        until(lambda: client.get_load().row_bytes > 0, "its rows have a place")
+        stayer = threads.submit(tokens, client, asked(about(shared)))
+        until(lambda: client.get_load().row_hits == before.row_hits + 1, "the other shares them")
+        hasty = client.generate(asked(about(shared)), timeout=0.2)
+        with pytest.raises(TwinlensError) as error:
+            _read(hasty)
+        assert error.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        leaver.cancel()
+        until(lambda: client.get_load().cancelled_requests > before.cancelled_requests, "the service has heard of it")
+        os.kill(both.encoder.children(WORKER)[0], signal.SIGCONT)
+        said = stayer.result()
+    assert said == tokens(client, asked(about(shared)))
+    assert both.media.get_load().vit_calls == calls + 1
 
 
 def _read(stream: Iterator[v1.GenerateResponse]) -> None:
