@@ -47,7 +47,9 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
 
 
 def processes() -> list[int]:
-    return [pid for pid, line in descendants(os.getpid()).items() if "encoder_service.media" in line]
+    """This process's own decode processes, not those of a service that another test keeps running."""
+    children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    return [pid for pid in children if "encoder_service.media" in command_line(pid)]
 
 
 async def test_pictures_and_videos_are_decoded_into_the_arena():
@@ -76,8 +78,6 @@ async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
     plan = geometry.plan_image(Inspection(3000, 3000), CONFIG.image, Options())
     async with pool() as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
-        # Once it has answered, the process has its own memory, no longer the image of this one that it began as.
-        assert await decoders.inspect(data, video=False, field="x") == Inspection(3000, 3000)
         _limit(processes()[0], 20 << 20)
         with pytest.raises(InvalidInput) as refused:
             await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
