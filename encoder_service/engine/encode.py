@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from common import identity, log
+from common import identity, log, tasks
 from common.errors import Exhausted, Internal, NotFound, TwinlensError
 from encoder_service.engine.flight import Flight, Ticket
 from encoder_service.engine.pipeline import Pipeline, in_thread
@@ -77,10 +77,9 @@ class Encoder:
     async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
         known: asyncio.Future[tuple[Header, bool]] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._warm(item, mime_type, known))
+        task = tasks.start(self._warm(item, mime_type, known), "prefetch")
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
-        task.add_done_callback(_report)
         return await asyncio.shield(known)
 
     @property
@@ -102,10 +101,10 @@ class Encoder:
 
         No worker may be alive, and no caller may come.
         """
-        tasks = [*self._warming, *(flight.task for flight in self._flights.values() if flight.task)]
-        for task in tasks:
+        running = [*self._warming, *(flight.task for flight in self._flights.values() if flight.task)]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         await self._empty.wait()
 
     @contextmanager
@@ -167,8 +166,7 @@ class Encoder:
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
             self._flights[key] = flight
-            flight.task = asyncio.create_task(self._fly(flight))
-            flight.task.add_done_callback(_report)
+            flight.task = tasks.start(self._fly(flight), "flight")
         flight.tickets += 1
         flight.raise_priority(item.priority)
         if rows:
@@ -233,8 +231,3 @@ def _header(flight: Flight, plan: Plan) -> Header:
         timestamps=plan.timestamps,
         seconds_per_grid=plan.seconds_per_grid,
     )
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        _log.error("a task failed", exc_info=error)

@@ -11,7 +11,7 @@ import hashlib
 import socket
 from collections.abc import Collection, Sequence
 
-from common import log
+from common import log, tasks
 from common.errors import Unavailable
 from common.grpc_channel import ChannelSecurity
 from llm_service.encoders.peer import Peer
@@ -48,7 +48,7 @@ class EncoderPool:
 
     async def start(self) -> None:
         """Begins to look encoders up and to watch them; does not wait for any."""
-        self._resolver = asyncio.create_task(self._keep_resolving(), name="encoder resolver")
+        self._resolver = tasks.start(self._keep_resolving(), "encoder resolver")
 
     async def stop(self) -> None:
         """Ends all watching and closes all channels."""
@@ -66,7 +66,7 @@ class EncoderPool:
             wanted = await self._resolve()
             for address in wanted.keys() - self._peers.keys():
                 peer = Peer(address, wanted[address], self._security, self._digest)
-                self._peers[address] = (peer, asyncio.create_task(peer.watch(self._changed), name=f"watch {address}"))
+                self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
             for address in self._peers.keys() - wanted.keys():
                 await self._remove(address, grace=self._grace)
             await asyncio.sleep(_RESOLVE_SECONDS)
@@ -94,7 +94,7 @@ class EncoderPool:
         peer, watcher = self._peers.pop(address)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        task = asyncio.create_task(peer.close(grace))
+        task = tasks.start(peer.close(grace), f"close {address}")
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         if grace is None:

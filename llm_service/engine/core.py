@@ -22,6 +22,9 @@ from llm_service.engine.messages import (
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepPlan, StepResult
 
+_PROOF_SECONDS = 5.0
+"""The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
+
 
 class Executor(Protocol):
     """Whatever runs a plan: one rank, a group of them, or a fake in tests.
@@ -47,6 +50,7 @@ class EngineCore:
         self._link = link
         self._scheduler = scheduler
         self._executor = executor
+        self._next_proof = 0.0
 
     def run(self) -> None:
         """Serves until the front goes away (EOFError)."""
@@ -79,8 +83,11 @@ class EngineCore:
             self._link.send(Released(ended))
 
     def _rest(self) -> None:
-        """Waits for a message or for the next deadline. An idle engine proves that it has lost nothing."""
-        self._scheduler.check_integrity()
+        """Waits for a message or for the next deadline. An engine that turns idle proves, now and then, that it has
+        lost nothing."""
+        if time.monotonic() >= self._next_proof:
+            self._scheduler.check_integrity()
+            self._next_proof = time.monotonic() + _PROOF_SECONDS
         deadline = self._scheduler.next_deadline()
         waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         waits += [] if self._executor.beat_seconds is None else [self._executor.beat_seconds]

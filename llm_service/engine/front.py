@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import log
+from common import log, tasks
 from common.checkpoint import CheckpointError
 from common.errors import Internal, TwinlensError, Unavailable, from_code
 from common.processes import Child, ChildDied
@@ -93,7 +93,7 @@ class EngineFront:
         Raises CheckpointError where it cannot serve the checkpoint, Internal where it ends for another reason.
         """
         self._first = asyncio.get_running_loop().create_future()
-        self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+        self._keeper = tasks.start(self._keep(), "engine keeper")
         return await self._first
 
     async def stop(self) -> None:

@@ -445,11 +445,11 @@ async def test_repeats_go_where_they_went_and_different_items_are_spread() -> No
     async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
         await b.usable(3)
         for _ in range(2):
-            for number in range(12):
+            for number in range(40):
                 await b.whole(b"picture %d" % number)
         seen = [{call.data for call in encoder.calls} for encoder in b.encoders]
         assert all(seen)
-        assert sum(map(len, seen)) == 12, "one picture went to two encoders"
+        assert sum(map(len, seen)) == 40, "one picture went to two encoders"
 
 
 async def test_a_crowded_encoder_is_passed_over() -> None:
