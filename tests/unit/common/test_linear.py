@@ -1,0 +1,56 @@
+"""A settled linear layer computes what the plain one did, whatever the number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from common.linear import Linear, settle_linears
+
+
+def filled(inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> Linear:
+    generator = torch.Generator().manual_seed(0)
+    layer = Linear(inputs, outputs, bias=bias, dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_every_number_of_rows_gives_the_plain_product(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    layer = filled(48, 33, bias=bias, dtype=dtype)
+    weight = layer.weight.detach().clone()
+    layer.settle()
+    for rows in (1, 2, 3, 4, 5, 8, 17, 64):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        out = layer(x)
+        assert out.shape == (rows, 33)
+        torch.testing.assert_close(out, functional.linear(x, weight, layer.bias), rtol=tolerance, atol=tolerance)
+
+
+def test_a_batch_of_any_shape_is_taken() -> None:
+    layer = filled(16, 8)
+    x = torch.randn(2, 3, 16)
+    expected = layer(x)
+    layer.settle()
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plain_weight_is_let_go_of_unless_another_module_has_it() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.head = filled(16, 8), filled(16, 8)
+            self.words = nn.Embedding(8, 16)
+            self.head.weight = self.words.weight
+
+    model = Tied().requires_grad_(requires_grad=False)
+    ids = torch.arange(8)
+    words, logits = model.words(ids), model.head(model.words(ids))
+    settle_linears(model)
+    assert model.own.weight.numel() == 0
+    assert torch.equal(model.words(ids), words)
+    torch.testing.assert_close(model.head(words), logits, rtol=1e-4, atol=1e-4)
