@@ -1,0 +1,22 @@
+"""Make `models/demo` again, from nothing to measured: train, export, evaluate. `make demo-model` runs this.
+
+A run that was stopped goes on from its last saving. Arguments go to the training, for example `--steps 9000`.
+"""
+
+import subprocess
+import sys
+
+STAGES = ("train", "export", "evaluate")
+
+
+def main() -> None:
+    """Run the stages one after another."""
+    for stage in STAGES:
+        arguments = sys.argv[1:] if stage == "train" else []
+        done = subprocess.run([sys.executable, "-m", f"tools.demo_model.{stage}", *arguments], check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What teaches the vision part beside the answers: what each patch shows, and a name for what each row shows.
+
+The second is what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for
+what its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out.
+Nothing of this is exported.
+"""
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from tools.demo_model.batches import NONE
+from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
+
+SIZES = (len(SHAPES), len(COLOURS), len(CHARACTERS))
+
+
+def words(tokenizer: Tokenizer) -> list[int]:
+    """The tokens of all shapes, colours and characters, in the order of their marks; each is one token."""
+    names = [*(f" {name}" for name in (*SHAPES, *COLOURS)), *CHARACTERS]
+    return [tokenizer.encode(name).ids[0] for name in names]
+
+
+class Hints(nn.Module):
+    """Linear heads on patches, and the comparison of rows with words."""
+
+    def __init__(self, width: int, tokens: list[int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.norm = nn.LayerNorm(width)
+        self.heads = nn.ModuleList(nn.Linear(width, size + more) for size, more in zip(SIZES, (2, 0, 1), strict=True))
+
+    def forward(self, hidden: Tensor, marks: Tensor) -> Tensor:
+        """hidden [segments, patches, width], marks [3, segments, patches]: the sum of the three losses.
+
+        Most patches show nothing, so those that show something are counted once more by themselves.
+        """
+        x, total = self.norm(hidden.float()).flatten(0, 1), hidden.new_zeros((), dtype=torch.float32)
+        for head, mark, size in zip(self.heads, marks.flatten(1), SIZES, strict=True):
+            scores = head(x)
+            for counted in (mark != NONE, (mark >= 0) & (mark < size)):
+                if counted.any():
+                    total = total + F.cross_entropy(scores[counted], mark[counted])
+        return total
+
+    def naming(self, rows: Tensor, marks: Tensor, table: Tensor) -> Tensor:
+        """How far rows [segments, rows, width] are from the words for what their four patches show.
+
+        marks [3, segments, 4 * rows]; table [vocabulary, width] are the embeddings. A row may show several things, or
+        none; where a patch of it is unclear, only what it surely shows counts.
+        """
+        scores = F.rms_norm(rows.float(), rows.shape[-1:]) @ table[self.tokens].detach().float().T - 4
+        cells = marks.unflatten(-1, (-1, 4))
+        whole = (cells != NONE).all(dim=-1, keepdim=True).float()
+        loss, first = scores.new_zeros(()), 0
+        for cell, size, known in zip(cells, SIZES, (whole[0], whole[0], whole[2]), strict=True):
+            named = torch.where((cell >= 0) & (cell < size), cell, size)
+            there = F.one_hot(named, size + 1).amax(dim=2)[..., :size].float()
+            counted = torch.maximum(there, known)  # a patch without a thing has no colour, so its shape decides
+            mine = scores[..., first : first + size]
+            error = F.binary_cross_entropy_with_logits(mine, there, counted, reduction="sum")
+            loss, first = loss + error / there.sum().clamp(min=1), first + size
+        return loss

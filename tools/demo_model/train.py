@@ -1,0 +1,81 @@
+"""Train the demo model on scenes made on the fly: `python -m tools.demo_model.train`.
+
+The state (weights, their running average, optimiser, step) is kept in the cache folder and replaced atomically every
+few minutes, so the run may be stopped at any time and goes on from there. The rate stays level and falls to zero over
+the last part of the steps; started again with another number of steps, a run takes the new schedule from where it is.
+
+On a CPU each core runs a rank of its own with one thread, and gradients are summed once a step: on a machine that is
+used for other things too, this is several times quicker than threads that wait for each other thousands of times a
+step.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed
+from tqdm import tqdm
+
+from tools.demo_model import tokens
+from tools.demo_model.places import cache
+from tools.demo_model.trainer import Settings, Trainer
+
+
+def work(rank: int, settings: Settings, meeting: str) -> None:
+    """One rank, from start to end."""
+    if settings.device == "cpu":
+        torch.set_num_threads(1)
+    torch.manual_seed(settings.seed)
+    if settings.ranks > 1:
+        torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=settings.ranks)
+    Trainer(settings, rank).run(report=tqdm.write)
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--minutes", type=float, default=240.0, help="end after this time at the latest")
+    parser.add_argument("--falling", type=float, default=0.35, help="share of the run in which the rate falls")
+    parser.add_argument("--looking", type=int, default=2000, help="steps at first that teach the vision part alone")
+    parser.add_argument("--start", type=Path, help="begin with the weights of this checkpoint, if no state is saved")
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between two savings")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--ranks", type=int, help="processes that share a batch (default: one for each core, one on a GPU)"
+    )
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    ranks = args.ranks or (1 if args.device != "cpu" else os.cpu_count() or 1)
+    args.start = None if (args.cache / "state.pt").exists() else args.start
+    if not (args.cache / "tokenizer.json").exists():
+        if args.start is not None:
+            shutil.copyfile(args.start / "tokenizer.json", args.cache / "tokenizer.json")
+        else:
+            tokens.build().save(str(args.cache / "tokenizer.json"))
+    settings = Settings(
+        args.cache, args.steps, args.batch, args.seed, args.save_every, ranks, not args.no_compile, args.device,
+        args.falling, args.minutes, args.looking, args.start,
+    )  # fmt: skip
+    if args.rank is not None or ranks == 1:
+        work(args.rank or 0, settings, args.meeting)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        start = [sys.executable, "-m", "tools.demo_model.train", *sys.argv[1:], "--meeting", f"{folder}/ranks"]
+        workers = [subprocess.Popen([*start, "--ranks", str(ranks), "--rank", str(rank)]) for rank in range(ranks)]
+        if sum([abs(worker.wait()) for worker in workers]):
+            sys.exit("a rank failed; what was saved last stays")
+
+
+if __name__ == "__main__":
+    main()
