@@ -25,9 +25,9 @@ _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that either side accepts."""
 
-_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait sleep instead of spinning: processes that share cores would else hold each other up several times
-over (docs/PERFORMANCE.md). The environment of the service has the last word."""
+_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+"""Threads that wait spin for microseconds, then sleep: processes that share cores would else hold each other up
+several times over (docs/PERFORMANCE.md). The environment of the service has the last word."""
 
 ReceiveT = TypeVar("ReceiveT")
 
