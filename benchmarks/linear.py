@@ -1,0 +1,66 @@
+"""`python -m benchmarks.linear`: a linear layer of few rows, torch's own against the blocked one of `common.linear`.
+
+Prints GB/s of weights read, the best of many passes over more weights than the cache holds; for the largest number of
+rows, where arithmetic decides, GFLOP/s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from common.linear import Linear
+
+_SHAPES = ((6144, 1024), (1024, 3072))
+_ROWS = (1, 2, 4, 8, 16, 216)
+_BYTES = 200_000_000
+
+
+def _best(work: Callable[[], object], passes: int) -> float:
+    best = float("inf")
+    for _ in range(passes):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _plain(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        functional.linear(x, weight)
+
+
+def _blocked(x: torch.Tensor, layers: list[Linear]) -> None:
+    for layer in layers:
+        layer(x)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measures and prints a table."""
+    print("| outputs × inputs | rows | torch | blocked | ratio of times |\n|---|---:|---:|---:|---:|")
+    for outputs, inputs in _SHAPES:
+        weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
+        layers = []
+        for weight in weights:
+            layer = Linear(inputs, outputs, bias=False)
+            layer.weight.data.copy_(weight)
+            layer.settle()
+            layers.append(layer)
+        for rows in _ROWS:
+            x = torch.randn(rows, inputs)
+            passes = 10 if rows < 100 else 3
+            plain = _best(partial(_plain, x, weights), passes)
+            blocked = _best(partial(_blocked, x, layers), passes)
+            size = outputs * inputs * len(weights)
+            work, unit = (2 * rows * size, "GFLOP/s") if rows == _ROWS[-1] else (4 * size, "GB/s")
+            figures = " | ".join(f"{work / seconds / 1e9:.1f} {unit}" for seconds in (plain, blocked))
+            print(f"| {outputs} × {inputs} | {rows} | {figures} | {blocked / plain:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
