@@ -79,14 +79,14 @@ def in_patch_order(
 
 
 def level_at(step: int, rng: Random) -> Level:
-    """The curriculum: plain pairs of things at first, everything from step 800 on."""
-    hard = min(1.0, step / 800)
+    """The curriculum: plain pairs of things at first, everything from step 3000 on."""
+    hard = min(1.0, step / 3000)
     return FULL if rng.random() < hard else replace(EASY, most_things=1 + round(1 + 2 * hard))
 
 
 def kind_at(step: int, rng: Random) -> str:
     """One picture at first; several pictures, films and small talk join as it learns."""
-    many = 0.08 if step < 950 else 0.35
+    many = 0.08 if step < 7000 else 0.35
     kinds = ("one", "differs", "several", "film", "talk")
     return rng.choices(kinds, (1 - many - 0.01, many * 0.3, many * 0.25, many * 0.45, 0.01))[0]
 
