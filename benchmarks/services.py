@@ -24,7 +24,7 @@ def process(module: str, *flags: str) -> Iterator[str]:
         line = child.stdout.readline()
         if not line.startswith("ready grpc="):
             raise RuntimeError(f"{module} did not start")
-        yield line.removeprefix("ready grpc=").strip()
+        yield line.removeprefix("ready grpc=").split()[0]
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(_STOP_SECONDS)

@@ -1,7 +1,8 @@
 """The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service.
 
 A service is started in three steps: `bind` opens the port, the owner gets its parts ready, `announce` turns health to
-SERVING and prints `ready grpc=HOST:PORT`. `wait` returns on SIGTERM or SIGINT; `drain` lets running calls finish.
+SERVING and prints `ready grpc=HOST:PORT`, and ` metrics=HOST:PORT` where there are metrics. `wait` returns on SIGTERM
+or SIGINT; `drain` lets running calls finish.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class ServerConfig:
     grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0)
     max_message_bytes: int = option(68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20)
     max_concurrent_calls: int = option(1024, "calls served at once; further ones are refused", minimum=1)
+    metrics_listen: str = option("", "address to serve Prometheus metrics on, plain HTTP; port 0 picks a free one")
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def check_server(self) -> None:
@@ -47,6 +49,9 @@ class ServerConfig:
             raise ValueError("--tls-client-ca needs --tls-cert")
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
+        port = self.metrics_listen.rpartition(":")[2]
+        if self.metrics_listen and not (port.isdecimal() and int(port) <= 65535 and ":" in self.metrics_listen):
+            raise ValueError("--metrics-listen must be HOST:PORT")
 
     def token(self) -> str:
         """The token that callers must send; empty when none is asked for."""
@@ -107,13 +112,13 @@ class GrpcServer:
         await self._set_all(False)
         await self.server.start()
 
-    async def announce(self) -> None:
-        """Turns every service to SERVING and says so on standard output."""
+    async def announce(self, metrics: str = "") -> None:
+        """Turns every service to SERVING and says so on standard output; `metrics` is where those are served."""
         self._announced = True
         await self._set_all(True)
-        sys.stdout.write(f"ready grpc={self.address}\n")
+        sys.stdout.write(f"ready grpc={self.address}" + (f" metrics={metrics}" if metrics else "") + "\n")
         sys.stdout.flush()
-        _log.info("ready", address=self.address)
+        _log.info("ready", address=self.address, metrics=metrics)
 
     def report(self, ready: bool) -> None:
         """Changes what health checks say, once the server has been announced and until it drains."""

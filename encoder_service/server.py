@@ -12,6 +12,7 @@ from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import vision_digest
+from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
@@ -52,6 +53,7 @@ async def serve(config: EncoderConfig) -> None:
         servicer = EncoderServicer()
         add_EncoderServiceServicer_to_server(servicer, frame.server)
         await frame.bind()
+        metrics = await running.enter_async_context(Metrics("twinlens_encoder").serve(config.metrics_listen))
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
@@ -87,7 +89,7 @@ async def serve(config: EncoderConfig) -> None:
         )
         encoder = Encoder(pipeline, config, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         servicer.parts = Parts(config, checkpoint.name, encoder, Inline(layout))
-        await frame.announce()
+        await frame.announce(metrics)
         await frame.wait()
         await frame.drain()
         await dispatcher.stop()

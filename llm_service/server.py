@@ -10,6 +10,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import vision_digest
+from common.metrics import Metrics
 from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
@@ -54,6 +55,7 @@ async def serve(config: LlmConfig) -> None:
         parts = Parts(config, model, text.architecture, digest, requests, prompts, generator, engine, rows, pool)
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
         await frame.bind()
+        metrics = await running.enter_async_context(Metrics("twinlens_llm").serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
         running.push_async_callback(pool.stop)
         running.push_async_callback(frame.drain)
@@ -67,7 +69,7 @@ async def serve(config: LlmConfig) -> None:
             return
         stopped.cancel()
         await starting
-        await frame.announce()
+        await frame.announce(metrics)
         await frame.wait()
 
 

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-_READY = "ready grpc="
+_READY = "ready "
 _STOP_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running service: where it serves, its process, and the file that its log goes to."""
+    """A running service: where it serves, its process, the file that its log goes to, and its metrics' address."""
 
     address: str
     process: subprocess.Popen[str]
     log: Path
+    metrics: str = ""
 
     @property
     def pid(self) -> int:
@@ -62,7 +63,8 @@ def launch(
         assert process.stdout is not None
         known: set[int] = set()
         try:
-            service = Service(_address(process.stdout, process, log), process, log)
+            ready = _ready(process.stdout, process, log)
+            service = Service(ready["grpc"], process, log, ready.get("metrics", ""))
             yield service
             known = set(service.descendants())
             shared = set().union(*map(_shared_memory, {process.pid, *known}))
@@ -121,10 +123,11 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def _address(stdout: IO[str], process: subprocess.Popen[str], log: Path) -> str:
+def _ready(stdout: IO[str], process: subprocess.Popen[str], log: Path) -> dict[str, str]:
+    """The addresses that the `ready` line names."""
     for line in stdout:
         if line.startswith(_READY):
-            return line.removeprefix(_READY).split()[0]
+            return dict(word.split("=", 1) for word in line.removeprefix(_READY).split())
     raise RuntimeError(f"the service ended with {process.wait()} before it was ready\n{_tail(log)}")
 
 

@@ -151,3 +151,10 @@ def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
     with pytest.raises(SystemExit):
         load(LlmConfig, "TWINLENS_LLM", "LLM.", argv, {})
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["9400", "localhost:http", "127.0.0.1:65536", "127.0.0.1:"])
+def test_a_metrics_address_without_a_port_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(EncoderConfig, "TEST", "", ["--model=m", f"--metrics-listen={address}"], {})
+    assert "--metrics-listen must be HOST:PORT" in capsys.readouterr().err
