@@ -3,6 +3,9 @@ step needs, so that a worker keeps no state of requests but the KV cache."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -32,7 +35,8 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     `uniform` in [0, 1) decides the draw; the scheduler makes it, so that every rank, and a repeated run with the same
     seed, choose alike. Tokens in `banned` cannot be chosen. `history` and `output_from` (where in it the output begins)
     are given only where a penalty needs them. `logprobs`: how many of the likeliest to report, -1 for none at all.
-    `allowed`: where it is given, a token whose bit (little-endian) is not set cannot be chosen.
+    `allowed`: where it is given, a token whose bit (little-endian) is not set cannot be chosen. `carried`: the last
+    token of `history` is the one that this draw of the plan before chose, -1 where all are known.
     """
 
     at: int
@@ -50,6 +54,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     output_from: int = 0
     logprobs: int = -1
     allowed: bytes = b""
+    carried: int = -1
 
     @property
     def plain(self) -> bool:
@@ -57,10 +62,21 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return self.temperature == 0.0 and not (self.banned or self.logit_bias or self.history or self.allowed)
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """Asks how likely tokens of a prompt are: `targets`, int32 [m] as bytes, are those that follow the places from `at`
+    on in the flattened batch; `top` of the likeliest are given beside each."""
+
+    at: int
+    targets: bytes
+    top: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass over a flattened batch of n tokens.
 
-    `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other.
+    `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other. A plan may be made
+    while the one before it is still computed: `carried` then lists (place, draw), and the token at that place is the
+    one that this draw of the plan before chooses. Plans are computed one after the other, in the order they were made.
     """
 
     token_ids: bytes
@@ -68,11 +84,30 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[Chunk]
     rows: list[RowSlice]
     draws: list[Draw]
+    carried: list[tuple[int, int]] = []
+    scores: list[Score] = []
 
     @property
     def tokens(self) -> int:
         """Tokens of the batch."""
         return len(self.token_ids) // 4
+
+    def filled(self, chosen: Sequence[int]) -> StepPlan:
+        """The plan with nothing left to carry over, when the plan before it chose these tokens, one for each draw."""
+        if not self.carried:
+            return self
+        ids = array("i", self.token_ids)
+        for place, draw in self.carried:
+            ids[place] = chosen[draw]
+        draws = [draw if draw.carried < 0 else _with_last(draw, chosen[draw.carried]) for draw in self.draws]
+        return msgspec.structs.replace(self, token_ids=ids.tobytes(), draws=draws, carried=[])
+
+
+def _with_last(draw: Draw, token: int) -> Draw:
+    """The draw with the last token of its history put in."""
+    history = array("i", draw.history)
+    history[-1] = token
+    return msgspec.structs.replace(draw, history=history.tobytes(), carried=-1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +118,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One token for each draw of the plan, in order, and its log-probabilities where they were asked for."""
+    """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
+    score of the plan, one entry for each of its targets."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    scores: list[list[TokenLogprobs]] = []

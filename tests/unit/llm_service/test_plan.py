@@ -1,0 +1,41 @@
+"""A plan that was made before the step in front of it had ended."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from llm_service.plan import Chunk, Draw, StepPlan
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def plan(**fields: object) -> StepPlan:
+    return StepPlan(token_ids=ints(5, 0, 7, 0), positions=bytes(48), chunks=[], rows=[], draws=[], **fields)  # type: ignore[arg-type]
+
+
+def test_carried_places_get_the_tokens_that_the_draws_before_chose() -> None:
+    filled = plan(carried=[(1, 2), (3, 0)]).filled([10, 11, 12])
+    assert filled.token_ids == ints(5, 12, 7, 10)
+    assert filled.carried == []
+
+
+def test_the_last_token_of_a_carried_history_is_put_in_and_no_other() -> None:
+    known = Draw(at=2, history=ints(1, 2), output_from=1)
+    open_ended = Draw(at=1, history=ints(1, 2, 0), output_from=1, carried=1)
+    made = msgspec.structs.replace(plan(carried=[(1, 1)]), draws=[open_ended, known])
+    filled = made.filled([8, 9])
+    assert filled.draws == [msgspec.structs.replace(open_ended, history=ints(1, 2, 9), carried=-1), known]
+
+
+def test_a_plan_that_carries_nothing_is_itself() -> None:
+    made = plan()
+    assert made.filled([]) is made
+
+
+def test_a_plan_survives_the_way_to_the_ranks() -> None:
+    made = StepPlan(ints(1), bytes(12), [Chunk(0, 1, [4])], [], [Draw(at=0)], [(0, 3)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=StepPlan) == made
