@@ -20,7 +20,7 @@ TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_CUDA_IPC: Transport
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority")
+    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class EncodeRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     HEADER_ONLY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     items: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
     cache_salt: str
@@ -35,17 +37,21 @@ class EncodeRequest(_message.Message):
     host: HostProof
     header_only: bool
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ...) -> None: ...
+    first_rows: _containers.RepeatedScalarFieldContainer[int]
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HostProof(_message.Message):
-    __slots__ = ("boot_id", "namespace", "gpu_uuids")
+    __slots__ = ("boot_id", "namespace", "gpu_uuids", "grant")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GPU_UUIDS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     namespace: str
     gpu_uuids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, boot_id: _Optional[str] = ..., namespace: _Optional[str] = ..., gpu_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
+    grant: bytes
+    def __init__(self, boot_id: _Optional[str] = ..., namespace: _Optional[str] = ..., gpu_uuids: _Optional[_Iterable[str]] = ..., grant: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("header", "rows", "done", "error", "progress")
@@ -62,7 +68,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[EncodeHeader, _Mapping]] = ..., rows: _Optional[_Union[EncodeRows, _Mapping]] = ..., done: _Optional[_Union[EncodeDone, _Mapping]] = ..., error: _Optional[_Union[EncodeError, _Mapping]] = ..., progress: _Optional[_Union[EncodeProgress, _Mapping]] = ...) -> None: ...
 
 class EncodeHeader(_message.Message):
-    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached", "seconds_per_grid")
+    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached", "seconds_per_grid", "crc32c")
     ITEM_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     MODALITY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +80,7 @@ class EncodeHeader(_message.Message):
     TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_GRID_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     item: int
     key: bytes
     modality: _media_pb2.Modality
@@ -85,7 +92,8 @@ class EncodeHeader(_message.Message):
     timestamps: _containers.RepeatedScalarFieldContainer[float]
     cached: bool
     seconds_per_grid: float
-    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EncodeRows(_message.Message):
     __slots__ = ("item", "first_row", "count", "data", "handle", "crc32c")
@@ -104,7 +112,7 @@ class EncodeRows(_message.Message):
     def __init__(self, item: _Optional[int] = ..., first_row: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ..., handle: _Optional[_Union[RowsHandle, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RowsHandle(_message.Message):
-    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle")
+    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle", "slot", "number")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +120,8 @@ class RowsHandle(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_MS_FIELD_NUMBER: _ClassVar[int]
     IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     transport: Transport
     region: str
     offset: int
@@ -119,7 +129,9 @@ class RowsHandle(_message.Message):
     lease: str
     expires_ms: int
     ipc_handle: bytes
-    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ...) -> None: ...
+    slot: int
+    number: int
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class EncodeDone(_message.Message):
     __slots__ = ("item", "timings")
@@ -196,7 +208,7 @@ class EncoderServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes")
+    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes", "local_socket")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +222,7 @@ class EncoderServiceGetInfoResponse(_message.Message):
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -223,14 +236,23 @@ class EncoderServiceGetInfoResponse(_message.Message):
     devices: _containers.RepeatedScalarFieldContainer[str]
     max_image_bytes: int
     max_video_bytes: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ...) -> None: ...
+    local_socket: LocalSocket
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ...) -> None: ...
+
+class LocalSocket(_message.Message):
+    __slots__ = ("name", "secret")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    secret: bytes
+    def __init__(self, name: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class EncoderServiceGetLoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class EncoderServiceGetLoadResponse(_message.Message):
-    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals")
+    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent")
     QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITEMS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +268,8 @@ class EncoderServiceGetLoadResponse(_message.Message):
     RUNNING_PATCHES_FIELD_NUMBER: _ClassVar[int]
     STORE_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     STAGE_TOTALS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_SENT_FIELD_NUMBER: _ClassVar[int]
     queued_items: int
     running_items: int
     queued_patches: int
@@ -261,7 +285,19 @@ class EncoderServiceGetLoadResponse(_message.Message):
     running_patches: int
     store_entries: int
     stage_totals: _containers.RepeatedCompositeFieldContainer[_media_pb2.StageTiming]
-    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ...) -> None: ...
+    leases: int
+    rows_sent: _containers.RepeatedCompositeFieldContainer[RowsSent]
+    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ...) -> None: ...
+
+class RowsSent(_message.Message):
+    __slots__ = ("transport", "rows", "bytes")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    transport: Transport
+    rows: int
+    bytes: int
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class EncoderServiceFlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -289,7 +289,7 @@ class LlmServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetLoadResponse(_message.Message):
-    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals")
+    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,11 @@ class LlmServiceGetLoadResponse(_message.Message):
     CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_FIELD_NUMBER: _ClassVar[int]
     STAGE_TOTALS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_COVERED_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_KNOWN_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     kv_blocks_used: int
@@ -326,17 +331,26 @@ class LlmServiceGetLoadResponse(_message.Message):
     cancelled_requests: int
     encoders: _containers.RepeatedCompositeFieldContainer[EncoderStatus]
     stage_totals: _containers.RepeatedCompositeFieldContainer[_media_pb2.StageTiming]
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ...) -> None: ...
+    rows_shared: int
+    encode_attempts: int
+    encode_retries: int
+    items_covered: int
+    headers_known: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ...) -> None: ...
 
 class EncoderStatus(_message.Message):
-    __slots__ = ("address", "usable", "in_flight")
+    __slots__ = ("address", "usable", "in_flight", "shared_memory", "failures")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     USABLE_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     address: str
     usable: bool
     in_flight: int
-    def __init__(self, address: _Optional[str] = ..., usable: bool = ..., in_flight: _Optional[int] = ...) -> None: ...
+    shared_memory: bool
+    failures: int
+    def __init__(self, address: _Optional[str] = ..., usable: bool = ..., in_flight: _Optional[int] = ..., shared_memory: bool = ..., failures: _Optional[int] = ...) -> None: ...
 
 class LlmServiceFlushCacheRequest(_message.Message):
     __slots__ = ()
