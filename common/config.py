@@ -88,10 +88,13 @@ def load(
             parser.error(f"the environment variable {name} names no option")
     for field in fields:
         _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
-    # A variable is read as a flag that stands before all real ones, so that both are checked alike and the flag wins.
+    # A variable is read as a flag is, so that both are checked alike; then the flags have the last word.
     stated = [f"{_flag(known[name])}={value}" for name, value in environ.items() if name in known]
-    given = vars(parser.parse_args([*stated, *(sys.argv[1:] if argv is None else argv)]))
-    config = kind(**{name: value for name, value in given.items() if value is not None})
+    given: dict[str, Any] = {}
+    for line in (stated, sys.argv[1:] if argv is None else argv):
+        parsed = vars(parser.parse_args(list(line)))
+        given |= {name: value for name, value in parsed.items() if value is not None}
+    config = kind(**given)
     try:
         getattr(config, "validate", lambda: None)()
     except ValueError as error:
@@ -120,7 +123,22 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: A
         settings["metavar"] = field.name.upper()
     if hint is bool:  # `--flag` alone means yes
         settings |= {"nargs": "?", "const": True}
+    if typing.get_origin(hint) is tuple:  # a list may be given in one flag or in several
+        settings["action"] = _Join
     parser.add_argument(_flag(field.name), **settings)
+
+
+class _Join(argparse.Action):
+    """Puts the values of a repeated flag together."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        setattr(namespace, self.dest, (*(getattr(namespace, self.dest) or ()), *values))
 
 
 def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:

@@ -50,6 +50,11 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default() -> None:
     assert read("--count", "5", TWINLENS_TEST_COUNT="4").count == 5
 
 
+def test_a_list_may_be_given_in_one_flag_or_in_several() -> None:
+    assert read("--peers=a:1,b:2", "--peers", "c:3").peers == ("a:1", "b:2", "c:3")
+    assert read("--peers=a:1", TWINLENS_TEST_PEERS="b:2").peers == ("a:1",)
+
+
 def test_every_kind_of_value_is_read() -> None:
     got = read("--room=2.5MiB", "--fast", "--peers=a:1, b:2,,", "--rate", "2", "--level=error", "--name=x=y")
     assert (got.room, got.fast, got.peers) == (5 << 19, True, ("a:1", "b:2"))
