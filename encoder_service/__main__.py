@@ -9,7 +9,7 @@ from common.checkpoint import CheckpointError
 from common.config import load
 from common.processes import ChildDied
 from encoder_service.config import PREFIX, EncoderConfig
-from encoder_service.engine.dispatch import WorkerError
+from encoder_service.engine.workers import WorkerError
 from encoder_service.server import serve
 
 

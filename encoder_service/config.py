@@ -33,6 +33,11 @@ class EncoderConfig(ServerConfig, MediaLimits):
         minimum=1 << 30,
     )
     worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
+    worker_patience_seconds: float = option(
+        15.0,
+        "a batch may take this long, or 20 times what such a batch took lately, before its worker counts as hung",
+        minimum=1,
+    )
     store_bytes: int = option(1 << 30, "memory for computed rows", parse=size, minimum=1 << 16)
     staging_bytes: int = option(1 << 30, "memory for media on the way to a worker", parse=size, minimum=1 << 16)
     max_patches_per_call: int = option(

@@ -97,6 +97,11 @@ def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
     return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
 
 
+def milliseconds(seconds: float | None) -> int | None:
+    """Whole milliseconds, upwards; None stays unset."""
+    return None if seconds is None else math.ceil(seconds * 1e3)
+
+
 def error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
     """One item's failure as it travels."""
     return encoder_pb2.EncodeError(item=index, status=plain_status(failure))

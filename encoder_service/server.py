@@ -16,11 +16,12 @@ from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
-from encoder_service.engine.dispatch import Dispatcher, WorkerError
+from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
+from encoder_service.engine.workers import WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, Parts
@@ -67,6 +68,7 @@ async def serve(config: EncoderConfig) -> None:
             budget=config.batch_patches,
             most_units=config.batch_items,
             seconds=config.worker_seconds,
+            patience=config.worker_patience_seconds,
             on_change=lambda alive: frame.report(alive > 0),
         )
         running.push_async_callback(decoders.stop)

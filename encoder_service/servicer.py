@@ -147,6 +147,7 @@ class EncoderServicer(EncoderServiceServicer):
             store_bytes=store.used,
             store_capacity_bytes=store.capacity,
             store_entries=len(store),
+            estimated_milliseconds=convert.milliseconds(dispatcher.estimate()),
             encoded_items=encoder.counts["encoded"],
             failed_items=encoder.counts["failed"],
             open_streams=self._open_streams,

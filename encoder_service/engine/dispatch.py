@@ -1,4 +1,4 @@
-"""The device workers: batches go out to whichever is idle; one that dies is replaced, and its work goes elsewhere.
+"""Who computes what: batches go out to whichever worker is idle; the work of one that dies goes elsewhere.
 
 A unit's future is settled only when no worker can write its rows any more, so that its owner may then give its memory
 back.
@@ -9,42 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit, assemble
+from encoder_service.engine.pace import Pace
 from encoder_service.engine.suspects import Suspects
-from encoder_service.worker.messages import (
-    Batch,
-    BatchDone,
-    BatchFailed,
-    Begin,
-    Failed,
-    FromWorker,
-    Piece,
-    Ready,
-)
+from encoder_service.engine.workers import Slot, Workers
+from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
 
-MODULE = "encoder_service.worker"
-_LONGEST_PAUSE = 30.0
+_HUNG = 20
+"""A worker that takes this many times what recent batches make one expect has hung."""
+_LEARNT = 8
+"""Batches before expectations count."""
 
-_log = log.get("workers")
-
-
-class WorkerError(Exception):
-    """A worker cannot start; the message says why, for the operator."""
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """The place of one worker: the process that is in it now, and the batch that it computes."""
-
-    index: int
-    child: Child[FromWorker] | None = None
-    batch: list[Unit] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
+_log = log.get("dispatch")
 
 
 @dataclass(slots=True)
@@ -55,12 +36,28 @@ class Counters:
     vit_patches: int = 0
     preprocess_seconds: float = 0.0
     vit_seconds: float = 0.0
+    worker_deaths: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One batch that a worker has computed. `fill` is its share of the patches that one may have."""
+
+    units: int
+    patches: int
+    fill: float
+    preprocess_seconds: float
+    vit_seconds: float
 
 
 class Dispatcher:
     """Runs units on `begins`, one worker each. `start` and `stop` are its owner's.
 
-    `on_change` is called whenever the number of live workers changes.
+    A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
+    and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
+    refused for good when it happens again, which a slow machine must not bring about.
+
+    `on_change` is called whenever the number of live workers changes, `on_batch` for each batch that was computed.
     """
 
     def __init__(
@@ -71,51 +68,44 @@ class Dispatcher:
         budget: int,
         most_units: int,
         seconds: float,
+        patience: float,
         on_change: Callable[[int], None] = lambda _: None,
+        on_batch: Callable[[Computed], None] = lambda _: None,
     ) -> None:
-        self._begins = begins
-        self._fds = fds
         self._budget = budget
         self._most_units = most_units
         self._seconds = seconds
+        self._patience = patience
         self._on_change = on_change
-        self._slots = [Slot(index) for index in range(len(begins))]
+        self._on_batch = on_batch
+        self._workers = Workers(begins, fds, on_answer=self._settle, on_death=self._bury, on_life=self._welcome)
         self._waiting: list[Unit] = []
         self._suspects = Suspects()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._pace = Pace()
         self._number = 0
         self._pumping = False
         self.counters = Counters()
 
     async def start(self) -> None:
         """Starts every worker; raises WorkerError where one cannot."""
-        await asyncio.gather(*(self._start(slot) for slot in self._slots))
-        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+        await self._workers.start()
         self._on_change(self.alive)
 
     async def stop(self) -> None:
         """Ends every worker, fails what was left, and returns when the processes are gone."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        children = [slot.child for slot in self._slots if slot.child is not None]
-        for child in children:
-            child.kill()
-        await asyncio.gather(*(child.stop(grace=1.0) for child in children))
-        for slot in self._slots:
-            slot.child = None
-            self._fail(self._take_batch(slot), Unavailable("the service is stopping", reason="STOPPING"))
-        self._fail(self._drop_waiting(), Unavailable("the service is stopping", reason="STOPPING"))
+        await self._workers.stop()
+        left = [unit for slot in self._workers.slots for unit in slot.take()]
+        self._fail([*left, *self._drop_waiting()], Unavailable("the service is stopping", reason="STOPPING"))
 
     @property
     def alive(self) -> int:
         """Workers that can compute."""
-        return sum(slot.child is not None for slot in self._slots)
+        return self._workers.alive
 
     @property
     def devices(self) -> list[str]:
         """Where each worker computes."""
-        return [begin.device for begin in self._begins]
+        return [begin.device for begin in self._workers.begins]
 
     @property
     def waiting(self) -> Sequence[Unit]:
@@ -125,7 +115,13 @@ class Dispatcher:
     @property
     def running(self) -> list[Unit]:
         """Units that a worker has."""
-        return [unit for slot in self._slots for unit in slot.batch]
+        return [unit for slot in self._workers.slots for unit in slot.batch]
+
+    def estimate(self) -> float | None:
+        """Seconds until all that is here has been computed, by the pace of late; None where that is not known."""
+        patches = sum(unit.patches for unit in (*self._waiting, *self.running))
+        seconds = self._pace.seconds(patches)
+        return seconds / self.alive if seconds is not None and self.alive else None
 
     def check(self, key: bytes) -> None:
         """Raises where an item cannot be computed: it ends workers, or there is none."""
@@ -138,15 +134,8 @@ class Dispatcher:
         """Queues a unit. `done` raises Unavailable where every worker died, Internal where it cannot be computed."""
         self.check(key)
         self._number += 1
-        unit = Unit(
-            key,
-            piece,
-            patches,
-            priority,
-            self._number,
-            asyncio.get_running_loop().create_future(),
-            alone=self._suspects.has(key),
-        )
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        unit = Unit(key, piece, patches, priority, self._number, done, alone=self._suspects.has(key))
         self._waiting.append(unit)
         self._pump_soon()
         return unit
@@ -167,99 +156,81 @@ class Dispatcher:
 
     def _pump(self) -> None:
         self._pumping = False
-        idle = [slot for slot in self._slots if slot.child is not None and not slot.batch]
+        idle = self._workers.idle
         batches = assemble(self._waiting, len(idle), self._budget, self._most_units)
         for slot, batch in zip(idle, batches, strict=False):
-            assert slot.child is not None
-            for unit in batch:
-                self._waiting.remove(unit)
-                unit.started_at = unit.started_at or time.perf_counter()
-                unit.attempts += 1
-            slot.batch = batch
-            slot.timer = asyncio.get_running_loop().call_later(self._seconds, slot.child.kill)
-            slot.child.send(Batch([unit.piece for unit in batch]))
+            self._send(slot, batch)
 
-    async def _start(self, slot: Slot) -> None:
-        child: Child[FromWorker] = await Child.start(MODULE, receives=FromWorker, fds=self._fds)
-        try:
-            child.send(self._begins[slot.index])
-            answer = await child.receive()
-        except BaseException:
-            child.kill()
-            await child.stop(grace=1.0)
-            raise
-        if isinstance(answer, Ready):
-            slot.child = child
-            return
-        await child.stop(grace=1.0)
-        raise WorkerError(answer.why if isinstance(answer, Failed) else "a worker did not start")
+    def _send(self, slot: Slot, batch: list[Unit]) -> None:
+        assert slot.child is not None
+        loop = asyncio.get_running_loop()
+        limit = self._limit(batch)
+        for unit in batch:
+            self._waiting.remove(unit)
+            unit.started_at = unit.started_at or time.perf_counter()
+            unit.attempts += 1
+        slot.batch, slot.began = batch, loop.time()
+        slot.timer = loop.call_later(limit, self._give_up, slot, slot.child, limit)
+        slot.child.send(Batch([unit.piece for unit in batch]))
 
-    async def _keep(self, slot: Slot) -> None:
-        """Reads what a worker says for as long as it lives, and replaces it when it does not."""
-        while True:
-            assert slot.child is not None
-            try:
-                while True:
-                    self._settle(slot, await slot.child.receive())
-                    self._pump()
-            except ChildDied as death:
-                _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
-            await self._bury(slot)
-            await self._revive(slot)
+    def _limit(self, batch: Sequence[Unit]) -> float:
+        """Seconds after which a worker that has not answered is taken to have hung."""
+        expected = self._pace.seconds(sum(unit.patches for unit in batch))
+        if expected is None or self._pace.batches < _LEARNT or any(unit.alone for unit in batch):
+            return self._seconds
+        return min(self._seconds, max(self._patience, _HUNG * expected))
 
-    async def _bury(self, slot: Slot) -> None:
-        child, slot.child = slot.child, None
-        assert child is not None
+    def _give_up(self, slot: Slot, child: Child[FromWorker], seconds: float) -> None:
+        _log.error("a batch takes too long", worker=slot.index, seconds=seconds, units=len(slot.batch))
         child.kill()
-        await child.stop(grace=1.0)
-        batch = self._take_batch(slot)
+
+    def _bury(self, slot: Slot) -> None:
+        """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
+        batch = slot.take()
+        self.counters.worker_deaths += 1
         self._on_change(self.alive)
-        lost: list[Unit] = []
         self._suspects.blame(unit.key for unit in batch)
         for unit in batch:
             if self.alive and unit.attempts < 2:
                 unit.alone = True
                 self._waiting.append(unit)
             else:
-                lost.append(unit)
-        for unit in lost:
-            self._fail([unit], _poison() if self._suspects.is_poison(unit.key) else _no_worker())
+                self._fail([unit], _poison() if self._suspects.is_poison(unit.key) else _no_worker())
         if not self.alive:
             self._fail(self._drop_waiting(), _no_worker())
         self._pump_soon()
 
-    async def _revive(self, slot: Slot) -> None:
-        pause = 0.0
-        while slot.child is None:
-            await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
-            try:
-                await self._start(slot)
-            except (ChildDied, WorkerError, OSError) as error:
-                _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=pause)
-        _log.info("a worker is back", worker=slot.index)
+    def _welcome(self, _: Slot) -> None:
         self._on_change(self.alive)
         self._pump_soon()
 
     def _settle(self, slot: Slot, answer: FromWorker) -> None:
-        batch = self._take_batch(slot)
+        """A worker has answered; it gets its next batch in the same turn of the loop."""
         match answer:
             case BatchDone():
-                self.counters.vit_calls += 1
-                self.counters.vit_patches += sum(unit.patches for unit in batch)
-                self.counters.preprocess_seconds += answer.preprocess_seconds
-                self.counters.vit_seconds += answer.vit_seconds
-                for index, unit in enumerate(batch):
+                self._count(slot, answer)
+                for index, unit in enumerate(slot.take()):
                     self._suspects.clear(unit.key)
                     if index in answer.not_finite:
                         self._fail([unit], Internal("the rows are not finite", reason="ROWS_NOT_FINITE"))
                     elif not unit.done.done():
                         unit.done.set_result(None)
             case BatchFailed():
-                _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(batch))
-                self._split(batch)
+                _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(slot.batch))
+                self._split(slot.take())
             case _:
                 raise ChildDied("an answer to another question")
+        self._pump()
+
+    def _count(self, slot: Slot, answer: BatchDone) -> None:
+        patches = sum(unit.patches for unit in slot.batch)
+        self._pace.learn(patches, asyncio.get_running_loop().time() - slot.began)
+        self.counters.vit_calls += 1
+        self.counters.vit_patches += patches
+        self.counters.preprocess_seconds += answer.preprocess_seconds
+        self.counters.vit_seconds += answer.vit_seconds
+        fill = patches / max(patches, self._budget)
+        self._on_batch(Computed(len(slot.batch), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
 
     def _split(self, batch: list[Unit]) -> None:
         """Units of a failed batch run once more, each alone; one that was alone has failed for good."""
@@ -269,13 +240,6 @@ class Dispatcher:
         for unit in batch:
             unit.alone = True
             self._waiting.append(unit)
-
-    def _take_batch(self, slot: Slot) -> list[Unit]:
-        batch, slot.batch = slot.batch, []
-        if slot.timer is not None:
-            slot.timer.cancel()
-            slot.timer = None
-        return batch
 
     def _drop_waiting(self) -> list[Unit]:
         waiting, self._waiting = self._waiting, []

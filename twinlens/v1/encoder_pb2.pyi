@@ -252,7 +252,7 @@ class EncoderServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetLoadResponse(_message.Message):
-    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent")
+    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent", "estimated_milliseconds")
     QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITEMS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class EncoderServiceGetLoadResponse(_message.Message):
     STAGE_TOTALS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     ROWS_SENT_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     queued_items: int
     running_items: int
     queued_patches: int
@@ -287,7 +288,8 @@ class EncoderServiceGetLoadResponse(_message.Message):
     stage_totals: _containers.RepeatedCompositeFieldContainer[_media_pb2.StageTiming]
     leases: int
     rows_sent: _containers.RepeatedCompositeFieldContainer[RowsSent]
-    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ...) -> None: ...
+    estimated_milliseconds: int
+    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ..., estimated_milliseconds: _Optional[int] = ...) -> None: ...
 
 class RowsSent(_message.Message):
     __slots__ = ("transport", "rows", "bytes")

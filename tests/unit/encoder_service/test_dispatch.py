@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from common.errors import Internal, Unavailable
-from encoder_service.engine import dispatch
+from common.processes import Child
 from encoder_service.engine.batching import Unit
-from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.dispatch import Computed, Dispatcher
+from encoder_service.engine.workers import WorkerError
 from encoder_service.worker.messages import BatchDone, BatchFailed, Begin, Failed, Piece
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
 
@@ -31,8 +32,8 @@ async def start(monkeypatch):
             children.append(FakeChild())
             return children[-1]
 
-        monkeypatch.setattr(dispatch.Child, "start", child)
-        given = {"budget": 100, "most_units": 8, "seconds": 60.0, "on_change": alive.append, **bounds}
+        monkeypatch.setattr(Child, "start", child)
+        given = {"budget": 100, "most_units": 8, "seconds": 60.0, "patience": 60.0, "on_change": alive.append, **bounds}
         made.append(Dispatcher([BEGIN] * workers, (0, 0), **given))
         await made[-1].start()
         return made[-1], children, alive
@@ -125,7 +126,7 @@ async def test_nothing_can_be_submitted_where_no_worker_lives(start, monkeypatch
     async def hangs(*_, **__):
         await never.wait()
 
-    monkeypatch.setattr(dispatch.Child, "start", hangs)
+    monkeypatch.setattr(Child, "start", hangs)
     children[0].kill()
     await turns()
     with pytest.raises(Unavailable):
@@ -196,6 +197,72 @@ async def test_a_batch_that_takes_too_long_ends_its_worker(start):
     assert not children[0].alive
 
 
+async def computed(dispatcher: Dispatcher, worker: FakeChild, count: int) -> None:
+    """Batches of ten patches that the worker answers at once."""
+    for number in range(count):
+        unit = submit(dispatcher, bytes([number]))
+        await turns()
+        worker.say(DONE)
+        await unit.done
+
+
+async def test_a_worker_that_takes_far_longer_than_the_batches_of_late_has_hung(start):
+    dispatcher, (worker, other), _ = await start(workers=2, patience=0.01)
+    other.kill = worker.kill = lambda: None
+    await computed(dispatcher, worker, 8)
+    killed = asyncio.Event()
+    worker.kill = killed.set
+    unit = submit(dispatcher, b"slow")
+    await turns()
+    await killed.wait()  # long before the 60 seconds that any batch may take
+    assert not unit.done.done()
+
+
+async def test_no_worker_counts_as_hung_before_it_is_known_how_long_a_batch_takes(start):
+    dispatcher, (worker,), _ = await start(patience=0.0)
+    await computed(dispatcher, worker, 7)
+    unit = submit(dispatcher, b"a")
+    await turns()
+    assert dispatcher._limit([unit]) == 60.0
+    worker.say(DONE)
+    await unit.done
+    assert dispatcher._limit([unit]) < 60.0
+
+
+async def test_a_unit_that_has_cost_a_worker_its_life_gets_the_whole_time(start):
+    """For a second death makes it poison, and a slow machine must not do that."""
+    dispatcher, (worker,), _ = await start(patience=0.0)
+    await computed(dispatcher, worker, 9)
+    unit = submit(dispatcher, b"a")
+    assert dispatcher._limit([unit]) < 60.0
+    unit.alone = True
+    assert dispatcher._limit([unit]) == 60.0
+
+
+async def test_the_time_to_finish_is_unknown_until_a_batch_was_computed(start):
+    dispatcher, workers, _ = await start(workers=2)
+    assert dispatcher.estimate() is None
+    await computed(dispatcher, workers[0], 1)
+    assert dispatcher.estimate() == 0
+    for number in range(4):
+        submit(dispatcher, bytes([number]))
+    one_queue = dispatcher.estimate()
+    workers[1].kill()
+    await turns(1)
+    assert dispatcher.alive == 1
+    assert dispatcher.estimate() == pytest.approx(2 * one_queue)
+
+
+async def test_each_batch_is_reported_with_its_fill(start):
+    reports: list[Computed] = []
+    dispatcher, (worker,), _ = await start(on_batch=reports.append)
+    units = [submit(dispatcher, bytes([at])) for at in range(3)]
+    await turns()
+    worker.say(BatchDone(not_finite=[], preprocess_seconds=0.5, vit_seconds=2.0))
+    await asyncio.gather(*(unit.done for unit in units))
+    assert reports == [Computed(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
+
+
 async def test_a_worker_that_cannot_start_says_why(monkeypatch):
     class Unwilling(FakeChild):
         def send(self, message):
@@ -204,9 +271,9 @@ async def test_a_worker_that_cannot_start_says_why(monkeypatch):
     async def child(*_, **__) -> FakeChild:
         return Unwilling()
 
-    monkeypatch.setattr(dispatch.Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=1.0)
-    with pytest.raises(dispatch.WorkerError, match="no such device"):
+    monkeypatch.setattr(Child, "start", child)
+    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=1.0, patience=1.0)
+    with pytest.raises(WorkerError, match="no such device"):
         await dispatcher.start()
     await dispatcher.stop()
 

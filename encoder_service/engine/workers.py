@@ -1,0 +1,137 @@
+"""The device worker processes: started together, replaced when they die. What they compute is `dispatch`'s business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common import log
+from common.processes import Child, ChildDied
+from encoder_service.engine.batching import Unit
+from encoder_service.worker.messages import Begin, Failed, FromWorker, Ready
+
+MODULE = "encoder_service.worker"
+_LONGEST_PAUSE = 30.0
+
+_log = log.get("workers")
+
+
+class WorkerError(Exception):
+    """A worker cannot start; the message says why, for the operator."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one worker: the process that is in it now, and the batch that it computes.
+
+    `began` is when it got the batch (`loop.time`), `timer` ends a worker that takes too long over it.
+    """
+
+    index: int
+    child: Child[FromWorker] | None = None
+    batch: list[Unit] = field(default_factory=list)
+    began: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    def take(self) -> list[Unit]:
+        """The batch, which is no longer the worker's."""
+        batch, self.batch = self.batch, []
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        return batch
+
+
+class Workers:
+    """One process for each of `begins`, which inherits the descriptors `fds`. `start` and `stop` are the owner's.
+
+    `on_answer` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
+    when a worker is gone and no longer writes anywhere, `on_life` when a replacement is ready.
+    """
+
+    def __init__(
+        self,
+        begins: Sequence[Begin],
+        fds: tuple[int, int],
+        *,
+        on_answer: Callable[[Slot, FromWorker], None],
+        on_death: Callable[[Slot], None],
+        on_life: Callable[[Slot], None],
+    ) -> None:
+        self.begins = begins
+        self.slots = [Slot(index) for index in range(len(begins))]
+        self._fds = fds
+        self._on_answer = on_answer
+        self._on_death = on_death
+        self._on_life = on_life
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Starts every worker; raises WorkerError where one cannot."""
+        await asyncio.gather(*(self._start(slot) for slot in self.slots))
+        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self.slots]
+
+    async def stop(self) -> None:
+        """Ends every worker and returns when the processes are gone."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        children = [slot.child for slot in self.slots if slot.child is not None]
+        for child in children:
+            child.kill()
+        await asyncio.gather(*(child.stop(grace=1.0) for child in children))
+        for slot in self.slots:
+            slot.child = None
+
+    @property
+    def alive(self) -> int:
+        """Workers that can compute."""
+        return sum(slot.child is not None for slot in self.slots)
+
+    @property
+    def idle(self) -> list[Slot]:
+        """Workers that wait for a batch."""
+        return [slot for slot in self.slots if slot.child is not None and not slot.batch]
+
+    async def _start(self, slot: Slot) -> None:
+        child: Child[FromWorker] = await Child.start(MODULE, receives=FromWorker, fds=self._fds)
+        try:
+            child.send(self.begins[slot.index])
+            answer = await child.receive()
+        except BaseException:
+            child.kill()
+            await child.stop(grace=1.0)
+            raise
+        if isinstance(answer, Ready):
+            slot.child = child
+            return
+        await child.stop(grace=1.0)
+        raise WorkerError(answer.why if isinstance(answer, Failed) else "a worker did not start")
+
+    async def _keep(self, slot: Slot) -> None:
+        """Reads what a worker says for as long as it lives, and replaces it when it does not."""
+        while True:
+            assert slot.child is not None
+            try:
+                while True:
+                    self._on_answer(slot, await slot.child.receive())
+            except ChildDied as death:
+                _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
+            child, slot.child = slot.child, None
+            child.kill()
+            await child.stop(grace=1.0)
+            self._on_death(slot)
+            await self._revive(slot)
+
+    async def _revive(self, slot: Slot) -> None:
+        pause = 0.0
+        while slot.child is None:
+            await asyncio.sleep(pause)
+            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+            try:
+                await self._start(slot)
+            except (ChildDied, WorkerError, OSError) as error:
+                _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=pause)
+        _log.info("a worker is back", worker=slot.index)
+        self._on_life(slot)

@@ -1,0 +1,37 @@
+"""What is expected of a worker, from what it did."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_service.engine.pace import Pace
+
+
+def test_nothing_is_expected_before_the_first_batch():
+    assert Pace().seconds(100) is None
+
+
+def test_the_first_batch_is_believed():
+    pace = Pace()
+    pace.learn(1000, 2.0)
+    assert pace.seconds(500) == pytest.approx(1.0)
+
+
+def test_what_was_long_ago_is_forgotten():
+    pace = Pace()
+    for _ in range(5):
+        pace.learn(100, 50.0)
+    for _ in range(40):
+        pace.learn(100, 1.0)
+    assert pace.seconds(100) == pytest.approx(1.0, rel=0.02)
+
+
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0.001, 100)), min_size=1))
+def test_the_pace_lies_between_the_fastest_and_the_slowest_batch(batches):
+    pace = Pace()
+    for patches, seconds in batches:
+        pace.learn(patches, seconds)
+    paces = [seconds / patches for patches, seconds in batches]
+    assert min(paces) * 0.999 <= pace.seconds(1) <= max(paces) * 1.001
