@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
+from common.devices import cuda_device_count
+
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
 # other processes spin against each other. The services that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
+if not cuda_device_count():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

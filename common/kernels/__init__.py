@@ -1,0 +1,1 @@
+"""Kernels in Triton. Imported where they are used, never by what must run without a GPU."""
