@@ -58,7 +58,7 @@ def test_any_segmentation_equals_plain_torch(lengths: list[int], rows: int, seed
     torch.testing.assert_close(ours, plain(q, k, v, lengths), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 def test_what_is_not_finite_stays_in_its_segment() -> None:
     lengths = [40, 50, 60]
     q, k, v = drawn(150, 2, 16, torch.float32)
