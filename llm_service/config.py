@@ -51,6 +51,10 @@ class LlmConfig(ServerConfig):
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")
+    keep_media_whole: bool = option(
+        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
+    )
+    overlap: bool = option(True, "plan the next step while one is computed; the tokens are the same either way")
     encoder_key: str = option("", "PEM private key of --encoder-cert")
     encoder_token: str = option("", "bearer token sent to encoders", secret=True)
     encoder_token_file: str = option("", "file that holds that token")

@@ -95,3 +95,5 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
         log_level=config.log_level,
     )
+        keep_media_whole=config.keep_media_whole,
+        overlap=config.overlap,

@@ -23,3 +23,5 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     row_bytes: int
     row_levels: int
     log_level: str
+    keep_media_whole: bool
+    overlap: bool

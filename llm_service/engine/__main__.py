@@ -1,4 +1,7 @@
-"""The engine process: `python -m llm_service.engine SOCKET_FD ROW_ARENA_FD`, started by the front, never by hand."""
+"""The engine process: `python -m llm_service.engine SOCKET_FD ROW_ARENA_FD`, started by the front, never by hand.
+
+Its main thread computes, a second one decides (see `pipeline`), and a third says every second that the process runs.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from common.processes import ParentLink, die_with_parent
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
+from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.structure import Structures
 from llm_service.layers.group import ALONE
@@ -36,14 +40,31 @@ def main() -> None:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
         log.configure(settings.log_level, service="llm-engine")
-        build(settings, int(sys.argv[2]), link).run()
+        core, pipeline = build(settings, int(sys.argv[2]), link)
     except CheckpointError as error:
         link.send(Unable(str(error)))
     except EOFError:
-        log.get("engine").info("the front has ended")
+        _log_end()
+    else:
+        threading.Thread(target=_decide, args=(core, pipeline), name="scheduler", daemon=True).start()
+        pipeline.work()
 
 
-def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -> EngineCore:
+def _decide(core: EngineCore, pipeline: Pipeline) -> None:
+    """Runs the loop until the front goes away; whatever ends it ends the process."""
+    try:
+        core.run()
+    except EOFError:
+        _log_end()
+    finally:
+        pipeline.close()
+
+
+def _log_end() -> None:
+    log.get("engine").info("the front has ended")
+
+
+def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -> tuple[EngineCore, Pipeline]:
     """Loads the model on every rank, makes the KV cache, and tells the front how much there is."""
     size = settings.tensor_parallel
     ranks = lead(size, settings.device, settings.rank_timeout, arena_fd) if size > 1 else None
@@ -59,7 +80,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
     context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
     scheduler = Scheduler(
         BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),
-        Limits(settings.max_running, settings.max_step_tokens, context),
+        Limits(settings.max_running, settings.max_step_tokens, context, settings.keep_media_whole),
         end_tokens(checkpoint),
         runner.row_bytes,
         Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)).matcher,
@@ -67,7 +88,8 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
     devices = [str(device_of(rank, settings.device)) for rank in range(size)]
     link.send(Ready(context=context, kv_blocks=blocks, devices=devices))
     threading.Thread(target=_beat, args=(link,), daemon=True).start()
-    return EngineCore(link, scheduler, LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
+    pipeline = Pipeline(LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
+    return EngineCore(link, scheduler, pipeline, overlap=settings.overlap), pipeline
 
 
 def _beat(link: ParentLink[ToEngine]) -> None:

@@ -93,6 +93,11 @@ class BlockManager:
             table.blocks.append(block.number)
             table.identities.append(identity)
 
+    def can_hold(self, identities: Seq[bytes], tokens: int) -> bool:
+        """Whether an empty table that adopts these identities could then grow to `tokens` tokens."""
+        idle = sum(self._blocks[self._by_identity[identity]].refs == 0 for identity in identities)
+        return self.blocks_for(tokens) - len(identities) + idle <= len(self._free)
+
     def can_grow(self, table: BlockTable, tokens: int) -> bool:
         """Whether `grow` would succeed."""
         return self.blocks_for(tokens) - len(table.blocks) <= len(self._free)

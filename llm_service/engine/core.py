@@ -1,12 +1,13 @@
-"""The engine's loop: take in messages, schedule, run, postprocess. One thread, no event loop."""
+"""The engine's loop: take in messages, plan a step, take in the result of one. No event loop."""
 
 from __future__ import annotations
 
 import select
 import time
-from typing import Protocol
+from collections import deque
 
 from common.processes import ParentLink
+from llm_service.engine.batch import Step
 from llm_service.engine.messages import (
     Abort,
     Add,
@@ -19,37 +20,23 @@ from llm_service.engine.messages import (
     ToEngine,
     Tokens,
 )
+from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
-from llm_service.plan import StepPlan, StepResult
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
 
 
-class Executor(Protocol):
-    """Whatever runs a plan: one rank, a group of them, or a fake in tests.
-
-    While there is nothing to run, `beat` is called every `beat_seconds`; None: not at all.
-    """
-
-    beat_seconds: float | None
-
-    def beat(self) -> None:
-        """Keeps in touch with the ranks; raises where one is gone."""
-        ...
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step."""
-        ...
-
-
 class EngineCore:
-    """Drives a scheduler and an executor from the front's messages."""
+    """Drives a scheduler and a pipeline from the front's messages. With `overlap` the next step is planned and handed
+    over while one is computed; without it, when its result is in. The tokens are the same."""
 
-    def __init__(self, link: ParentLink[ToEngine], scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, *, overlap: bool) -> None:
         self._link = link
         self._scheduler = scheduler
-        self._executor = executor
+        self._pipeline = pipeline
+        self._depth = 2 if overlap else 1
+        self._under_way: deque[Step] = deque()
         self._next_proof = 0.0
 
     def run(self) -> None:
@@ -64,14 +51,20 @@ class EngineCore:
                 self._rest()
 
     def step(self) -> bool:
-        """Schedules, runs and postprocesses one step; False where there was nothing to compute."""
+        """Plans a step; then, where no further one may be planned now, waits for the oldest one's result. False where
+        there was nothing to do."""
         step, started = self._scheduler.schedule()
         for event in started:
             self._link.send(event)
-        if step is None:
+        if step is not None:
+            self._pipeline.submit(step.plan)
+            self._under_way.append(step)
+            if len(self._under_way) < self._depth:
+                return True
+        if not self._under_way:
             return False
-        result = self._executor.run(step.plan)
-        if tokens := self._scheduler.finish(step, result):
+        result = self._pipeline.collect()
+        if tokens := self._scheduler.finish(self._under_way.popleft(), result):
             self._link.send(Tokens(tokens))
         return True
 
@@ -90,9 +83,9 @@ class EngineCore:
             self._next_proof = time.monotonic() + _PROOF_SECONDS
         deadline = self._scheduler.next_deadline()
         waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
-        waits += [] if self._executor.beat_seconds is None else [self._executor.beat_seconds]
+        waits += [] if self._pipeline.beat_seconds is None else [self._pipeline.beat_seconds]
         if not select.select([self._link.fileno()], [], [], min(waits, default=None))[0]:
-            self._executor.beat()
+            self._pipeline.beat()
 
     def _take(self, message: ToEngine) -> None:
         answer: FromEngine | None = None

@@ -15,6 +15,11 @@ from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice
 from llm_service.request import Sampling
 
+Order = tuple[int, int, int]
+
+UNKNOWN = 0
+"""Stands in the place of a token that a step under way will choose."""
+
 
 @dataclass(slots=True)
 class Item:
@@ -30,8 +35,12 @@ class Item:
 class Sequence:
     """Tokens so far, how many of them have their KV computed, and the blocks that hold it.
 
+    A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
+    `unknown` tokens may still be to come from steps under way; the last of them is draw number `drawn` of its step.
+
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three.
-    `rank` orders sequences: a smaller one is served first. `after` is the choice that computes the shared prompt.
+    `order` ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that
+    end it. `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land.
     """
 
     id: int
@@ -44,23 +53,31 @@ class Sequence:
     sampling: Sampling
     seed: int
     root: bytes
-    rank: tuple[int, int]
-    deadline: float | None
+    order: Order
+    most: int
+    ends: tuple[int, ...]
     matcher: Matcher | None = None
     after: Sequence | None = None
     computed: int = 0
+    unknown: int = 0
+    drawn: int = 0
+    running: bool = False
     started: bool = False
+    starved: bool = False
+    over: bool = False
     table: BlockTable = field(default_factory=BlockTable)
+    _media_end: int = 0
     _chain: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def of(cls, add: Add, *, arrival: int, seed: int) -> list[Sequence]:
+    def of(cls, add: Add, *, arrival: int, seed: int, most: int, eos: tuple[int, ...]) -> list[Sequence]:
         """One sequence for each choice of a request; all but the first wait until the first has its prompt computed."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
         items = [Item(item.key, item.offset, item.runs, item.landed) for item in add.items]
+        sampling = add.sampling
         sequences: list[Sequence] = []
-        for choice in range(add.sampling.n):
+        for choice in range(sampling.n):
             sequence = cls(
                 id=add.id,
                 choice=choice,
@@ -69,20 +86,27 @@ class Sequence:
                 positions=positions,
                 delta=add.delta,
                 items=items,
-                sampling=add.sampling,
+                sampling=sampling,
                 root=root_identity(add.salt),
-                seed=seed if add.sampling.seed is None else add.sampling.seed,
-                rank=(-add.priority, arrival),
-                deadline=add.deadline,
+                seed=seed if sampling.seed is None else sampling.seed,
+                order=(-add.priority, arrival, choice),
+                most=min(most, len(prompt) + sampling.max_tokens),
+                ends=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 after=sequences[0] if sequences else None,
+                _media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
             )
             sequences.append(sequence)
         return sequences
 
     @property
     def generated(self) -> int:
-        """Tokens chosen so far."""
+        """Tokens chosen so far, those of steps under way included."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def known(self) -> int:
+        """Tokens, from the first on, that are known by now."""
+        return len(self.tokens) - self.unknown
 
     @property
     def pending(self) -> int:
@@ -90,28 +114,67 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def full(self) -> bool:
+        """No token may be added: once the steps under way are done, it ends."""
+        return len(self.tokens) >= self.most
+
+    @property
     def blocked(self) -> bool:
         """Another choice is still computing the shared prompt."""
         return self.after is not None and self.after.generated == 0
 
-    def ready(self) -> int:
-        """How many pending tokens can be computed now: those before the first media row that has not landed.
+    @property
+    def held(self) -> bool:
+        """What may come next depends on a token that is not known yet."""
+        return self.matcher is not None and self.unknown > 0
 
-        >>> # 4 tokens of text, then a picture of 6 rows of which 2 have landed: 6 tokens can be computed.
+    def ready(self, begin: int) -> int:
+        """How many tokens from `begin` on can be computed now: those before the first media row that has not landed.
+
+        >>> # 4 tokens of text, then a picture of 6 rows of which 2 have landed: from 0 on, 6 tokens can be computed.
         """
         limit = len(self.tokens)
+        if begin >= self._media_end:
+            return limit - begin
         for item in self.items:
             for start, first_row, count in item.runs:
-                if start + count > self.computed and item.landed < first_row + count:
+                if start + count > begin and item.landed < first_row + count:
                     limit = min(limit, start + max(0, item.landed - first_row))
-        return max(0, limit - self.computed)
+        return max(0, limit - begin)
 
-    def identities(self, blocks: int, block_size: int) -> list[bytes]:
-        """The identities of the first `blocks` blocks, all of which must be full of tokens."""
-        while len(self._chain) < blocks:
-            index = len(self._chain)
-            begin, end = index * block_size, (index + 1) * block_size
-            parent = self._chain[-1] if index else self.root
+    def whole(self, begin: int, count: int, longest: int) -> int:
+        """`count`, or fewer, so that a chunk from `begin` on does not end inside a media run, unless what is left of
+        the run is longer than `longest`.
+
+        With a run at 4 … 9, a chunk of 8 tokens from 0 on becomes one of 4.
+        """
+        end = begin + count
+        for item in self.items:
+            for start, _, length in item.runs:
+                first = max(start, begin)
+                if start < end < start + length and start + length - first <= longest:
+                    return first - begin
+        return count
+
+    def planned(self, count: int, drawn: int) -> None:
+        """A step computes the next `count` tokens and, unless `drawn` is -1, chooses a token as that draw."""
+        self.computed += count
+        if drawn >= 0:
+            self.tokens.append(UNKNOWN)
+            self.unknown += 1
+            self.drawn = drawn
+
+    def learn(self, token: int) -> None:
+        """The first token that was not known is this one."""
+        self.tokens[-self.unknown] = token
+        self.unknown -= 1
+
+    def identity(self, index: int, block_size: int) -> bytes:
+        """The identity of block number `index` of the sequence, all of whose tokens must be known."""
+        while len(self._chain) <= index:
+            number = len(self._chain)
+            begin, end = number * block_size, (number + 1) * block_size
+            parent = self._chain[-1] if number else self.root
             media = [
                 (item.key, first_row + max(0, begin - start))
                 for item in self.items
@@ -119,7 +182,15 @@ class Sequence:
                 if start < end and start + count > begin
             ]
             self._chain.append(block_identity(parent, self.tokens[begin:end].tobytes(), media))
-        return self._chain[:blocks]
+        return self._chain[index]
+
+    def identities(self, block_size: int) -> list[bytes]:
+        """The identities of all full blocks but one that holds the last token, which is always computed, since what
+        comes after it is asked for."""
+        count = (len(self.tokens) - 1) // block_size
+        if count:
+            self.identity(count - 1, block_size)
+        return self._chain[:count]
 
     def window_positions(self, count: int) -> np.ndarray:
         """int32 [3, count]: the positions of the next `count` pending tokens."""
@@ -136,6 +207,8 @@ class Sequence:
         With 10 tokens computed and a run of rows 0–7 at positions 8–15, a window of 4 takes rows 2–5 at places 0–3.
         """
         begin, end = self.computed, self.computed + count
+        if begin >= self._media_end:
+            return
         for item in self.items:
             for start, first_row, length in item.runs:
                 low, high = max(start, begin), min(start + length, end)
@@ -143,7 +216,7 @@ class Sequence:
                     row = first_row + low - start
                     yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
 
-    def draw(self, at: int, banned: tuple[int, ...]) -> Draw:
+    def draw(self, at: int) -> Draw:
         """How the next token is to be chosen from the logits at place `at`."""
         sampling = self.sampling
         return Draw(
@@ -152,8 +225,8 @@ class Sequence:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            uniform=0.0 if sampling.greedy else uniform(self.seed, self.choice, self.generated),
-            banned=banned if self.generated < sampling.min_tokens else (),
+            uniform=0.0 if sampling.temperature == 0.0 else uniform(self.seed, self.choice, self.generated),
+            banned=self.ends if self.generated < sampling.min_tokens else (),
             logit_bias=sampling.logit_bias,
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
@@ -162,6 +235,7 @@ class Sequence:
             output_from=self.prompt_tokens,
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             allowed=b"" if self.matcher is None else self.matcher.compute_bitmask(),
+            carried=self.drawn if self.unknown and sampling.needs_history else -1,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,10 +140,31 @@ def _extend(before: int, token: int, row: int) -> int:
 
 
 def _choose(value: int, draw: Draw) -> int:
-    token = (value + int(draw.uniform * 1000)) % (VOCABULARY - 1)
-    while token in draw.banned:
-        token = (token + 1) % (VOCABULARY - 1)
-    return token
+    """A token that depends on everything that a real draw depends on."""
+    seen = hash((value, draw.history, draw.output_from) if draw.history else value)
+    allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
+    words = [word for word in range(PAD) if word not in draw.banned and allowed >> word & 1]
+    return words[int((seen % 1009 / 1009 + draw.uniform) * len(words)) % len(words)]
+
+
+@dataclass(slots=True)
+class Alternating:
+    """A structure as the scheduler sees one: an odd word follows an even one; 13 completes it, 11 is too much."""
+
+    last: int = 0
+
+    def compute_bitmask(self) -> bytes:
+        return (0x2AAAAAAA if self.last % 2 == 0 else 0x15555555).to_bytes(4, "little")
+
+    def consume_token(self, token: int) -> bool:
+        self.last = token
+        return True
+
+    def is_stopped(self) -> bool:
+        return self.last in (11, 13)
+
+    def is_error(self) -> bool:
+        return self.last == 11
 
 
 def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
@@ -151,15 +173,26 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
     value = 0
     for index, token in enumerate(order.prompt):
         value = _extend(value, token, rows.get(index, -1))
+    matcher = Alternating() if sampling.grammar else None
     ends = (() if sampling.ignore_eos else (EOS,)) + sampling.stop_token_ids
     out: list[int] = []
     while True:
         chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
         banned = ends if len(out) < sampling.min_tokens else ()
-        token = _choose(value, Draw(at=0, uniform=chance, banned=banned))
+        history = array("i", [*order.prompt, *out]).tobytes() if sampling.needs_history else b""
+        allowed = matcher.compute_bitmask() if matcher else b""
+        start = len(order.prompt)
+        draw = Draw(at=0, uniform=chance, banned=banned, history=history, output_from=start, allowed=allowed)
+        token = _choose(value, draw)
+        if matcher:
+            matcher.consume_token(token)
+        if token not in ends and matcher and matcher.is_error():
+            return out, "failed"
         out.append(token)
         if token in ends:
             return out, "stop"
+        if matcher and matcher.is_stopped():
+            return out, "structure"
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
         value = _extend(value, token, -1)
@@ -169,14 +202,25 @@ class Simulation:
     """A scheduler, its executor, and a record of every request. `step` checks what a step may never do."""
 
     def __init__(
-        self, *, blocks: int, block_size: int, max_running: int, step_tokens: int, prefix_cache: bool = True
+        self,
+        *,
+        blocks: int,
+        block_size: int,
+        max_running: int,
+        step_tokens: int,
+        prefix_cache: bool = True,
+        keep_media_whole: bool = False,
+        overlap: bool = False,
     ) -> None:
-        self.limits = Limits(max_running, step_tokens, blocks * block_size)
+        self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole)
         manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES)
+        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, lambda _: Alternating())
         self.executor = HashExecutor(block_size)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0
+        self._depth = 2 if overlap else 1
+        self._under_way: deque[Step] = deque()
+        self._chosen: list[int] = []
 
     def submit(self, order: Order) -> int:
         id = len(self.outcomes) + 1
@@ -235,13 +279,28 @@ class Simulation:
             outcome.cached = event.cached
         if step is not None:
             self._check_plan(step)
-            for token in self.scheduler.finish(step, self.executor.run(step.plan)):
-                self._take(token)
-            self.steps += 1
+            self._under_way.append(step)
+        if len(self._under_way) == self._depth or (step is None and self._under_way):
+            step = self._compute()
+        for event in self.scheduler.take_failures():
+            self._fail(event)
         for id in self.scheduler.take_ended():
             self.outcomes[id].released += 1
         if check:
             self.scheduler.check_integrity()
+        return step
+
+    def _compute(self) -> Step:
+        """Computes the oldest step under way, as late as a real engine may: after later ones were planned."""
+        step = self._under_way.popleft()
+        assert not any(self.outcomes[sequence.id].released for sequence, _ in step.work), (
+            "a step for a released request"
+        )
+        result = self.executor.run(step.plan.filled(self._chosen))
+        self._chosen = result.tokens
+        for token in self.scheduler.finish(step, result):
+            self._take(token)
+        self.steps += 1
         return step
 
     def _check_plan(self, step: Step) -> None:
@@ -287,5 +346,5 @@ class Simulation:
         for choice, said in enumerate(outcome.tokens):
             wanted, reason = expected(outcome.order, choice, self.limits)
             assert said == wanted[: len(said)]
-            if outcome.ended[choice] in ("stop", "length"):
+            if outcome.ended[choice] in ("stop", "length", "structure"):
                 assert (said, outcome.ended[choice]) == (wanted, reason)

@@ -33,15 +33,9 @@ def order(
 
 
 def simulation(
-    *, blocks: int = 64, block_size: int = 4, max_running: int = 8, step_tokens: int = 32, prefix_cache: bool = True
+    *, blocks: int = 64, block_size: int = 4, max_running: int = 8, step_tokens: int = 32, **more: bool
 ) -> Simulation:
-    return Simulation(
-        blocks=blocks,
-        block_size=block_size,
-        max_running=max_running,
-        step_tokens=step_tokens,
-        prefix_cache=prefix_cache,
-    )
+    return Simulation(blocks=blocks, block_size=block_size, max_running=max_running, step_tokens=step_tokens, **more)
 
 
 def run_until_over(engine: Simulation, id: int, most: int = 1000) -> None:
@@ -76,6 +70,8 @@ def orders(draw: st.DrawFn, context: int) -> Order:
         "seed": draw(st.integers(0, 3)) if sampled else None,
         "stop_token_ids": tuple(draw(st.lists(st.integers(1, 8), max_size=2))),
         "ignore_eos": draw(st.booleans()),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.0, 1.0])),
+        "grammar": draw(st.sampled_from(["", "", "", "alternating"])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
     }
     asked = order(ids, pictures, salt=draw(st.sampled_from(["", "", "x"])), priority=draw(st.integers(-1, 1)))
@@ -97,14 +93,16 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         extra=st.integers(0, 12),
         prefix_cache=st.booleans(),
+        keep_media_whole=st.booleans(),
+        overlap=st.booleans(),
     )
-    def begin(self, blocks: int, block_size: int, max_running: int, extra: int, prefix_cache: bool) -> None:
+    def begin(self, blocks: int, block_size: int, max_running: int, extra: int, **more: bool) -> None:
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
             step_tokens=max_running + extra,
-            prefix_cache=prefix_cache,
+            **more,
         )
 
     def open_requests(self) -> list[int]:
@@ -173,9 +171,10 @@ AnyOrderOfEvents.TestCase.settings = settings(
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
-def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(overlap: bool) -> None:
     rng = random.Random(7)
-    engine = simulation(blocks=48, max_running=12, step_tokens=64)
+    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap)
     waiting: list[int] = []
     for _ in range(2000):
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []

@@ -1,0 +1,51 @@
+"""From what a step computes to the plan that says so: one flattened batch, with all that the workers need."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_service.engine.sequence import Sequence
+from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan and whom it is for: (sequence, tokens computed), and the sequences that get a token, in draw order."""
+
+    plan: StepPlan
+    work: list[tuple[Sequence, int]]
+    drawing: list[Sequence]
+
+
+def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step:
+    """The next step for these sequences, which then count as computed so far. At most one token of each may be unknown,
+    and that one is chosen by the step before."""
+    token_ids = array("i")
+    positions: list[np.ndarray] = []
+    chunks: list[Chunk] = []
+    rows: list[RowSlice] = []
+    draws: list[Draw] = []
+    carried: list[tuple[int, int]] = []
+    drawing: list[Sequence] = []
+    for sequence, count in work.items():
+        begin, at = sequence.computed, len(token_ids)
+        end = begin + count
+        rows.extend(sequence.window_rows(count, at, row_bytes))
+        positions.append(sequence.window_positions(count))
+        token_ids.extend(sequence.tokens[begin:end])
+        chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
+        drawn = -1
+        if end == len(sequence.tokens):
+            if sequence.unknown:
+                carried.append((at + count - 1, sequence.drawn))
+            drawn = len(draws)
+            draws.append(sequence.draw(at + count - 1))
+            drawing.append(sequence)
+        sequence.planned(count, drawn)
+    flat = np.ascontiguousarray(np.concatenate(positions, axis=1))
+    plan = StepPlan(token_ids.tobytes(), flat.tobytes(), chunks, rows, draws, carried)
+    return Step(plan, list(work.items()), drawing)

@@ -1,0 +1,159 @@
+"""Which sequences a step computes, and how many tokens of each.
+
+Decodes come first, one token each. What the token budget has left goes to prefill: half of it in order of rank, so
+that nobody is overtaken for ever, the other half to those with the fewest tokens left, so that a short prompt does not
+stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
+in rank cannot be, nobody is. A chunk never passes the rows that have landed.
+
+When blocks run out, the last sequence in rank that the step does not use gives its blocks back and is computed again
+later. No sequence can want more blocks than there are, so the first in rank always gets on: there is no deadlock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import islice
+
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.queues import Queues, rank
+from llm_service.engine.sequence import Sequence
+
+_LOOK_AHEAD = 64
+"""How many of those that wait are looked at for short prompts in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
+    not end inside a run of media rows that fits into a step beside all the decodes that there may be."""
+
+    max_running: int
+    max_step_tokens: int
+    max_context: int
+    keep_media_whole: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a step is to compute: how many tokens of which sequence, and what happened on the way."""
+
+    work: dict[Sequence, int] = field(default_factory=dict)
+    started: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    closed: bool = False
+
+
+class Planner:
+    """Chooses, admits and preempts; it touches queues and block tables, and nothing else."""
+
+    def __init__(self, queues: Queues, blocks: BlockManager, limits: Limits) -> None:
+        self._queues = queues
+        self._blocks = blocks
+        self._limits = limits
+        self._longest_whole = limits.max_step_tokens - limits.max_running + 1
+
+    def choose(self) -> Choice:
+        """What the next step computes; its work is empty where nothing can be computed now."""
+        choice = Choice()
+        prefills = self._decodes(choice)
+        budget = self._limits.max_step_tokens - len(choice.work)
+        if budget and (prefills or self._queues.waiting):
+            budget = self._by_rank(choice, prefills, budget)
+            self._by_length(choice, prefills, budget)
+        return choice
+
+    def _decodes(self, choice: Choice) -> list[Sequence]:
+        """Gives every decode its token; the running sequences that have more to compute than that."""
+        prefills: list[Sequence] = []
+        for sequence in tuple(self._queues.running):
+            if not sequence.running or sequence.full:
+                continue  # preempted by one before it, or ended by what is under way
+            if sequence.pending > 1:
+                prefills.append(sequence)
+            elif sequence.ready(sequence.computed) and self._make_room(sequence, 1, choice):
+                choice.work[sequence] = 1
+        return prefills
+
+    def _by_rank(self, choice: Choice, prefills: list[Sequence], budget: int) -> int:
+        """Spends half of the budget in order of rank; what is left of all of it."""
+        half = budget - budget // 2
+        open_places = len(self._queues.running) < self._limits.max_running
+        waiting = tuple(self._queues.waiting) if open_places else ()
+        for sequence in heapq.merge(prefills, waiting, key=rank):
+            if half <= 0:
+                break
+            count = self._extend(sequence, choice, half)
+            if not count and self._limits.keep_media_whole and not choice.work.get(sequence):
+                count = self._extend(sequence, choice, budget)
+            half -= count
+            budget -= count
+        return budget
+
+    def _by_length(self, choice: Choice, prefills: list[Sequence], budget: int) -> None:
+        """Spends what is left on those with the fewest tokens to go."""
+        waiting = () if choice.closed else islice(self._queues.waiting, _LOOK_AHEAD)
+        candidates = [*prefills, *choice.started, *waiting]
+        for sequence in sorted(candidates, key=lambda s: (s.pending - choice.work.get(s, 0), s.order)):
+            if budget <= 0:
+                break
+            budget -= self._extend(sequence, choice, budget)
+
+    def _extend(self, sequence: Sequence, choice: Choice, most: int) -> int:
+        """Gives a sequence up to `most` tokens more in this step, and a place where it has none; how many it got."""
+        if sequence.full:
+            return 0
+        if not sequence.running:
+            return self._admit(sequence, choice, most)
+        given = choice.work.get(sequence, 0)
+        count = self._chunk(sequence, sequence.computed, given + most)
+        if count <= given or not self._make_room(sequence, count, choice):
+            return 0
+        choice.work[sequence] = count
+        return count - given
+
+    def _admit(self, sequence: Sequence, choice: Choice, most: int) -> int:
+        """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
+        full = choice.closed or len(self._queues.running) >= self._limits.max_running
+        if full or sequence.starved or sequence.blocked or sequence.held:
+            return 0
+        identities = sequence.identities(self._blocks.block_size)
+        hits = self._blocks.match(identities)
+        begin = hits * self._blocks.block_size
+        if not sequence.ready(begin):
+            sequence.starved = True  # until its next row lands; others may go first
+            return 0
+        count = self._chunk(sequence, begin, most)
+        if not self._blocks.can_hold(identities[:hits], len(sequence.tokens)):
+            choice.closed = True
+            return 0
+        if count:
+            self._blocks.adopt(sequence.table, identities[:hits])
+            self._blocks.grow(sequence.table, begin + count)
+            sequence.computed = begin
+            self._queues.start(sequence)
+            choice.started.append(sequence)
+            choice.work[sequence] = count
+        return count
+
+    def _chunk(self, sequence: Sequence, begin: int, most: int) -> int:
+        count = min(sequence.ready(begin), most)
+        if self._limits.keep_media_whole and count:
+            return sequence.whole(begin, count, self._longest_whole)
+        return count
+
+    def _make_room(self, sequence: Sequence, count: int, choice: Choice) -> bool:
+        """Grows a running sequence's table by `count` tokens, at the cost of those behind it that the step spares."""
+        while not self._blocks.grow(sequence.table, sequence.computed + count):
+            for last in reversed(self._queues.running):
+                if last.order <= sequence.order:
+                    return False
+                if last not in choice.work:
+                    break
+            else:
+                return False
+            self._queues.put_back(last)
+            self._blocks.free(last.table)
+            last.computed = 0
+            choice.preempted.append(last)
+        return True

@@ -1,0 +1,86 @@
+"""Who waits and who runs, both in order of rank, and which sequences belong to a request."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from llm_service.engine.sequence import Order, Sequence
+
+
+def rank(sequence: Sequence) -> Order:
+    """Orders sequences: by priority, then arrival, then choice; a smaller one is served first."""
+    return sequence.order
+
+
+@dataclass(slots=True)
+class Queues:
+    """Every sequence is in `waiting` or in `running`, until its end. Only what runs holds blocks."""
+
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    requests: dict[int, list[Sequence]] = field(default_factory=dict)
+    _deadlines: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, id: int, sequences: list[Sequence], deadline: float | None) -> None:
+        """Takes a new request in; its sequences wait."""
+        self.requests[id] = sequences
+        for sequence in sequences:
+            insort(self.waiting, sequence, key=rank)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, id))
+
+    def start(self, sequence: Sequence) -> None:
+        """From waiting to running."""
+        self._take(self.waiting, sequence)
+        insort(self.running, sequence, key=rank)
+        sequence.running = True
+
+    def put_back(self, sequence: Sequence) -> None:
+        """From running to waiting."""
+        self._take(self.running, sequence)
+        insort(self.waiting, sequence, key=rank)
+        sequence.running = False
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Takes a sequence out for good; whether it was the last one of its request, which is then gone as well."""
+        self._take(self.running if sequence.running else self.waiting, sequence)
+        sequence.running = False
+        siblings = self.requests[sequence.id]
+        siblings.remove(sequence)
+        for sibling in siblings:
+            if sibling.after is sequence:  # the prompt is computed, or never will be: the next choice does it itself
+                sibling.after = None
+        if not siblings:
+            del self.requests[sequence.id]
+        return not siblings
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of all requests."""
+        while self._deadlines and self._deadlines[0][1] not in self.requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def late(self, now: float) -> list[int]:
+        """The requests whose deadline has come by `now`; each is told once."""
+        found: list[int] = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            found.append(heapq.heappop(self._deadlines)[1])
+        return found
+
+    @staticmethod
+    def _take(queue: list[Sequence], sequence: Sequence) -> None:
+        place = bisect_left(queue, sequence.order, key=rank)
+        assert queue[place] is sequence
+        del queue[place]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each sequence is in one queue and belongs to a request, in order of rank."""
+        for queue in (self.waiting, self.running):
+            assert all(one.order < other.order for one, other in pairwise(queue))
+            assert all(sequence.running == (queue is self.running) for sequence in queue)
+        assert not any(sequence.table.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
+        everyone = sorted(map(id, (*self.waiting, *self.running)))
+        assert everyone == sorted(id(sequence) for group in self.requests.values() for sequence in group)
