@@ -91,9 +91,9 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
+        keep_media_whole=config.keep_media_whole,
+        overlap=config.overlap,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
         log_level=config.log_level,
     )
-        keep_media_whole=config.keep_media_whole,
-        overlap=config.overlap,
