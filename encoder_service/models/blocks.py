@@ -1,58 +1,21 @@
-"""What the towers share: packed attention, rotary positions, patch embedding, mergers.
+"""What the towers share: rotary positions, patch embedding, attention, feed-forward blocks, mergers.
 
-A batch is one packed sequence of patches [N, …]; `Segments` says where one picture, frame group or window ends and the
-next begins. Attention never crosses a segment.
+A batch is one packed sequence of patches [N, …], see `tower` and `attention`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.linear import Linear
 from encoder_service.item import Grid
+from encoder_service.models.attention import Segments
+from encoder_service.models.tower import Rotary
 
 EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Lengths of the segments of a packed sequence, in order; their sum is the sequence's length."""
-
-    lengths: tuple[int, ...]
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Neighbours of one length, together: (count, length) runs. Lengths 4 4 4 6 4 give (3, 4), (1, 6), (1, 4)."""
-        return [(len(list(group)), length) for length, group in itertools.groupby(self.lengths)]
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Cosines and sines [N, 1, head_dim] float32 of each patch's row and column."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Full attention inside each segment. q, k, v and the result are [N, heads, head_dim].
-
-    Neighbouring segments of one length go through the kernel as one batch. This is the seam for other back ends.
-    """
-    pieces, start = [], 0
-    for count, length in segments.runs():
-        end = start + count * length
-        shape = (count, length, *q.shape[1:])
-        one, two, three = (part[start:end].view(shape).transpose(1, 2) for part in (q, k, v))
-        out = F.scaled_dot_product_attention(one, two, three)
-        pieces.append(out.transpose(1, 2).reshape(end - start, *q.shape[1:]))
-        start = end
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -84,9 +47,9 @@ def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, devic
     return Rotary(angles.cos().to(device), angles.sin().to(device))
 
 
-def frame_segments(grids: Sequence[Grid]) -> Segments:
-    """One segment for each frame group of each item."""
-    return Segments(tuple(grid.h * grid.w for grid in grids for _ in range(grid.t)))
+def frame_groups(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each frame group of each item, which is a segment."""
+    return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
 
 
 class PatchEmbed(nn.Module):
@@ -115,7 +78,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        out = attention(rotate(q, positions), rotate(k, positions), v, segments)
+        out = segments(rotate(q, positions), rotate(k, positions), v)
         projected: Tensor = self.proj(out.flatten(1))
         return projected
 

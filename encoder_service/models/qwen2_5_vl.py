@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
+from encoder_service.models.attention import Segments
+from encoder_service.models.tower import PackedTower, Packing, Rotary
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """`order` [N / merge²] int64 puts merged squares into window order; `segments` are the windows' patches."""
+    """`order` [N / merge²] int64 puts merged squares into window order; `lengths` are the windows' patches."""
 
     order: Tensor
-    segments: blocks.Segments
+    lengths: list[int]
 
 
 def windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
@@ -48,7 +50,7 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
             orders.append(frame + first + group * height * width)
             lengths.extend(len(part) * merge * merge for part in parts)
         first += grid.t * height * width
-    return Windows(torch.cat(orders), blocks.Segments(tuple(lengths)))
+    return Windows(torch.cat(orders), lengths)
 
 
 class FeedForward(nn.Module):
@@ -66,17 +68,19 @@ class FeedForward(nn.Module):
         return out
 
 
-class Qwen25VLTower(nn.Module):
+class Qwen25VLTower(PackedTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, heads = config["hidden_size"], config["num_heads"]
+        self.width, self.out, self.levels = width, config["out_hidden_size"], 1
         self.merge = config["spatial_merge_size"]
         self.head_dim = width // heads
         self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
         self.window = config.get("window_size", 112) // self.merge // config["patch_size"]
         self.full = frozenset(config["fullatt_block_indexes"])
+        self.longest = (None, (self.window * self.merge) ** 2)
         channels = config.get("in_channels", config.get("in_chans", 3))
         self.patch_embed = blocks.PatchEmbed(
             width, channels, config["temporal_patch_size"], config["patch_size"], bias=False
@@ -86,19 +90,24 @@ class Qwen25VLTower(nn.Module):
             blocks.Block(width, heads, (blocks.RMSNorm(width), blocks.RMSNorm(width)), FeedForward(width, inner, act))
             for _ in range(config["depth"])
         )
-        self.merger = blocks.Merger(width, config["out_hidden_size"], self.merge, blocks.RMSNorm(width))
+        self.merger = blocks.Merger(width, self.out, self.merge, blocks.RMSNorm(width))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        whole, local = blocks.frame_segments(grids), windows(grids, self.merge, self.window)
-        order = local.order.to(patches.device)
-        positions = blocks.rotary(grids, self.merge, self.head_dim, self.theta, patches.device)
-        positions = blocks.Rotary(self._reorder(positions.cos, order), self._reorder(positions.sin, order))
-        x = self._reorder(self.patch_embed(patches), order)
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        local = windows(grids, self.merge, self.window)
+        order = local.order.to(device)
+        came = blocks.rotary(grids, self.merge, self.head_dim, self.theta, device)
+        rotary = Rotary(self._reorder(came.cos, order), self._reorder(came.sin, order))
+        return Packing((blocks.frame_groups(grids), local.lengths), rotary, order)
+
+    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+        assert packing.order is not None
+        return self._reorder(self.patch_embed(patches), packing.order)
+
+    def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
+        whole, local = segments
         for index, block in enumerate(self.blocks):
-            x = block(x, whole if index in self.full else local.segments, positions)
-        merged: Tensor = self.merger(x)
-        rows = torch.empty_like(merged)
-        rows[order] = merged
+            x = block(x, whole if index in self.full else local, rotary)
+        rows: Tensor = self.merger(x)
         return rows.unsqueeze(1)
 
     def _reorder(self, x: Tensor, order: Tensor) -> Tensor:

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
+from encoder_service.models.attention import Segments
+from encoder_service.models.tower import PackedTower, Packing, Rotary
 
 
 class FeedForward(nn.Module):
@@ -29,12 +32,13 @@ class FeedForward(nn.Module):
         return out
 
 
-class Qwen2VLTower(nn.Module):
+class Qwen2VLTower(PackedTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, heads = config["embed_dim"], config["num_heads"]
+        self.width, self.out, self.levels = width, config["hidden_size"], 1
         self.merge = config["spatial_merge_size"]
         self.head_dim = width // heads
         self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
@@ -47,14 +51,19 @@ class Qwen2VLTower(nn.Module):
             blocks.Block(width, heads, (_norm(width), _norm(width)), FeedForward(width, inner, act))
             for _ in range(config["depth"])
         )
-        self.merger = blocks.Merger(width, config["hidden_size"], self.merge, _norm(width))
+        self.merger = blocks.Merger(width, self.out, self.merge, _norm(width))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        segments = blocks.frame_segments(grids)
-        positions = blocks.rotary(grids, self.merge, self.head_dim, self.theta, patches.device)
-        x = self.patch_embed(patches)
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        rotary = blocks.rotary(grids, self.merge, self.head_dim, self.theta, device)
+        return Packing((blocks.frame_groups(grids),), rotary)
+
+    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+        hidden: Tensor = self.patch_embed(patches)
+        return hidden
+
+    def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
         for block in self.blocks:
-            x = block(x, segments, positions)
+            x = block(x, segments[0], rotary)
         rows: Tensor = self.merger(x)
         return rows.unsqueeze(1)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from common.linear import Linear
 from encoder_service.item import Grid
 from encoder_service.models import blocks
+from encoder_service.models.attention import Segments
+from encoder_service.models.tower import PackedTower, Packing, Rotary
 
 
 class FeedForward(nn.Module):
@@ -49,7 +51,7 @@ class Merger(nn.Module):
         return out
 
 
-class Qwen3VLTower(nn.Module):
+class Qwen3VLTower(PackedTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1 + deepstack levels, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -59,7 +61,8 @@ class Qwen3VLTower(nn.Module):
         self.head_dim = width // heads
         self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
         self.side = int(config["num_position_embeddings"] ** 0.5)
-        self.levels = {layer: level for level, layer in enumerate(config["deepstack_visual_indexes"])}
+        self.level_of = {layer: level for level, layer in enumerate(config["deepstack_visual_indexes"])}
+        self.width, self.out, self.levels = width, out, 1 + len(self.level_of)
         self.patch_embed = blocks.PatchEmbed(
             width,
             config.get("in_channels", 3),
@@ -75,19 +78,23 @@ class Qwen3VLTower(nn.Module):
         )
         self.merger = Merger(width, out, self.merge, norm_joined=False)
         self.deepstack_merger_list = nn.ModuleList(
-            Merger(width, out, self.merge, norm_joined=True) for _ in self.levels
+            Merger(width, out, self.merge, norm_joined=True) for _ in self.level_of
         )
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        segments = blocks.frame_segments(grids)
-        positions = blocks.rotary(grids, self.merge, self.head_dim, self.theta, patches.device)
-        x = self.patch_embed(patches)
-        x = x + torch.cat([self._table(grid).to(x.dtype).repeat(grid.t, 1) for grid in grids])
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        rotary = blocks.rotary(grids, self.merge, self.head_dim, self.theta, device)
+        return Packing((blocks.frame_groups(grids),), rotary)
+
+    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+        hidden: Tensor = self.patch_embed(patches)
+        return hidden + torch.cat([self._table(grid).to(hidden.dtype).repeat(grid.t, 1) for grid in grids])
+
+    def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
         deep = []
         for index, block in enumerate(self.blocks):
-            x = block(x, segments, positions)
-            if index in self.levels:
-                deep.append(self.deepstack_merger_list[self.levels[index]](x))
+            x = block(x, segments[0], rotary)
+            if index in self.level_of:
+                deep.append(self.deepstack_merger_list[self.level_of[index]](x))
         return torch.stack([self.merger(x), *deep], dim=1)
 
     def _table(self, grid: Grid) -> Tensor:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
-from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
 from common.linear import settle_linears
 from common.weights import load_tensors
-from encoder_service.item import Grid
+from encoder_service.models.choice import choose
 from encoder_service.models.config import ModelConfig
+from encoder_service.models.tower import PackedTower
 
 TOWERS: Final = {
     "qwen2_vl": "encoder_service.models.qwen2_vl:Qwen2VLTower",
@@ -25,23 +24,20 @@ TOWERS: Final = {
 """From `model_type` in config.json to the tower's class, which is built from `vision_config`."""
 
 
-class Tower(Protocol):
-    """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels, width]."""
+def load_tower(
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "sdpa"
+) -> PackedTower:
+    """Builds the tower and reads its weights, and no others, onto `device`; `attention` names a back end, or auto.
 
-    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
-
-
-def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Builds the tower and reads its weights, and no others, onto `device`.
-
-    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape.
+    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape,
+    and AttentionUnavailable where the back end cannot run.
     """
     try:
         module, _, name = TOWERS[config.family].partition(":")
     except KeyError:
         raise CheckpointError(f"the vision tower of {config.family} is not supported") from None
     with torch.device("meta"):
-        tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
+        tower: PackedTower = getattr(importlib.import_module(module), name)(config.vision)
     state = {
         name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
         for name, tensor in load_tensors(checkpoint, vision_name)
@@ -52,6 +48,7 @@ def load_tower(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
     settle_linears(tower)
+    tower.backend = choose(attention, device, dtype, tower.head_dim)
     return tower
 
 

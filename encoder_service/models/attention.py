@@ -1,0 +1,176 @@
+"""Attention over a packed sequence: the ways to compute it, behind one small protocol.
+
+A batch is one packed sequence of patches, cut into *segments* (a picture, a frame group, or a window of one) that
+attention never crosses. A back end is asked once for each batch to get ready for its segments, and the result is called
+in every layer. What can be captured into a CUDA graph offers a second form, whose table lies in memory that never moves
+and is filled anew before each replay.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Lengths = Sequence[int]
+"""Patches of each segment, in order; their sum is the length of the packed sequence."""
+
+
+class Segments(Protocol):
+    """Full attention inside each segment: q, k, v and the result are [N, heads, head_dim]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class StableSegments(Segments, Protocol):
+    """Segments in memory that never moves. Rows behind the last segment come out undefined."""
+
+    def holds(self, lengths: Lengths) -> bool:
+        """Whether there is room for these segments."""
+        ...
+
+    def fill(self, lengths: Lengths) -> None:
+        """From now on, and in every replay, these are the segments."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to compute attention."""
+
+    name: str
+
+    def over(self, lengths: Lengths, device: torch.device) -> Segments:
+        """Gets ready for the segments of one batch."""
+        ...
+
+    def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments | None:
+        """Room for any reasonable cut of `patches` patches into segments of at most `longest`.
+
+        None where the launches depend on the lengths, so that a captured one could not do for others.
+        """
+        ...
+
+
+class Sdpa:
+    """torch's own attention: neighbouring segments of one length go through it as one batch."""
+
+    name = "sdpa"
+
+    def over(self, lengths: Lengths, device: torch.device) -> Segments:  # noqa: ARG002 - the lengths stay on the host
+        return _SdpaSegments(lengths)
+
+    def stable(self, patches: int, longest: int, device: torch.device) -> None:  # noqa: ARG002
+        return None
+
+
+class _SdpaSegments:
+    def __init__(self, lengths: Lengths) -> None:
+        self._runs = runs(lengths)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, start = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
+        for count, length in self._runs:
+            end = start + count * length
+            shape = (count, length, *q.shape[1:])
+            one, two, three = (part[start:end].view(shape).transpose(1, 2) for part in (q, k, v))
+            out[start:end].view(shape).copy_(F.scaled_dot_product_attention(one, two, three).transpose(1, 2))
+            start = end
+        return out
+
+
+def runs(lengths: Lengths) -> list[tuple[int, int]]:
+    """Neighbours of one length, together: (count, length). Lengths 4 4 4 6 4 give (3, 4), (1, 6), (1, 4)."""
+    return [(len(list(group)), length) for length, group in itertools.groupby(lengths)]
+
+
+class Triton:
+    """Our own kernel; on a CPU it runs in Triton's interpreter, where that is switched on."""
+
+    name = "triton"
+
+    def over(self, lengths: Lengths, device: torch.device) -> Segments:
+        segments = _TritonSegments(sum(lengths), max(lengths), len(lengths), device)
+        segments.fill(lengths)
+        return segments
+
+    def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
+        return _TritonSegments(patches, longest, most_segments(patches), device)
+
+
+class _TritonSegments:
+    """A table of tiles, [T, 3] int32; each segment may end with a tile that is not full."""
+
+    def __init__(self, patches: int, longest: int, segments: int, device: torch.device) -> None:
+        from common.kernels import varlen_attention as kernel
+
+        self._kernel = kernel
+        self._rows = kernel.tile_rows(longest)
+        self._table = torch.zeros(patches // self._rows + segments, 3, dtype=torch.int32, device=device)
+
+    def holds(self, lengths: Lengths) -> bool:
+        return sum(-(-length // self._rows) for length in lengths) <= len(self._table)
+
+    def fill(self, lengths: Lengths) -> None:
+        """The rest is zeros: tiles that are empty."""
+        tiles = torch.tensor(self._kernel.tiles(lengths, self._rows), dtype=torch.int32)
+        self._table.copy_(F.pad(tiles, (0, 0, 0, len(self._table) - len(tiles))))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._kernel.varlen_attention(q, k, v, self._table, self._rows)
+
+
+class Flash:
+    """Flash attention: the `flash-attn` package where it is installed, else the kernels that torch ships."""
+
+    name = "flash"
+
+    def __init__(self) -> None:
+        self._run = _flash()
+
+    def over(self, lengths: Lengths, device: torch.device) -> Segments:
+        segments = _FlashSegments(self._run, max(lengths), len(lengths), device)
+        segments.fill(lengths)
+        return segments
+
+    def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
+        return _FlashSegments(self._run, longest, most_segments(patches), device)
+
+
+class _FlashSegments:
+    """Where segments begin and end, [S + 1] int32. `longest` is a bound: it decides how many programs are launched."""
+
+    def __init__(self, run: Callable[..., Tensor], longest: int, size: int, device: torch.device) -> None:
+        self._run = run
+        self._longest = longest
+        self._bounds = torch.zeros(size + 1, dtype=torch.int32, device=device)
+
+    def holds(self, lengths: Lengths) -> bool:
+        return len(lengths) < len(self._bounds) and max(lengths) <= self._longest
+
+    def fill(self, lengths: Lengths) -> None:
+        """The rest repeats the end: segments that are empty."""
+        bounds = [0, *itertools.accumulate(lengths)]
+        bounds += [bounds[-1]] * (len(self._bounds) - len(bounds))
+        self._bounds.copy_(torch.tensor(bounds, dtype=torch.int32))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._run(q, k, v, self._bounds, self._bounds, self._longest, self._longest)
+
+
+def _flash() -> Callable[..., Tensor]:
+    if importlib.util.find_spec("flash_attn"):
+        run: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
+        return run
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn  # type: ignore[return-value]
+
+
+def most_segments(patches: int) -> int:
+    """Segments for which a graph of so many patches has room: as many as windows or thumbnails of 16 patches."""
+    return max(1, patches // 16)

@@ -1,0 +1,103 @@
+"""What a vision tower is, and how the towers that are built from blocks run: packed, in four steps.
+
+`pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is everything that is
+heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from encoder_service.item import Grid
+from encoder_service.models.attention import Backend, Lengths, Sdpa, Segments
+
+
+class Tower(Protocol):
+    """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels, width].
+
+    This is all that the worker asks of a model. The rows of an item must not depend on its neighbours in the batch, nor
+    those of one frame group on another's: `engine.batching.cut` gives them to different workers.
+
+    The seams for what is not here yet:
+
+    - *Another family, or a generic `transformers` back end* (InternVL, LLaVA): a class with this one method, named in
+      `registry.TOWERS`; a grid then counts tiles in time, and patches in a tile. What differs before the tower is in
+      `models.config` (settings), `media.geometry` (sizes and row counts) and `worker.patches` (resizing and cutting).
+      The engine knows patches and rows by number alone.
+    - *Audio*: a modality in `item`, a grid of one row of frames, and features where pictures have patches.
+    - *Pruning of video tokens*: rows are dropped between tower and store. `Piece.tokens` says how many are kept; that
+      must be known from the header on, before anything is computed.
+    """
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Cosines and sines [N, 1, head_dim] float32 of each patch's row and column."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where things go in a packed batch.
+
+    `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows). `order`
+    [N / merge²] int64 says which square stands at which place of the packed sequence; None: each where it came.
+    """
+
+    lengths: tuple[Lengths, ...]
+    rotary: Rotary
+    order: Tensor | None = None
+
+
+class PackedTower(nn.Module):
+    """A tower of blocks. A family sets these numbers and gives the steps.
+
+    `width` is that of hidden states, `out` that of rows, `longest` the most patches that a segment of each kind can
+    have (None: no bound but the batch).
+    """
+
+    width: int
+    out: int
+    levels: int
+    merge: int
+    head_dim: int
+    longest: tuple[int | None, ...] = (None,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend: Backend = Sdpa()
+
+    @abstractmethod
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        """Segments, positions and order of a batch."""
+
+    @abstractmethod
+    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:
+        """Hidden states [N, width] in packed order."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
+        """Hidden states [N, width] → rows [N / merge², levels, out], in packed order. It never waits for the device."""
+
+    def unpack(self, rows: Tensor, packing: Packing) -> Tensor:
+        """Rows in the order in which the items came."""
+        if packing.order is None:
+            return rows
+        ordered = torch.empty_like(rows)
+        ordered[packing.order] = rows
+        return ordered
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        packing = self.pack(grids, patches.device)
+        segments = [self.backend.over(lengths, patches.device) for lengths in packing.lengths]
+        return self.unpack(self.encode(self.embed(patches, grids, packing), packing.rotary, segments), packing)

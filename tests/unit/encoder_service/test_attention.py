@@ -1,0 +1,135 @@
+"""Attention back ends of the vision towers: all give the same result, and what cannot run says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.models import choice
+from encoder_service.models.attention import Sdpa, Triton, runs
+from encoder_service.models.choice import AttentionUnavailable, candidates, choose
+
+CPU = torch.device("cpu")
+SEGMENTS = st.lists(st.integers(1, 90), min_size=1, max_size=6)
+
+
+def drawn(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, 3, 2, 16, generator=generator).unbind(1))
+
+
+def plain(parts: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """Segment by segment."""
+    out = []
+    for q, k, v in zip(*(part.split(lengths) for part in parts), strict=True):
+        weights = (torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(out)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEGMENTS, st.integers(0, 2**31))
+@pytest.mark.parametrize("backend", [Sdpa(), Triton()], ids=lambda each: each.name)
+def test_any_segments_equal_plain_torch(backend, lengths, seed):
+    parts = drawn(sum(lengths), seed)
+    ours = backend.over(lengths, CPU)(*parts)
+    torch.testing.assert_close(ours, plain(parts, lengths), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(SEGMENTS, min_size=2, max_size=4))
+def test_stable_segments_can_be_filled_again_and_again(cuts):
+    stable = Triton().stable(640, 640, CPU)
+    table = stable._table.data_ptr()
+    for seed, lengths in enumerate(cuts):
+        parts = drawn(sum(lengths), seed)
+        assert stable.holds(lengths)
+        stable.fill(lengths)
+        torch.testing.assert_close(stable(*parts), plain(parts, lengths), rtol=1e-5, atol=1e-5)
+    assert stable._table.data_ptr() == table
+
+
+def test_stable_segments_say_what_they_have_no_room_for():
+    stable = Triton().stable(256, 256, CPU)
+    assert stable.holds([16] * 16)
+    assert not stable.holds([4] * 64)
+
+
+def test_torch_s_own_attention_has_no_stable_form():
+    assert Sdpa().stable(64, 64, CPU) is None
+
+
+def test_neighbours_of_one_length_go_together():
+    assert runs([4, 4, 4, 6, 4]) == [(3, 4), (1, 6), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "why"),
+    [
+        ("flash", "cpu", torch.float32, "--attention flash: it needs a GPU"),
+        ("flash", "cuda", torch.float32, "--attention flash: it needs bfloat16 or float16"),
+    ],
+)
+def test_a_back_end_that_cannot_run_is_refused_by_name(name, device, dtype, why):
+    with pytest.raises(AttentionUnavailable, match=why):
+        choose(name, torch.device(device), dtype, 64)
+
+
+def test_triton_is_refused_where_there_is_neither_a_gpu_nor_the_interpreter(monkeypatch):
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(AttentionUnavailable, match="--attention triton: it needs a GPU"):
+        choose("triton", CPU, torch.float32, 64)
+
+
+def test_what_is_not_installed_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    for name, why in (("triton", "triton is not installed"), ("flash", "neither flash-attn")):
+        with pytest.raises(AttentionUnavailable, match=why):
+            choose(name, torch.device("cuda"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "names"),
+    [
+        ("cpu", torch.float32, ["sdpa"]),
+        ("cuda", torch.float32, ["triton", "sdpa"]),
+        ("cuda", torch.bfloat16, ["flash", "triton", "sdpa"]),
+    ],
+)
+def test_auto_has_an_order_of_preference(device, dtype, names):
+    assert candidates(torch.device(device), dtype) == names
+
+
+class Wrong(Sdpa):
+    """Has forgotten the values."""
+
+    name = "flash"
+
+    def over(self, lengths, device):
+        return lambda q, k, v: torch.zeros_like(v)
+
+
+class Broken(Sdpa):
+    """Was built for another driver."""
+
+    name = "triton"
+
+    def over(self, lengths, device):
+        raise RuntimeError("no kernel image is available")
+
+
+class Right(Sdpa):
+    """Another sdpa."""
+
+    name = "triton"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"), [(Wrong, Broken, "sdpa"), (Broken, Right, "triton"), (Right, Wrong, "triton")]
+)
+def test_auto_passes_over_what_fails_its_trial(monkeypatch, first, second, chosen):
+    monkeypatch.setattr(choice, "BACKENDS", {"flash": first, "triton": second, "sdpa": Sdpa})
+    monkeypatch.setattr(choice, "_obstacle", lambda *_, **__: "")
+    assert choose("auto", CPU, torch.float32, 16).name == chosen
