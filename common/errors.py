@@ -120,6 +120,10 @@ class Internal(TwinlensError):
     default_reason = "INTERNAL"
 
 
+MEDIA_HOST: Final = "MEDIA_HOST_UNAVAILABLE"
+"""The reason of an Unavailable that is a foreign media host's: no encoder is to blame, and no other can do better."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How one kind of error looks outside: its gRPC and HTTP status, and whether another server may be tried."""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from common.config import option, size
 from common.grpc_server import ServerConfig
+from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
 PREFIX = "TWINLENS_ENCODER"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig(ServerConfig, MediaLimits):
+class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     """Options of `python -m encoder_service`."""
 
     model: str = option("", "checkpoint folder, or a name on the Hugging Face hub")
@@ -56,3 +57,4 @@ class EncoderConfig(ServerConfig, MediaLimits):
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         self.check_server()
+        self.check_fetch()

@@ -56,11 +56,11 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One picture or video to encode: encoded bytes, decoded pixels, rows, or a key alone. `field` is its place in the
-    request."""
+    """One picture or video to encode: encoded bytes, where they are, decoded pixels, rows, or a key alone. `field` is
+    its place in the request."""
 
     modality: Modality
-    source: bytes | Pixels | Embedding | Key
+    source: Source
     options: Options = Options()
     salt: str = ""
     priority: int = 0
@@ -69,9 +69,15 @@ class Item:
     @property
     def size(self) -> int:
         """Bytes of content that came with it."""
-        if isinstance(self.source, Key):
-            return 0
-        return len(self.source if isinstance(self.source, bytes) else self.source.data)
+        match self.source:
+            case Key():
+                return 0
+            case Url(address):
+                return len(address)
+            case Pixels(data) | Embedding(data):
+                return len(data)
+            case encoded:
+                return len(encoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,18 @@ class Key:
     """A content key (32 bytes) that stands for content which is already in the store."""
 
     value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where the content is. `key` is the content key that it had before, empty where the caller knows none."""
+
+    address: str
+    key: bytes = b""
+
+
+Source = bytes | bytearray | Url | Pixels | Embedding | Key
+"""Where an item's content comes from; a bytearray is a download, which nobody changes any more."""
 
 
 @dataclass(frozen=True, slots=True)

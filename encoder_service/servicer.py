@@ -229,6 +229,7 @@ async def _waiting(what: Awaitable[object], ticket: Ticket, index: int) -> Event
         task.result()
     finally:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends next
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class Requests:
             case "data":
                 source = Encoded(message.data)
             case "url":
-                source = Url(message.url)
+                source = Url(message.url, message.known_key)
             case "key":
                 source = Key(message.key)
             case "pixels":
@@ -132,6 +132,8 @@ class Requests:
                 source = Opaque("embedding", message.embedding.SerializeToString())
             case _:
                 raise InvalidInput("a media item has no content", reason="EMPTY_MEDIA", field=field)
+        if message.known_key and not isinstance(source, Url):
+            raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
         given = {name.name: value for name, value in message.options.ListFields()}
         return MediaItem(index, modality, source, MediaOptions(**given), message.mime_type, field)
 

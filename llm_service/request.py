@@ -30,9 +30,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """An address that the encoder fetches."""
+    """An address that the encoder fetches, unless it has what the address gave before: `known_key`, empty for none."""
 
     url: str
+    known_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,22 @@ dropped.
 from __future__ import annotations
 
 import asyncio
-import time
+import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
-from common import identity, log, tasks
-from common.errors import Exhausted, Internal, NotFound, TwinlensError
+from common import log, tasks
+from common.errors import Internal, NotFound, TwinlensError
+from encoder_service.engine.admission import Admission, Seat
+from encoder_service.engine.content import Contents
 from encoder_service.engine.flight import Flight, Ticket
-from encoder_service.engine.pipeline import Pipeline, in_thread
-from encoder_service.engine.store import Entry
-from encoder_service.item import Embedding, Header, Item, Key, Pixels, Plan
-from encoder_service.media import limits
+from encoder_service.engine.pipeline import Pipeline
+from encoder_service.item import Header, Item, Key, Modality, Plan, Url
 
-_SMALL = 64 << 10
-"""Bytes that are hashed faster than a thread is asked to."""
+FlightKey = tuple[bytes, str, Modality]
+"""A key of content stands for its salt and modality as well; one that a caller made up need not."""
 
 _log = log.get("encode")
 
@@ -32,47 +33,31 @@ class Encoder:
     At most `items` items and `size` bytes of media are held at once. `counts` are totals since start.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, media_limits: limits.MediaLimits, digest: str, *, items: int, size: int
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, contents: Contents, digest: str, *, items: int, size: int) -> None:
         self.pipeline = pipeline
         self.digest = digest
         self.counts: Counter[str] = Counter()
         self._store = pipeline.store
-        self._limits = media_limits
-        self._most_items = items
-        self._most_bytes = size
-        self._flights: dict[bytes, Flight] = {}
+        self._contents = contents
+        self._admission = Admission(items, size)
+        self._flights: dict[FlightKey, Flight] = {}
         self._warming: set[asyncio.Task[None]] = set()
-        self._items = 0
-        self._bytes = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     @asynccontextmanager
     async def ticket(self, item: Item, mime_type: str, *, rows: bool) -> AsyncIterator[Ticket]:
         """Holds an item for the length of the block; `rows` says whether they are wanted, or the header alone.
 
-        Raises InvalidInput for what no limit allows, NotFound for a key that is not here, Exhausted where too much is
-        held, Unavailable where nothing can be computed.
+        Raises InvalidInput for what no limit allows, Forbidden for an address that may not be fetched, and Exhausted
+        where too much is held. The ticket's `header` fetches and hashes; it raises what `Contents.fetched` does,
+        NotFound for a key that is not here, and Unavailable where nothing can be computed.
         """
-        limits.check_item(item, mime_type, self._limits)
-        with self._admitted(item):
-            key = await self._identify(item)
-            entry = self._find(item, key)
-            if entry is not None:
-                self.counts["hits"] += rows
-                self._store.pin(entry)
-                try:
-                    yield Ticket(self._store, item, None, entry)
-                finally:
-                    self._store.unpin(entry)
-                return
-            flight = self._board(item, key, rows=rows)
+        self._contents.check(item, mime_type)
+        with self._admission.seat(item.size, item.field) as seat:
+            ticket = Ticket(self._store, item, partial(self._embark, seat=seat, mime_type=mime_type, rows=rows))
             try:
-                yield Ticket(self._store, item, flight, None)
+                yield ticket
             finally:
-                self._leave(flight)
+                self._disembark(ticket)
 
     async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
@@ -93,8 +78,8 @@ class Encoder:
         self.pipeline.staging.check_integrity(idle=idle)
         if idle:
             assert not self._flights, "a flight has no end"
-            assert not self._items, "an item was not signed out"
-            assert not self._bytes, "bytes were not signed out"
+            self._contents.check_integrity()
+            self._admission.check_integrity()
 
     async def stop(self) -> None:
         """Ends every flight; their waiters get the error. Returns when no one holds an item any more.
@@ -105,67 +90,61 @@ class Encoder:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._empty.wait()
+        await self._admission.empty()
 
-    @contextmanager
-    def _admitted(self, item: Item) -> Iterator[None]:
-        too_large = self._bytes + item.size > self._most_bytes and self._bytes
-        if self._items >= self._most_items or too_large:
-            raise Exhausted("the encoder has as many items as it may hold", reason="QUEUE_FULL", field=item.field)
-        self._items += 1
-        self._bytes += item.size
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self._items -= 1
-            self._bytes -= item.size
-            if not self._items:
-                self._empty.set()
-
-    async def _identify(self, item: Item) -> bytes:
+    async def _embark(self, ticket: Ticket, *, seat: Seat, mime_type: str, rows: bool) -> None:
+        """Learns what an item is, and finds its entry or its flight."""
+        item = ticket.item
+        if isinstance(item.source, Url):
+            if item.source.key and self._known(ticket, item.source.key, rows=rows):
+                return
+            with ticket.timed("fetch", self.pipeline.seconds):
+                item = await self._contents.fetched(item, mime_type)
         if isinstance(item.source, Key):
-            return item.source.value
-        started = time.perf_counter()
+            self._seek(ticket, item, item.source.value, rows=rows)
+            return
+        with ticket.timed("hash", self.pipeline.seconds):
+            key = await self._contents.key(item)
+        self._seek(ticket, item, key, rows=rows)
+        if ticket.flight is not None and ticket.flight.item is item:
+            seat.weigh(item.size)
+
+    def _known(self, ticket: Ticket, key: bytes, *, rows: bool) -> bool:
+        """What an address gave before is still here, so that it need not be fetched."""
         try:
-            return self._hash(item) if item.size <= _SMALL else await in_thread(self._hash, item)
-        finally:
-            self.pipeline.seconds["hash"] += time.perf_counter() - started
+            self._seek(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
+        except NotFound:
+            return False
+        return True
 
-    def _hash(self, item: Item) -> bytes:
-        source, about = item.source, item.options.stated()
-        match source:
-            case Pixels():
-                about |= {"pixels": [source.frames, source.height, source.width], "seconds": source.timestamps}
-                content = source.data
-            case Embedding():
-                about |= {"rows": [source.grid.t, source.grid.h, source.grid.w]}
-                content = source.data
-            case _:
-                assert isinstance(source, bytes)
-                content = source
-        return identity.content_key(self.digest, item.modality.value, about, item.salt, [content])
-
-    def _find(self, item: Item, key: bytes) -> Entry | None:
+    def _seek(self, ticket: Ticket, item: Item, key: bytes, *, rows: bool) -> None:
+        """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""
         entry = self._store.find(key, item.salt)
-        if not isinstance(item.source, Key):
-            return entry
         if entry is not None and entry.header.modality is item.modality:
-            return entry
-        flight = self._flights.get(key)
-        if flight is None or (flight.item.salt, flight.item.modality) != (item.salt, item.modality):
+            self.counts["hits"] += rows
+            self._store.pin(entry)
+            ticket.found = entry
+            return
+        if isinstance(item.source, Key) and (key, item.salt, item.modality) not in self._flights:
             raise NotFound("no such key is in the store", reason="KEY_NOT_FOUND", field=f"{item.field}.key")
-        return None
+        ticket.flight = self._board(item, key, rows=rows)
+
+    def _disembark(self, ticket: Ticket) -> None:
+        if ticket.flight is not None:
+            self._leave(ticket.flight)
+        elif ticket.found is not None:
+            self._store.unpin(ticket.found)
 
     def _board(self, item: Item, key: bytes, *, rows: bool) -> Flight:
-        flight = self._flights.get(key)
+        name = (key, item.salt, item.modality)
+        flight = self._flights.get(name)
         if rows:
             self.counts["hits" if flight and flight.wanted.is_set() else "misses"] += 1
         if flight is None:
             self.pipeline.dispatcher.check(key)
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
-            self._flights[key] = flight
+            self._flights[name] = flight
             flight.task = tasks.start(self._fly(flight), "flight")
         flight.tickets += 1
         flight.raise_priority(item.priority)
@@ -185,8 +164,9 @@ class Encoder:
 
     def _forget(self, flight: Flight) -> None:
         """Lets no one join any more."""
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
+        name = (flight.key, flight.item.salt, flight.item.modality)
+        if self._flights.get(name) is flight:
+            del self._flights[name]
 
     async def _fly(self, flight: Flight) -> None:
         """The flight's one task. It ends with both futures settled, or cancelled with no one waiting."""

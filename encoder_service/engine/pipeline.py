@@ -106,7 +106,7 @@ class Pipeline:
 
     async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
         source = flight.item.source
-        assert isinstance(source, bytes)
+        assert isinstance(source, bytes | bytearray)
         with self._stage(flight, "inspect"):
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
@@ -121,7 +121,7 @@ class Pipeline:
                 await _fill(buffer, lease.ranges[0], _padded(source, plan))
                 yield lease.ranges[0]
             return
-        assert isinstance(source, bytes)
+        assert isinstance(source, bytes | bytearray)
         async with self._room(flight, len(source), plan.pixel_bytes) as lease:
             encoded, pixels = lease.ranges
             with self._stage(flight, "decode"):
@@ -193,14 +193,14 @@ def _padded(source: Pixels, plan: Plan) -> bytes:
     return source.data + source.data[-frame:] * (len(plan.frames) - source.frames)
 
 
-async def _fill(buffer: SharedBuffer, span: Range, data: bytes) -> None:
+async def _fill(buffer: SharedBuffer, span: Range, data: bytes | bytearray) -> None:
     if len(data) <= _COPY:
         buffer.slice(span)[:] = data
     else:
         await in_thread(_copy, buffer, span, data)
 
 
-def _copy(buffer: SharedBuffer, span: Range, data: bytes) -> None:
+def _copy(buffer: SharedBuffer, span: Range, data: bytes | bytearray) -> None:
     source, target = memoryview(data), buffer.slice(span)
     for start in range(0, len(data), _COPY):
         target[start : start + _COPY] = source[start : start + _COPY]

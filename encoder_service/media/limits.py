@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.config import option, size
 from common.errors import InvalidInput
-from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan
+from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan, Url
 from encoder_service.media import sniff
 
 
@@ -37,7 +37,9 @@ def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
     """Checks size, format and options of an item as it came."""
     _check_options(item.options, item.modality, item.field, limits)
     match item.source:
-        case Key() | Embedding():  # rows are checked against the model's layout, by `embedding.check`
+        case (
+            Key() | Embedding() | Url()
+        ):  # see `embedding.check` and `Fetcher.check`; what a download brings comes back
             return
         case Pixels() as pixels:
             _check_size(item, limits)
@@ -47,6 +49,11 @@ def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
                 raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
             _check_size(item, limits)
             sniff.check(data, item.modality, mime_type, item.field)
+
+
+def most_bytes(modality: Modality, limits: MediaLimits) -> int:
+    """Bytes of the largest encoded picture or video."""
+    return limits.max_video_bytes if modality is Modality.VIDEO else limits.max_image_bytes
 
 
 def check_picture(seen: Inspection, field: str, limits: MediaLimits) -> None:
@@ -88,7 +95,7 @@ def _check_size(item: Item, limits: MediaLimits) -> None:
     if isinstance(item.source, Pixels):
         most = 3 * (limits.max_video_area if video else limits.max_image_area)
     else:
-        most = limits.max_video_bytes if video else limits.max_image_bytes
+        most = most_bytes(item.modality, limits)
     if item.size > most:
         reason = "VIDEO_TOO_LARGE" if video else "IMAGE_TOO_LARGE"
         raise InvalidInput(f"the media is larger than {most} bytes", reason=reason, field=item.field)

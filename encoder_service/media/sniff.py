@@ -52,9 +52,9 @@ def video_format(head: bytes) -> str | None:
     return next((name for name, fits in _VIDEOS.items() if fits(head)), None)
 
 
-def check(data: bytes, modality: Modality, mime_type: str, field: str) -> None:
+def check(data: bytes | bytearray, modality: Modality, mime_type: str, field: str) -> None:
     """Raises InvalidInput unless the bytes begin as a format of the modality does, and as the MIME type says."""
-    head = data[:512]
+    head = bytes(data[:512])
     name = image_format(head) if modality is Modality.IMAGE else video_format(head)
     if name is None:
         raise InvalidInput(f"the bytes are not a supported {modality}", reason="MEDIA_FORMAT", field=field)

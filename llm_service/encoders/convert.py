@@ -28,8 +28,8 @@ def media_message(item: MediaItem) -> media_pb2.Media:
     match item.source:
         case Encoded(data):
             media.data = data
-        case Url(url):
-            media.url = url
+        case Url(url, known_key):
+            media.url, media.known_key = url, known_key
         case Key(key):
             media.key = key
         case Opaque("pixels", packed):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
-from common.errors import DataLoss, Internal, TwinlensError, Unavailable
+from common.errors import MEDIA_HOST, DataLoss, Internal, TwinlensError, Unavailable
 from llm_service.encoders.peer import EncodeCall, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaHeader, MediaItem, Request
@@ -152,5 +152,5 @@ class Landing:
 
     @staticmethod
     def _suspect(peer: Peer, error: TwinlensError) -> None:
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) and error.reason != MEDIA_HOST:
             peer.suspect()

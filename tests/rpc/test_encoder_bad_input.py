@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import re
@@ -112,6 +113,10 @@ def embedding(modality: int = IMAGE, **fields: object) -> media_pb2.Media:
 def pixels(modality: int = IMAGE, **fields: object) -> media_pb2.Media:
     given = {"data": b"\0" * (56 * 56 * 3), "frames": 1, "height": 56, "width": 56, **fields}
     return media_pb2.Media(modality=modality, pixels=PIXELS(**given))
+
+
+def as_data_url(data: bytes, mime_type: str) -> str:
+    return f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
 
 
 def good(**fields: object) -> media_pb2.Media:
@@ -250,8 +255,35 @@ BAD: dict[str, tuple[Callable[[], media_pb2.Media], int, str]] = {
             "http://10.0.0.1/",
             "http://[::ffff:10.0.0.1]/",
             "http://[64:ff9b::7f00:1]/",
+            "http://0177.0.0.1/",
         )
     },
+    **{
+        f"address {url!r}": (lambda url=url: media_pb2.Media(modality=IMAGE, url=url), INVALID, "BAD_URL")
+        for url in (
+            "",
+            "ftp://example.com/a.png",
+            "http://user@example.com/a.png",
+            "http://example.com\\@127.0.0.1/a.png",
+            "http://example.com/a\r\nb",
+        )
+    },
+    "a data address that is not base64": (
+        lambda: media_pb2.Media(modality=IMAGE, url="data:image/png;base64,@@"),
+        INVALID,
+        "BAD_BASE64",
+    ),
+    "a data address of another type": (
+        lambda: media_pb2.Media(modality=IMAGE, url=as_data_url(good().data, "image/jpeg")),
+        INVALID,
+        "MIME_MISMATCH",
+    ),
+    "a known key without a url": (lambda: good(known_key=b"k" * 32), INVALID, "BAD_OPTION"),
+    "a short known key": (
+        lambda: media_pb2.Media(modality=IMAGE, url="http://example.com/", known_key=b"k"),
+        INVALID,
+        "BAD_KEY",
+    ),
 }
 
 
@@ -276,7 +308,8 @@ def test_a_bad_item_leaves_its_neighbours_alone(client):
 
 
 def test_forbidden_addresses_all_get_one_text(client):
-    urls = [make for name, (make, *_) in BAD.items() if "//" in name]
+    urls = [make for make, code, _ in BAD.values() if code == FORBIDDEN]
+    assert len(urls) > 10
     assert len({client.one(make()).error.message for make in urls}) == 1
 
 

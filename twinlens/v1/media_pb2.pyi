@@ -30,7 +30,7 @@ DATA_TYPE_BFLOAT16: DataType
 DATA_TYPE_FLOAT16: DataType
 
 class Media(_message.Message):
-    __slots__ = ("modality", "data", "url", "key", "pixels", "embedding", "options", "mime_type")
+    __slots__ = ("modality", "data", "url", "key", "pixels", "embedding", "options", "mime_type", "known_key")
     MODALITY_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Media(_message.Message):
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     MIME_TYPE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_KEY_FIELD_NUMBER: _ClassVar[int]
     modality: Modality
     data: bytes
     url: str
@@ -47,7 +48,8 @@ class Media(_message.Message):
     embedding: EmbeddingBlock
     options: MediaOptions
     mime_type: str
-    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., key: _Optional[bytes] = ..., pixels: _Optional[_Union[PixelBlock, _Mapping]] = ..., embedding: _Optional[_Union[EmbeddingBlock, _Mapping]] = ..., options: _Optional[_Union[MediaOptions, _Mapping]] = ..., mime_type: _Optional[str] = ...) -> None: ...
+    known_key: bytes
+    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., key: _Optional[bytes] = ..., pixels: _Optional[_Union[PixelBlock, _Mapping]] = ..., embedding: _Optional[_Union[EmbeddingBlock, _Mapping]] = ..., options: _Optional[_Union[MediaOptions, _Mapping]] = ..., mime_type: _Optional[str] = ..., known_key: _Optional[bytes] = ...) -> None: ...
 
 class MediaOptions(_message.Message):
     __slots__ = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate")

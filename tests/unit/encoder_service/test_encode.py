@@ -12,12 +12,14 @@ from common.arena import SharedBuffer
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError
 from common.wire import DType, RowLayout
 from encoder_service.engine import dispatch
+from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.item import Inspection, Item, Key, Modality, Pixels
+from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
 from encoder_service.worker.messages import BatchFailed, Begin
@@ -50,7 +52,15 @@ SEEN = Inspection(56, 56)
 
 @asynccontextmanager
 async def encoder(
-    monkeypatch, *, answers=lambda _: DONE, decoders=None, items=64, store_bytes=8192, staging=1 << 16, most_units=64
+    monkeypatch,
+    *,
+    answers=lambda _: DONE,
+    decoders=None,
+    fetcher=None,
+    items=64,
+    store_bytes=8192,
+    staging=1 << 16,
+    most_units=64,
 ):
     """An encoder over one fake worker that gives `answers` (None: it never answers), and that worker."""
     children: list[FakeChild] = []
@@ -75,7 +85,8 @@ async def encoder(
         max_patches=4096,
         batch_patches=4096,
     )
-    made = Encoder(pipeline, MediaLimits(), "digest", items=items, size=1 << 20)
+    fetcher = fetcher or Fetcher(FetchConfig())
+    made = Encoder(pipeline, Contents(fetcher, MediaLimits(), "digest"), "digest", items=items, size=1 << 20)
     try:
         yield made, children[0]
     finally:
@@ -185,7 +196,7 @@ async def test_a_key_alone_joins_what_is_in_flight_for_the_same_tenant(monkeypat
     async with encoder(monkeypatch, answers=None) as (made, worker):
         waiting = asyncio.create_task(rows(made, item(salt="mine")))
         await turns(30)
-        (key,) = made._flights
+        ((key, *_),) = made._flights
         by_key = asyncio.create_task(rows(made, item(source=Key(key), salt="mine")))
         with pytest.raises(NotFound):
             await rows(made, item(source=Key(key), salt="theirs"))

@@ -174,7 +174,7 @@ def test_items_are_numbered_in_prompt_order_over_all_messages() -> None:
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
-        ({"url": "https://example.org/x.png"}, Url),
+        ({"url": "https://example.org/x.png", "known_key": b"k" * 32}, Url),
         ({"key": b"k" * 32}, Key),
         ({"pixels": v1.PixelBlock(data=b"123", frames=1, height=1, width=1)}, Opaque),
         ({"embedding": v1.EmbeddingBlock(count=1)}, Opaque),

@@ -1,0 +1,72 @@
+"""How much is held at once: items, and the bytes of their content."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import Exhausted
+
+
+class Seat:
+    """One item's place. Valid inside `Admission.seat`."""
+
+    def __init__(self, admission: Admission, size: int, field: str) -> None:
+        self._admission = admission
+        self._field = field
+        self.size = size
+
+    def weigh(self, size: int) -> None:
+        """The item holds this many bytes after all; raises Exhausted where that is too much."""
+        self._admission.check_bytes(size - self.size, self._field)
+        self._admission.bytes += size - self.size
+        self.size = size
+
+
+class Admission:
+    """At most `most_items` items and `most_bytes` bytes; a single item of any size is let in."""
+
+    def __init__(self, most_items: int, most_bytes: int) -> None:
+        self._most_items = most_items
+        self._most_bytes = most_bytes
+        self.items = 0
+        self.bytes = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def seat(self, size: int, field: str) -> Iterator[Seat]:
+        """A place for the length of the block; raises Exhausted at once where there is none."""
+        if self.items >= self._most_items:
+            raise _full(field)
+        self.check_bytes(size, field)
+        seat = Seat(self, size, field)
+        self.items += 1
+        self.bytes += size
+        self._empty.clear()
+        try:
+            yield seat
+        finally:
+            self.items -= 1
+            self.bytes -= seat.size
+            if not self.items:
+                self._empty.set()
+
+    def check_bytes(self, more: int, field: str) -> None:
+        """Raises Exhausted where so many more bytes are too many."""
+        if more > 0 and self.bytes and self.bytes + more > self._most_bytes:
+            raise _full(field)
+
+    async def empty(self) -> None:
+        """Returns when nothing is held any more."""
+        await self._empty.wait()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where, at idle, something is held."""
+        assert not self.items, "an item was not signed out"
+        assert not self.bytes, "bytes were not signed out"
+
+
+def _full(field: str) -> Exhausted:
+    return Exhausted("the encoder has as many items as it may hold", reason="QUEUE_FULL", field=field)

@@ -1,0 +1,112 @@
+"""An item's content and its key: downloads shared by all who want the same address, hashing off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
+
+from common import identity
+from common.errors import TwinlensError
+from encoder_service.engine.flight import own
+from encoder_service.engine.pipeline import in_thread
+from encoder_service.item import Embedding, Item, Modality, Pixels, Url
+from encoder_service.media import data_url, limits
+from encoder_service.media.fetch import Fetcher
+
+_SMALL = 64 << 10
+"""Bytes that are hashed, or decoded from base64, faster than a thread is asked to."""
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+T = TypeVar("T")
+
+
+class Contents:
+    """Brings what items name, and names what they bring. `digest` is the tower's."""
+
+    def __init__(self, fetcher: Fetcher, media_limits: limits.MediaLimits, digest: str) -> None:
+        self._fetcher = fetcher
+        self._limits = media_limits
+        self._digest = digest
+        self._downloads: Shared[tuple[str, str, Modality], bytearray] = Shared()
+
+    def check(self, item: Item, mime_type: str) -> None:
+        """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
+        limits.check_item(item, mime_type, self._limits)
+        if isinstance(item.source, Url) and not data_url.is_data(item.source.address):
+            self._fetcher.check(item.source.address, f"{item.field}.url")
+
+    async def fetched(self, item: Item, mime_type: str) -> Item:
+        """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `limits.check_item`."""
+        assert isinstance(item.source, Url)
+        address, field = item.source.address, f"{item.field}.url"
+        content: bytes | bytearray
+        if data_url.is_data(address):
+            content, stated = await _sized(data_url.decode, address, field, size=len(address))
+            mime_type = mime_type or stated
+        else:
+            most = limits.most_bytes(item.modality, self._limits)
+            try:
+                content = await self._downloads.run(
+                    (address, item.salt, item.modality), lambda: self._fetcher.fetch(address, most, field)
+                )
+            except TwinlensError as shared:
+                raise own(shared, field) from None
+        brought = dataclasses.replace(item, source=content)
+        limits.check_item(brought, mime_type, self._limits)
+        return brought
+
+    async def key(self, item: Item) -> bytes:
+        """The content key; see `identity.content_key`."""
+        return await _sized(self._hash, item, size=item.size)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where, at idle, a download goes on."""
+        assert not self._downloads.running, "a download has no end"
+
+    def _hash(self, item: Item) -> bytes:
+        source, about = item.source, item.options.stated()
+        match source:
+            case Pixels():
+                about |= {"pixels": [source.frames, source.height, source.width], "seconds": source.timestamps}
+                content: bytes | bytearray = source.data
+            case Embedding():
+                about |= {"rows": [source.grid.t, source.grid.h, source.grid.w]}
+                content = source.data
+            case _:
+                assert isinstance(source, bytes | bytearray)
+                content = source
+        return identity.content_key(self._digest, item.modality.value, about, item.salt, [memoryview(content)])
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Work(Generic[T]):
+    task: asyncio.Task[T]
+    waiters: int = 0
+
+
+class Shared(Generic[KeyT, T]):
+    """Work that is done once for all who want it at the same time; it is cancelled when the last of them has left."""
+
+    def __init__(self) -> None:
+        self.running: dict[KeyT, _Work[T]] = {}
+
+    async def run(self, key: KeyT, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work`, or of the same work that was begun for another caller."""
+        one = self.running.get(key)
+        if one is None:
+            one = self.running[key] = _Work(asyncio.create_task(work()))
+        one.waiters += 1
+        try:
+            return await asyncio.shield(one.task)
+        finally:
+            one.waiters -= 1
+            if one.task.done() or not one.waiters:
+                one.task.cancel()
+                if self.running.get(key) is one:
+                    del self.running[key]
+
+
+async def _sized(work: Callable[..., T], *args: Any, size: int) -> T:
+    return work(*args) if size <= _SMALL else await in_thread(work, *args)

@@ -1,0 +1,212 @@
+"""Downloads of media: from allowed hosts alone, to checked addresses alone, within bounds of size, time and number.
+
+The HTTP library (httpcore) follows no redirect, keeps no cookie, reads no proxy setting and unpacks nothing; where it
+would connect by name, it is given a connection to an address that was looked at (`_CheckedNetwork`), while the
+certificate and the Host header remain those of the name. So no second look-up can come between check and connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpcore2
+
+from common import log
+from common.config import option, words
+from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
+from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, parse
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""From a host and a port to every IP address that the host has; raises OSError where there is none."""
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 3
+_TRY_LATER = (408, 425, 429)
+_MOST_ADDRESSES = 4
+"""Addresses of one host that are tried, in the order in which they were answered."""
+
+_HEADERS = [(b"User-Agent", b"twinlens"), (b"Accept", b"*/*"), (b"Accept-Encoding", b"identity")]
+
+_log = log.get("fetch")
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the service's configuration has several bases
+class FetchConfig:
+    """Options of fetching. A host is `example.org`, `*.example.org` or `*`, with `:port` where it is not 80 or 443."""
+
+    allow_media_host: tuple[str, ...] = option(
+        (), "hosts that media may be fetched from, as HOST, *.DOMAIN or *, with :PORT if need be", parse=words
+    )
+    allow_private_media_host: tuple[str, ...] = option(
+        (), "the same, for hosts that may be in a private network or on this machine", parse=words
+    )
+    fetch_seconds: float = option(15.0, "longest that one download may take", minimum=0.1)
+    fetch_stall_seconds: float = option(5.0, "longest wait for a media host's next bytes", minimum=0.1)
+    max_fetches: int = option(16, "downloads under way at once; further ones wait", minimum=1)
+
+    def check_fetch(self) -> None:
+        """Raises ValueError for an entry that is not a host."""
+        HostRules(self.allow_media_host, self.allow_private_media_host)
+
+
+class Fetcher:
+    """Fetches media. `resolve` and `tls` are there for tests; `close` is its owner's."""
+
+    def __init__(
+        self, config: FetchConfig, *, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._rules = HostRules(config.allow_media_host, config.allow_private_media_host)
+        self._seconds = config.fetch_seconds
+        self._stall = config.fetch_stall_seconds
+        self._slots = asyncio.Semaphore(config.max_fetches)
+        # Threads of its own: a look-up that hangs cannot be cancelled, and must not hold up what hashes and copies.
+        self._threads = ThreadPoolExecutor(config.max_fetches, thread_name_prefix="dns")
+        self._resolve = resolve or self._look_up
+        self._tls = tls
+
+    def close(self) -> None:
+        """Lets go of the threads; look-ups that still hang end with the process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, url: str, field: str) -> Address:
+        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden; looks nothing up."""
+        address = parse(url, field)
+        self._rules.find(address, field)
+        return address
+
+    async def fetch(self, url: str, most_bytes: int, field: str) -> bytearray:
+        """The content at an address, at most `most_bytes`.
+
+        Raises InvalidInput (an address that makes no sense, too many redirects, content that is too large), Forbidden,
+        Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow).
+        """
+        address = self.check(url, field)
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    return await self._follow(address, most_bytes, field)
+            except (TimeoutError, httpcore2.TimeoutException):
+                raise DeadlineExceeded("the media host is too slow", reason="MEDIA_HOST_SLOW", field=field) from None
+            except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
+                _log.info("a media host failed", host=address.host, why=type(error).__name__)
+                raise _failed("the media host cannot be reached, or broke off", field) from None
+
+    async def _follow(self, address: Address, most_bytes: int, field: str) -> bytearray:
+        for _ in range(_MOST_REDIRECTS + 1):
+            found = await self._get(address, most_bytes, field)
+            if isinstance(found, bytearray):
+                return found
+            address = address.joined(found, field)
+        raise InvalidInput(f"more than {_MOST_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=field)
+
+    async def _get(self, address: Address, most_bytes: int, field: str) -> bytearray | str:
+        """The content at an address, or where a redirect leads. One connection, for this request alone."""
+        network = _CheckedNetwork(self._resolve, self._rules.find(address, field), field)
+        url = httpcore2.URL(
+            scheme=address.scheme.encode(), host=address.host.encode(), port=address.port, target=address.target
+        )
+        limits = dict.fromkeys(("connect", "read", "write", "pool"), self._stall)
+        async with (
+            httpcore2.AsyncConnectionPool(await self._context(address), network_backend=network) as pool,
+            pool.stream(
+                b"GET", url, headers=[(b"Host", address.authority), *_HEADERS], extensions={"timeout": limits}
+            ) as response,
+        ):
+            headers = {name.lower(): value for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in headers:
+                return headers[b"location"].decode("latin-1")
+            _check_answer(response.status, headers, most_bytes, field)
+            content = bytearray()
+            async for piece in response.aiter_stream():
+                content += piece
+                if len(content) > most_bytes:
+                    raise _too_large(most_bytes, field)
+            return content
+
+    async def _context(self, address: Address) -> ssl.SSLContext | None:
+        if address.scheme == "https" and self._tls is None:  # reading the system's roots takes a while
+            self._tls = await asyncio.to_thread(httpcore2.default_ssl_context)
+        return self._tls
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        answers = await loop.run_in_executor(self._threads, _addresses, host, port)
+        return list(dict.fromkeys(answers))
+
+
+class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
+    """Connects to a host's addresses once every one of them was found to be reachable."""
+
+    def __init__(self, resolve: Resolve, rule: HostRule, field: str) -> None:
+        self._resolve = resolve
+        self._rule = rule
+        self._field = field
+        self._network = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Raises Forbidden where one answer is not reachable, be it the only bad one among many."""
+        answers = await self._answers(host, port)
+        if not all(is_reachable(answer, private=self._rule.private) for answer in answers):
+            _log.warning("a media host is in a network that is not allowed", host=host)
+            raise forbidden(self._field)
+        failures: list[Exception] = []
+        for answer in answers[:_MOST_ADDRESSES]:
+            try:
+                return await self._network.connect_tcp(answer, port, timeout, local_address, socket_options)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+                failures.append(error)
+        raise failures[-1]
+
+    async def _answers(self, host: str, port: int) -> list[str]:
+        try:
+            answers = await self._resolve(host, port)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN:
+                raise _failed("the media host's name cannot be looked up just now", self._field) from None
+            raise _unknown(self._field) from None
+        except UnicodeError:
+            raise _unknown(self._field) from None
+        if not answers:
+            raise _unknown(self._field)
+        return answers
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    """Every address of a host. Numbers in any spelling come out as the addresses that they are."""
+    return [str(answer[4][0]) for answer in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def _check_answer(status: int, headers: dict[bytes, bytes], most_bytes: int, field: str) -> None:
+    if status >= 500 or status in _TRY_LATER:
+        raise _failed("the media host cannot answer now", field)
+    if status != 200:
+        raise Precondition("the media host does not have it", reason="MEDIA_HOST_REFUSED", field=field)
+    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
+        raise Precondition("the media host packs what it sends", reason="MEDIA_HOST_REFUSED", field=field)
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > most_bytes:
+        raise _too_large(most_bytes, field)
+
+
+def _too_large(most: int, field: str) -> InvalidInput:
+    return InvalidInput(f"the media is larger than {most} bytes", reason="MEDIA_TOO_LARGE", field=field)
+
+
+def _failed(why: str, field: str) -> TwinlensError:
+    return Unavailable(why, reason=MEDIA_HOST, field=field)
+
+
+def _unknown(field: str) -> TwinlensError:
+    return Precondition("the media host's name is not known", reason="MEDIA_HOST_UNKNOWN", field=field)
