@@ -1,5 +1,6 @@
 """What the scheduler tells the workers to compute, and what they answer. A step plan is a message: it holds all that a
-step needs, so that a worker keeps no state of requests but the KV cache."""
+step needs, so that a worker keeps no state of requests but the KV cache. There are hundreds of the small ones in a
+step, and they cannot be part of a cycle, so the garbage collector is spared them (`gc=False`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache.
 
     They are the next `count` tokens of the flattened batch; `blocks` is the sequence's block table, long enough for
@@ -21,7 +22,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
 
 
-class RowSlice(msgspec.Struct, frozen=True, array_like=True):
+class RowSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` embedding rows at byte `offset` of the row arena take the places from `at` on in the flattened batch."""
 
     at: int
@@ -29,7 +30,7 @@ class RowSlice(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
-class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """How to choose one token from the logits at place `at` of the flattened batch.
 
     `uniform` in [0, 1) decides the draw; the scheduler makes it, so that every rank, and a repeated run with the same
@@ -62,7 +63,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return self.temperature == 0.0 and not (self.banned or self.logit_bias or self.history or self.allowed)
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True):
+class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Asks how likely tokens of a prompt are: `targets`, int32 [m] as bytes, are those that follow the places from `at`
     on in the flattened batch; `top` of the likeliest are given beside each."""
 
@@ -110,7 +111,7 @@ def _with_last(draw: Draw, token: int) -> Draw:
     return msgspec.structs.replace(draw, history=history.tobytes(), carried=-1)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural logarithms: the chosen token's, and the likeliest tokens with theirs, likeliest first."""
 
     chosen: float

@@ -6,6 +6,7 @@ Its main thread computes, a second one decides (see `pipeline`), and a third say
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -46,6 +47,8 @@ def main() -> None:
     except EOFError:
         _log_end()
     else:
+        gc.collect()
+        gc.freeze()  # what is here now stays: collections need not look at it again
         threading.Thread(target=_decide, args=(core, pipeline), name="scheduler", daemon=True).start()
         pipeline.work()
 

@@ -25,7 +25,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
     """The next step for these sequences, which then count as computed so far. At most one token of each may be unknown,
     and that one is chosen by the step before."""
     token_ids = array("i")
-    positions: list[np.ndarray] = []
+    positions = _Positions()
     chunks: list[Chunk] = []
     rows: list[RowSlice] = []
     draws: list[Draw] = []
@@ -35,8 +35,12 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
         begin, at = sequence.computed, len(token_ids)
         end = begin + count
         rows.extend(sequence.window_rows(count, at, row_bytes))
-        positions.append(sequence.window_positions(count))
-        token_ids.extend(sequence.tokens[begin:end])
+        if count == 1 and begin >= sequence.prompt_tokens:
+            positions.one(begin + sequence.delta)
+            token_ids.append(sequence.tokens[begin])
+        else:
+            positions.window(sequence.window_positions(count))
+            token_ids.extend(sequence.tokens[begin:end])
         chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
         drawn = -1
         if end == len(sequence.tokens):
@@ -46,6 +50,32 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
             draws.append(sequence.draw(at + count - 1))
             drawing.append(sequence)
         sequence.planned(count, drawn)
-    flat = np.ascontiguousarray(np.concatenate(positions, axis=1))
-    plan = StepPlan(token_ids.tobytes(), flat.tobytes(), chunks, rows, draws, carried)
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried)
     return Step(plan, list(work.items()), drawing)
+
+
+class _Positions:
+    """Collects int32 [3, n]. Decodes, whose three positions are equal, come one by one and are many."""
+
+    def __init__(self) -> None:
+        self._windows: list[np.ndarray] = []
+        self._ones: list[int] = []
+
+    def one(self, position: int) -> None:
+        """A token that stands at the same place in time, height and width."""
+        self._ones.append(position)
+
+    def window(self, positions: np.ndarray) -> None:
+        """int32 [3, m]"""
+        self._gather()
+        self._windows.append(positions)
+
+    def _gather(self) -> None:
+        if self._ones:
+            self._windows.append(np.tile(np.array(self._ones, np.int32), (3, 1)))
+            self._ones = []
+
+    def packed(self) -> bytes:
+        """All of them, in order."""
+        self._gather()
+        return np.concatenate(self._windows, axis=1).tobytes()

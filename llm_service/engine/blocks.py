@@ -104,9 +104,12 @@ class BlockManager:
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
-        if not self.can_grow(table, tokens):
+        missing = self.blocks_for(tokens) - len(table.blocks)
+        if missing <= 0:
+            return True
+        if missing > len(self._free):
             return False
-        for _ in range(self.blocks_for(tokens) - len(table.blocks)):
+        for _ in range(missing):
             number, _ = self._free.popitem(last=False)
             block = self._blocks[number]
             self._forget(block)

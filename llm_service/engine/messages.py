@@ -82,7 +82,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     cached: int
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token of one choice; `ended` is empty, stop, length or structure."""
 
     id: int

@@ -70,6 +70,7 @@ class Scheduler:
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
         self._planned_steps = 0
+        self._matching = 0
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class Scheduler:
         if add.sampling.grammar and self._match is not None:
             for sequence in sequences:
                 sequence.matcher = self._match(add.sampling.grammar)
+            self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self.counters.prompt_tokens += sequences[0].prompt_tokens
 
@@ -112,7 +114,7 @@ class Scheduler:
 
     def schedule(self) -> tuple[Step | None, list[Started]]:
         """The next step, or None where nothing can be computed now; and the requests that it starts."""
-        if any(sequence.held and not sequence.full for sequence in self._queues.running):
+        if self._matching and any(sequence.held and not sequence.full for sequence in self._queues.running):
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
@@ -121,8 +123,9 @@ class Scheduler:
             return None, started
         step = build(choice.work, self.blocks.block_size, self._row_bytes)
         self._planned_steps += 1
-        for sequence in choice.work:
-            self._name_blocks(sequence)
+        for sequence, count in choice.work.items():
+            if count > 1:  # a single token's block is named when the token after it is known
+                self._name_blocks(sequence)
         return step, started
 
     def _announce(self, sequence: Sequence) -> Started | None:
@@ -192,6 +195,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
+        self._matching -= sequence.matcher is not None
         self.blocks.free(sequence.table)
         if self._queues.remove(sequence):
             self._ended.append((self._planned_steps, sequence.id))

@@ -67,6 +67,7 @@ class Sequence:
     over: bool = False
     table: BlockTable = field(default_factory=BlockTable)
     _media_end: int = 0
+    _plain: bool = False
     _chain: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -93,6 +94,7 @@ class Sequence:
                 most=min(most, len(prompt) + sampling.max_tokens),
                 ends=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 after=sequences[0] if sequences else None,
+                _plain=sampling == _plainest(sampling),
                 _media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
             )
             sequences.append(sequence)
@@ -219,6 +221,8 @@ class Sequence:
     def draw(self, at: int) -> Draw:
         """How the next token is to be chosen from the logits at place `at`."""
         sampling = self.sampling
+        if self._plain:
+            return Draw(at=at)
         return Draw(
             at=at,
             temperature=sampling.temperature,
@@ -237,6 +241,12 @@ class Sequence:
             allowed=b"" if self.matcher is None else self.matcher.compute_bitmask(),
             carried=self.drawn if self.unknown and sampling.needs_history else -1,
         )
+
+
+def _plainest(sampling: Sampling) -> Sampling:
+    """As long, and nothing but the likeliest token."""
+    kept = {name: getattr(sampling, name) for name in ("max_tokens", "n", "ignore_eos", "stop_token_ids", "seed")}
+    return Sampling(temperature=0.0, **kept)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

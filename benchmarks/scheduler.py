@@ -1,0 +1,95 @@
+"""`python -m benchmarks.scheduler`: what the engine spends on deciding, for each step, without any model.
+
+Requests with prompts of 256 tokens decode side by side; the executor answers at once. *plan* is choosing and writing the
+step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from array import array
+
+import msgspec
+import numpy as np
+
+from llm_service.engine.batch import Step
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.messages import Add, Tokens
+from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.plan import StepResult
+from llm_service.request import Sampling
+
+_PROMPT = 256
+_TOKENS = 400
+_BLOCK = 16
+
+
+def scheduler(running: int, sampling: Sampling) -> Scheduler:
+    """A scheduler with `running` requests, whose cache holds all of them to their end."""
+    blocks = BlockManager(running * (-(-(_PROMPT + _TOKENS) // _BLOCK) + 1), _BLOCK)
+    made = Scheduler(blocks, Limits(running, max(512, running), _PROMPT + _TOKENS + 1), frozenset({0}), 64)
+    positions = np.tile(np.arange(_PROMPT, dtype=np.int32), (3, 1)).tobytes()
+    for id in range(running):
+        prompt = array("i", ((id * 7 + k) % 1000 + 1 for k in range(_PROMPT)))
+        made.add(
+            Add(
+                id=id,
+                token_ids=prompt.tobytes(),
+                positions=positions,
+                delta=0,
+                items=[],
+                sampling=sampling,
+                salt="",
+                priority=0,
+                deadline=None,
+            )
+        )
+    return made
+
+
+def measure(running: int, sampling: Sampling) -> tuple[float, float, float]:
+    """Median seconds of planning, taking in and packing, over the steps in which all decode."""
+    engine, encode = scheduler(running, sampling), msgspec.msgpack.Encoder().encode
+    gc.collect()
+    gc.freeze()  # as the engine process does
+    times: list[tuple[float, float, float]] = []
+    while True:
+        begun = time.perf_counter()
+        step, _ = engine.schedule()
+        planned = time.perf_counter()
+        if step is None:
+            break
+        result = _result(step)
+        computed = time.perf_counter()
+        tokens = engine.finish(step, result)
+        taken = time.perf_counter()
+        encode(Tokens(tokens))
+        packed = time.perf_counter()
+        if len(step.drawing) == step.plan.tokens == running:
+            times.append((planned - begun, taken - computed, packed - taken))
+    plan, take, pack = (statistics.median(column) for column in zip(*times, strict=True))
+    return plan, take, pack
+
+
+def _result(step: Step) -> StepResult:
+    return StepResult([5] * len(step.drawing), [None] * len(step.drawing))
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    kinds = {
+        "greedy": Sampling(max_tokens=_TOKENS, temperature=0.0),
+        "sampled": Sampling(max_tokens=_TOKENS, temperature=0.8, top_p=0.9, seed=1),
+    }
+    print("| running | sampling | plan | take in | messages | a step in all |\n|---:|---|---:|---:|---:|---:|")
+    for running in (1, 64, 256):
+        for name, sampling in kinds.items():
+            parts = measure(running, sampling)
+            figures = " | ".join(f"{seconds * 1e3:.3f} ms" for seconds in (*parts, sum(parts)))
+            print(f"| {running} | {name} | {figures} |")
+
+
+if __name__ == "__main__":
+    main()
