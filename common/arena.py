@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass
 
 ALIGNMENT = 64
 """Ranges start on a cache line."""
+
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,10 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, label: str, size: int) -> SharedBuffer:
-        """A new buffer of `size` zero bytes; pages take memory when they are first written."""
-        fd = os.memfd_create(label)
+        """A new buffer of `size` zero bytes, which never changes its size; pages take memory when first written."""
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
         return cls(fd, size)
 
     @classmethod
@@ -55,6 +59,10 @@ class SharedBuffer:
     def slice(self, span: Range) -> memoryview:
         """The bytes of a range, without a copy."""
         return self.view[span.offset : span.end]
+
+    def open_reader(self) -> int:
+        """A descriptor that maps the buffer for reading alone; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def discard(self, span: Range) -> None:
         """Gives the memory of a range back to the system; it reads as zeros until it is written again."""
@@ -71,6 +79,33 @@ class SharedBuffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class ReaderView:
+    """Another process's buffer, mapped for reading from a descriptor of `SharedBuffer.open_reader`.
+
+    Takes the descriptor over, whatever happens. Raises ValueError for one whose size could change: its owner could cut
+    it off under a reader, whom the kernel would then kill.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & _FIXED_SIZE != _FIXED_SIZE:
+                raise ValueError("the size of the shared memory is not fixed")
+            self.size = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise ValueError("this is no shared memory that can be read") from error
+        finally:
+            os.close(fd)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmaps. Slices that others still hold keep the memory until they are gone."""
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 class RangeAllocator:

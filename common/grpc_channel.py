@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors
@@ -61,15 +62,33 @@ def open_channel(target: str, security: ChannelSecurity, *, name: str = "") -> g
     return grpc.aio.secure_channel(target, credentials, options=(*OPTIONS, *named))
 
 
+def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call failed by what lies between the services, gRPC included, and not by the other one's word.
+
+    A deadline that has passed is our own.
+    """
+    return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED and _stated(error) is None
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TwinlensError:
     """The error that a failed call stands for. A peer's free text is not passed on; our own fixed sentences are."""
-    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
-    if packed := trailers.get("twinlens-status-bin"):
-        return from_plain_status(media_pb2.Status.FromString(packed))
+    if (stated := _stated(error)) is not None:
+        return stated
     number: int = error.code().value[0]
-    if packed := trailers.get("grpc-status-details-bin"):
-        rich = status_pb2.Status.FromString(packed)
-        info = error_details_pb2.ErrorInfo()
-        if any(detail.Unpack(info) for detail in rich.details):
-            return errors.from_code(number, rich.message, reason=info.reason)
     return errors.from_code(number, "the other service could not be reached or failed", retry_after=1.0)
+
+
+def _stated(error: grpc.aio.AioRpcError) -> errors.TwinlensError | None:
+    """What the trailers of a call say of its failure; None where they say nothing, or nothing that can be read."""
+    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
+    try:
+        if packed := trailers.get("twinlens-status-bin"):
+            return from_plain_status(media_pb2.Status.FromString(packed))
+        if packed := trailers.get("grpc-status-details-bin"):
+            rich = status_pb2.Status.FromString(packed)
+            info = error_details_pb2.ErrorInfo()
+            if any(detail.Unpack(info) for detail in rich.details):
+                return errors.from_code(rich.code, rich.message, reason=info.reason)
+    except DecodeError:
+        return None
+    return None

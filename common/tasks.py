@@ -1,14 +1,16 @@
-"""Background tasks whose failure is not lost."""
+"""Background tasks whose failure is not lost, and work in threads that nobody leaves behind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from common import log
 
 _log = log.get("tasks")
+
+T = TypeVar("T")
 
 
 def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -16,6 +18,16 @@ def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
     return task
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Runs `work` in a thread, and does not leave before it has ended: it may be writing to memory that is leased."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -47,6 +47,12 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
     batch_items: int = option(64, "items that are packed into one pass", minimum=1)
     stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
+    shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
+    local_dir: str = option(
+        "",
+        "folder for the socket that hands them out, for containers to share; by default an abstract socket",
+    )
+    lease_seconds: float = option(10.0, "longest that a reader may take to copy rows from shared memory", minimum=0.1)
     max_queued_items: int = option(1024, "items held at once; further ones are refused", minimum=1)
     max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
 

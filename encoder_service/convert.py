@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from common.errors import InvalidInput, Precondition, TwinlensError, Unsupported
+from common.errors import Forbidden, InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
 from common.wire import DType, RowLayout
-from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels, Source, Url
+from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels
 from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
@@ -40,11 +40,12 @@ def check_items(items: list[media_pb2.Media], limits: MediaLimits) -> None:
         raise InvalidInput("there are too many items", reason="TOO_MANY_ITEMS", field="items")
 
 
-def check_transports(accepts: list[int]) -> None:
-    """Raises Precondition where the caller can use none of our transports."""
-    stated = {number for number in accepts if number != encoder_pb2.TRANSPORT_UNSPECIFIED}
-    if stated and encoder_pb2.TRANSPORT_INLINE not in stated:
-        raise Precondition("only inline rows are offered", reason="NO_COMMON_TRANSPORT", field="accepts")
+def first_row(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> int:
+    """The first row of an item that the caller wants; raises InvalidInput for one that the item does not have."""
+    first = request.first_rows[index] if index < len(request.first_rows) else 0
+    if not 0 <= first <= tokens:
+        raise InvalidInput("the item has no such row", reason="BAD_FIRST_ROW", field=f"first_rows[{index}]")
+    return first
 
 
 def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
@@ -55,10 +56,8 @@ def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
     if media.modality not in _MODALITIES:
         raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
     source = media.WhichOneof("source")
-    if media.mime_type and source not in ("data", "url"):
+    if media.mime_type and source != "data":
         raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
-    if media.known_key and source != "url":
-        raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
     options = _options(media, field)
     return Item(
         modality=_MODALITIES[media.modality],
@@ -129,7 +128,7 @@ def _options(media: media_pb2.Media, field: str) -> Options:
 
 def _source(
     media: media_pb2.Media, source: str | None, options: Options, field: str
-) -> Source:
+) -> bytes | Pixels | Embedding | Key:
     match source:
         case "data":
             return media.data
@@ -143,7 +142,9 @@ def _source(
             given = media.pixels
             return Pixels(given.data, given.frames, given.height, given.width, tuple(given.timestamps))
         case "url":
-            return Url(media.url, key(media.known_key, f"{field}.known_key") if media.known_key else b"")
+            raise Forbidden(
+                "media may not be fetched from this address", reason="FETCH_FORBIDDEN", field=f"{field}.url"
+            )
         case "embedding":
             return _embedding(media, options, f"{field}.embedding")
         case _:

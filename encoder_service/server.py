@@ -16,7 +16,6 @@ from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
-from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
@@ -24,10 +23,9 @@ from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.engine.workers import WorkerError
 from encoder_service.media.decoder import DecoderPool
-from encoder_service.media.fetch import Fetcher
 from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, Parts
-from encoder_service.transports.inline import Inline
+from encoder_service.transports.link import Link
 from encoder_service.worker.messages import Begin
 from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
@@ -80,22 +78,29 @@ async def serve(config: EncoderConfig) -> None:
             await frame.drain()
             return
         digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
+        rows = Store(store, layout.row_bytes)
         pipeline = Pipeline(
             model,
             config,
             layout,
             Staging(staging),
-            Store(store, layout.row_bytes),
+            rows,
             decoders,
             dispatcher,
             max_patches=config.max_patches_per_call,
             batch_patches=config.batch_patches,
         )
-        fetcher = Fetcher(config)
-        running.callback(fetcher.close)
-        contents = Contents(fetcher, config, digest)
-        encoder = Encoder(pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes)
-        servicer.parts = Parts(config, checkpoint.name, encoder, Inline(layout))
+        encoder = Encoder(pipeline, config, digest, items=config.max_queued_items, size=config.max_queued_bytes)
+        link = await running.enter_async_context(
+            Link.open(
+                rows,
+                layout,
+                shared_memory=config.shared_memory,
+                folder=config.local_dir,
+                lease_seconds=config.lease_seconds,
+            )
+        )
+        servicer.parts = Parts(config, checkpoint.name, encoder, link)
         await frame.announce(metrics)
         await frame.wait()
         await frame.drain()

@@ -7,22 +7,24 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
-from common.errors import TwinlensError, Unavailable, Unsupported
+from common.errors import TwinlensError, Unavailable
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.flight import Ticket
 from encoder_service.streams import merged
-from encoder_service.transports.inline import Transport
+from encoder_service.transports.link import Link
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
 
 Context = grpc.aio.ServicerContext
-Events = AsyncGenerator[encoder_pb2.EncodeResponse, None]
+Events = AsyncGenerator[encoder_pb2.EncodeResponse | bytes, None]
+"""Messages; bytes are ones that are serialized already."""
 
 PROGRESS_SECONDS = 1.0
 """A caller hears of a waiting item at least this often."""
@@ -35,7 +37,7 @@ class Parts:
     config: EncoderConfig
     model: str
     encoder: Encoder
-    transport: Transport
+    link: Link
 
 
 class EncoderServicer(EncoderServiceServicer):
@@ -49,11 +51,11 @@ class EncoderServicer(EncoderServiceServicer):
         self,
         request: encoder_pb2.EncodeRequest,
         context: Context[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
-    ) -> Events:
+    ) -> AsyncGenerator[Any, None]:
         """Streams headers and rows."""
         parts = self._ready()
         convert.check_items(list(request.items), parts.config)
-        convert.check_transports(list(request.accepts))
+        parts.link.choose(request.accepts, request.host)
         self._open_streams += 1
         try:
             streams = [self._item(parts, request, index) for index in range(len(request.items))]
@@ -99,8 +101,8 @@ class EncoderServicer(EncoderServiceServicer):
         request: encoder_pb2.ReleaseRequest,
         context: Context[encoder_pb2.ReleaseRequest, encoder_pb2.ReleaseResponse],
     ) -> encoder_pb2.ReleaseResponse:
-        """There are no leases where every row travels inline."""
-        raise Unsupported("this release gives no leases", reason="NO_LEASES")
+        """Gives leases back."""
+        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(request.leases))
 
     async def GetInfo(
         self,
@@ -119,8 +121,8 @@ class EncoderServicer(EncoderServiceServicer):
             levels=pipeline.layout.levels,
             dtype=convert.DTYPES[pipeline.layout.dtype],
             modalities=list(convert.MODALITIES.values()),
-            transports=[encoder_pb2.TRANSPORT_INLINE],
-            unimplemented=["Release"],
+            transports=parts.link.numbers,
+            local_socket=parts.link.local_socket,
             devices=pipeline.dispatcher.devices,
             max_image_bytes=parts.config.max_image_bytes,
             max_video_bytes=parts.config.max_video_bytes,
@@ -132,7 +134,7 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.EncoderServiceGetLoadRequest, encoder_pb2.EncoderServiceGetLoadResponse],
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
         """Reports queues and counters."""
-        encoder = self._ready().encoder
+        encoder, link = self._ready().encoder, self._ready().link
         dispatcher, store = encoder.pipeline.dispatcher, encoder.pipeline.store
         counters, running = dispatcher.counters, dispatcher.running
         return encoder_pb2.EncoderServiceGetLoadResponse(
@@ -151,6 +153,11 @@ class EncoderServicer(EncoderServiceServicer):
             encoded_items=encoder.counts["encoded"],
             failed_items=encoder.counts["failed"],
             open_streams=self._open_streams,
+            leases=link.leases,
+            rows_sent=[
+                encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
+                for number, rows in link.sent.rows.items()
+            ],
             stage_totals=convert.timings(
                 {
                     **encoder.pipeline.seconds,
@@ -181,14 +188,14 @@ class EncoderServicer(EncoderServiceServicer):
             wanted = not request.header_only
             async with (
                 parts.encoder.ticket(item, request.items[index].mime_type, rows=wanted) as ticket,
-                aclosing(self._ticket(parts, ticket, index, rows=wanted)) as events,
+                aclosing(self._ticket(parts, request, ticket, index)) as events,
             ):
                 async for event in events:
                     yield event
         except TwinlensError as failure:
             yield encoder_pb2.EncodeResponse(error=convert.error(index, failure))
 
-    async def _ticket(self, parts: Parts, ticket: Ticket, index: int, *, rows: bool) -> Events:
+    async def _ticket(self, parts: Parts, request: encoder_pb2.EncodeRequest, ticket: Ticket, index: int) -> Events:
         async with aclosing(_waiting(ticket.header(), ticket, index)) as events:
             async for event in events:
                 yield event
@@ -197,14 +204,16 @@ class EncoderServicer(EncoderServiceServicer):
             header=convert.header(index, header, parts.encoder.pipeline.layout, cached=ticket.cached)
         )
         timings = dict(ticket.timings)
-        if rows:
+        if not request.header_only:
+            first = convert.first_row(request, index, header.tokens)
             async with aclosing(_waiting(ticket.ready(), ticket, index)) as events:
                 async for event in events:
                     yield event
             started = time.perf_counter()
-            with ticket.rows() as data:
-                for run in parts.transport.send(index, header, data):
-                    yield encoder_pb2.EncodeResponse(rows=run)
+            transport = parts.link.choose(request.accepts, request.host)
+            async with aclosing(transport.send(index, ticket.entry, first, request.host)) as runs:
+                async for run in runs:
+                    yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
             timings = {**ticket.timings, "transfer": time.perf_counter() - started}
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone(item=index, timings=convert.timings(timings)))
 

@@ -66,6 +66,14 @@ class LlmConfig(ServerConfig):
             raise ValueError("--model is required")
         for address in self.encoders:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
+    encoder_silence_seconds: float = option(
+        2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
+    )
+    encoder_wait_seconds: float = option(
+        5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
+    )
+    shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
+    local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
             if not host or "/" in host or not port.isdecimal():
                 raise ValueError(f"--encoders: {address} is neither host:port nor dns:///name:port")
         if self.max_running > self.max_step_tokens:

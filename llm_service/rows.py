@@ -8,7 +8,7 @@ together or not at all, so two requests that do not fit at the same time go one 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +61,7 @@ class RowCounters:
 
     received: int = 0
     hits: int = 0
+    by_transport: Counter[int] = field(default_factory=Counter)
 
 
 class RowStore:
@@ -95,6 +96,21 @@ class RowStore:
 
         One that is new has no filler yet: the caller starts it. Raises Exhausted where they can never fit.
         """
+        self._check_size(headers)
+        async with self._turn:  # first come, first served: a large request is not overtaken for ever
+            while (entries := self._try_acquire(headers)) is None:
+                if not any(entry.refs for entry in self._entries.values()) and self.flush():
+                    continue  # nobody is in the way but cache that cuts the arena in pieces
+                self._freed.clear()
+                await self._freed.wait()
+        return entries
+
+    def acquire_now(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
+        """As `acquire`, but None where that would have to wait."""
+        self._check_size(headers)
+        return None if self._turn.locked() else self._try_acquire(headers)
+
+    def _check_size(self, headers: Sequence[MediaHeader]) -> None:
         sizes = {header.key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
             raise Exhausted(
@@ -103,13 +119,6 @@ class RowStore:
                 field="media",
                 retry_after=None,
             )
-        async with self._turn:  # first come, first served: a large request is not overtaken for ever
-            while (entries := self._try_acquire(headers)) is None:
-                if not any(entry.refs for entry in self._entries.values()) and self.flush():
-                    continue  # nobody is in the way but cache that cuts the arena in pieces
-                self._freed.clear()
-                await self._freed.wait()
-        return entries
 
     def _try_acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
         taken: list[RowEntry] = []
@@ -161,12 +170,15 @@ class RowStore:
             self.forget(entry)
         self._ranges.free(entry.place)
 
-    def write(self, entry: RowEntry, data: bytes) -> None:
-        """Puts the next rows of an entry into the arena and says so. `data` is a whole number of rows that fit."""
-        begin = entry.place.offset + entry.landed * self.layout.row_bytes
-        self.buffer.view[begin : begin + len(data)] = data
-        rows = len(data) // self.layout.row_bytes
+    def place(self, entry: RowEntry) -> memoryview:
+        """Where all rows of an entry go; written by its filler alone."""
+        begin = entry.place.offset
+        return self.buffer.view[begin : begin + entry.header.tokens * self.layout.row_bytes]
+
+    def advance(self, entry: RowEntry, rows: int, transport: int) -> None:
+        """Says that `rows` more rows of an entry are in their place, and how they came."""
         self.counters.received += rows
+        self.counters.by_transport[transport] += rows
         entry.advance(rows)
 
     def flush(self) -> int:

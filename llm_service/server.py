@@ -15,6 +15,7 @@ from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
+from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
 from llm_service.engine.structure import Structures
@@ -47,12 +48,14 @@ async def serve(config: LlmConfig) -> None:
         frame = GrpcServer(config, [SERVICE])
         rows = RowStore(config.row_cache_bytes, layout)
         running.callback(rows.close)
-        pool = EncoderPool(config.encoders, config.link(), digest, grace=config.encode_timeout_seconds)
+        pool = EncoderPool(config.encoders, _link_settings(config, digest, layout))
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
-        landing = Landing(pool, rows, config.encode_timeout_seconds)
+        landing = Landing(pool, rows, config.encoder_wait_seconds)
         generator = Generator(prompts, structures, landing, rows, engine, max_requests=config.max_requests)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
-        parts = Parts(config, model, text.architecture, digest, requests, prompts, generator, engine, rows, pool)
+        parts = Parts(
+            config, model, text.architecture, digest, requests, prompts, generator, engine, rows, landing, pool
+        )
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
         await frame.bind()
         metrics = await running.enter_async_context(Metrics("twinlens_llm").serve(config.metrics_listen))
@@ -71,6 +74,18 @@ async def serve(config: LlmConfig) -> None:
         await starting
         await frame.announce(metrics)
         await frame.wait()
+
+
+def _link_settings(config: LlmConfig, digest: str, layout: RowLayout) -> LinkSettings:
+    return LinkSettings(
+        digest=digest,
+        layout=layout,
+        security=config.link(),
+        timeout=config.encode_timeout_seconds,
+        silence=config.encoder_silence_seconds,
+        shared_memory=config.shared_memory,
+        local_dir=config.local_dir,
+    )
 
 
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig) -> EngineSettings:

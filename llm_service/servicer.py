@@ -12,6 +12,7 @@ import grpc
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert import UNIMPLEMENTED_SAMPLING, Requests
+from llm_service.encoders.landing import Landing
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
 from llm_service.generate import Begun, Delta, Ended, Generator
@@ -20,6 +21,7 @@ from llm_service.request import MediaItem
 from llm_service.rows import RowStore
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.encoder_pb2 import TRANSPORT_SHARED_MEMORY
 from twinlens.v1.llm_pb2_grpc import LlmServiceServicer
 
 _REASONS = {
@@ -44,6 +46,7 @@ class Parts:
     generator: Generator
     engine: EngineFront
     rows: RowStore
+    landing: Landing
     pool: EncoderPool
 
 
@@ -139,6 +142,11 @@ class LlmServicer(LlmServiceServicer):
             preemptions=state.preemptions,
             steps=state.steps,
             rows_received=parts.rows.counters.received,
+            rows_shared=parts.rows.counters.by_transport[TRANSPORT_SHARED_MEMORY],
+            encode_attempts=parts.landing.counters.attempts,
+            encode_retries=parts.landing.counters.retries,
+            items_covered=parts.landing.counters.covered,
+            headers_known=parts.landing.counters.headers_known,
             row_hits=parts.rows.counters.hits,
             row_bytes=parts.rows.used_bytes,
             row_capacity_bytes=parts.rows.capacity_bytes,
@@ -147,7 +155,13 @@ class LlmServicer(LlmServiceServicer):
             cancelled_requests=outcomes["cancelled"],
             stage_totals=_timings(parts.generator.stage_totals),
             encoders=[
-                llm_pb2.EncoderStatus(address=peer.address, usable=peer.usable, in_flight=peer.in_flight)
+                llm_pb2.EncoderStatus(
+                    address=peer.address,
+                    usable=peer.usable,
+                    in_flight=peer.in_flight,
+                    shared_memory=peer.region is not None,
+                    failures=peer.breaker.failures,
+                )
                 for peer in parts.pool.peers
             ],
         )

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
-
-from common.wire import RowLayout, crc32c
-from encoder_service.item import Header
+from common.arena import SharedBuffer
+from common.row_frames import pack
+from common.wire import RowLayout
+from encoder_service.engine.store import Entry
+from encoder_service.transports.base import Chunks, Sent
 from twinlens.v1 import encoder_pb2
 
 
-class Transport(Protocol):
-    """Turns an item's rows into messages. `data` stays where it is for as long as the iterator is used."""
-
-    def send(self, item: int, header: Header, data: memoryview) -> Iterator[encoder_pb2.EncodeRows]: ...
-
-
 class Inline:
-    """Copies rows into messages."""
+    """Copies rows into messages. Every caller can take them."""
 
-    def __init__(self, layout: RowLayout) -> None:
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
+
+    def __init__(self, buffer: SharedBuffer, layout: RowLayout, sent: Sent) -> None:
+        self._buffer = buffer
         self._layout = layout
+        self._sent = sent
 
-    def send(self, item: int, header: Header, data: memoryview) -> Iterator[encoder_pb2.EncodeRows]:
-        """Messages for rows 0 to `header.tokens`, in order."""
-        size = self._layout.row_bytes
-        for first, count in self._layout.chunks(0, header.tokens):
-            chunk = bytes(data[first * size : (first + count) * size])
-            yield encoder_pb2.EncodeRows(item=item, first_row=first, count=count, data=chunk, crc32c=crc32c(chunk))
+    def suits(self, _host: encoder_pb2.HostProof) -> bool:
+        """Always."""
+        return True
+
+    async def send(self, item: int, entry: Entry, first: int, _host: encoder_pb2.HostProof) -> Chunks:
+        """One message for each run of rows."""
+        size, data = self._layout.row_bytes, self._buffer.slice(entry.span)
+        for start, count in self._layout.chunks(first, entry.header.tokens):
+            yield pack(item, start, count, data[start * size : (start + count) * size])
+            self._sent.add(self.number, count, count * size)

@@ -1,86 +1,211 @@
-"""One encoder as this service sees it: a channel, whether it can be used, and calls under way there."""
+"""One encoder as this service sees it: a channel, whether it can be used, its memory where the host is shared."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import grpc
 
 from common import log
-from common.errors import Cancelled, DataLoss, TwinlensError, Unauthenticated, Unavailable
-from common.grpc_calls import from_plain_status
-from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
-from common.wire import RowLayout, crc32c
-from llm_service.encoders.convert import media_header, media_message
-from llm_service.request import MediaHeader, MediaItem
+from common.grpc_channel import ChannelSecurity, open_channel
+from common.wire import RowLayout
+from llm_service.encoders.breaker import Breaker, Quarantine
+from llm_service.encoders.convert import media_message
+from llm_service.encoders.stream import Call, EncodeStream, read_event
+from llm_service.encoders.transports.base import Transport
+from llm_service.encoders.transports.inline import Inline
+from llm_service.encoders.transports.shared_memory import Region
+from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _log = log.get("encoders")
-_ITEM = "items[0]"
 _CHECK_SECONDS = 0.5
 _CHECK_TIMEOUT = 2.0
+_ENCODE = "/twinlens.v1.EncoderService/Encode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How this service deals with encoders.
+
+    `digest` is what theirs must be; `timeout` bounds a stream and `silence` the time between its events, in seconds;
+    `local_dir` is the folder of local sockets that are files.
+    """
+
+    digest: str
+    layout: RowLayout
+    security: ChannelSecurity = field(default_factory=ChannelSecurity)
+    timeout: float = 120.0
+    silence: float = 2.5
+    shared_memory: bool = True
+    local_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What is told to an encoder with an item: whose it is, from which row on it is wanted, and how often before."""
+
+    request_id: str
+    salt: str
+    priority: int
+    first: int = 0
+    attempt: int = 0
 
 
 class Peer:
-    """An encoder at one address. `watch` keeps `usable` true to life until it is cancelled."""
+    """An encoder at one address. `watch` keeps `answers` true to life until it is cancelled."""
 
-    def __init__(self, address: str, name: str, security: ChannelSecurity, digest: str) -> None:
+    def __init__(self, address: str, name: str, settings: LinkSettings, quarantine: Quarantine) -> None:
         self.address = address
         self.name = name
-        self.usable = False
+        self.answers = False
         self.in_flight = 0
-        self._digest = digest
+        self.load = 0
+        self.breaker = Breaker()
+        self.region: Region | None = None
+        self._settings = settings
+        self._quarantine = quarantine
+        self._at_its_end: set[bytes] = set()
         self._foreign = ""
-        self._metadata = security.metadata
-        self._channel = open_channel(address, security, name=name)
+        self._no_region: bytes = b""
+        self._full_until = 0.0
+        self._inline = Inline(settings.layout.dtype)
+        self._metadata = settings.security.metadata
+        self._channel = open_channel(address, settings.security, name=name)
         self._stub = EncoderServiceStub(self._channel)
+        self._encode = self._channel.unary_stream(
+            _ENCODE,
+            request_serializer=encoder_pb2.EncodeRequest.SerializeToString,
+            response_deserializer=read_event,
+        )
+        self._recheck = asyncio.Event()
+
+    @property
+    def usable(self) -> bool:
+        """It answers, computes what we expect, and its streams hold."""
+        return self.answers and self.breaker.closed
+
+    @property
+    def full(self) -> bool:
+        """It said lately that it has as much as it can hold."""
+        return time.monotonic() < self._full_until
 
     async def watch(self, changed: asyncio.Event) -> None:
         """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
         while True:
-            usable = await self._answers()
-            if usable != self.usable:
-                self.usable = usable
-                _log.info("encoder", address=self.address, usable=usable)
-                changed.set()
-            await asyncio.sleep(_CHECK_SECONDS)
+            self._recheck.clear()
+            answers = await self._check()
+            if answers != self.answers:
+                _log.info("encoder", address=self.address, usable=answers)
+            self.answers = answers
+            self._blame()
+            changed.set()
+            try:
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    await self._recheck.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_CHECK_SECONDS / 5)  # it has just been suspected: soon, but no storm of questions
 
-    async def _answers(self) -> bool:
+    async def _check(self) -> bool:
         try:
             info = await self._stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
+            load = await self._stub.GetLoad(
+                encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return False
-        if info.digest not in (self._digest, self._foreign):
+        self.load = load.queued_patches + load.running_patches
+        if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
-        return bool(info.digest == self._digest)
+        if info.digest != self._settings.digest:
+            return False
+        await self._map(info.local_socket)
+        return True
 
-    def suspect(self) -> None:
-        """Takes the encoder out of use until it has answered again."""
-        self.usable = False
+    async def _map(self, socket: encoder_pb2.LocalSocket) -> None:
+        """Tries to share memory with an encoder, once for each of its lives: on another host it cannot work."""
+        settings = self._settings
+        wanted = settings.shared_memory and bool(socket.name)
+        if not wanted or self.region is not None or socket.secret == self._no_region:
+            return
+        try:
+            region = await asyncio.to_thread(
+                Region.open, socket.name, settings.local_dir, socket.secret, settings.layout.dtype
+            )
+        except (OSError, ValueError) as error:
+            self._no_region = socket.secret
+            _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
+            return
+        self.region = region
+        region.watch(self._lost)
+        _log.info("memory is shared with this encoder", address=self.address)
+
+    def _lost(self) -> None:
+        """The encoder's process has ended."""
+        self._unmap()
+        self.suspect()
+
+    def _unmap(self) -> None:
+        if self.region is not None:
+            self.region.close()
+            self.region = None
+
+    def _blame(self) -> None:
+        """Where an encoder is gone, the items whose streams broke with it may be why."""
+        if not self.answers:
+            for identity in self._at_its_end:
+                self._quarantine.blame(identity)
+        self._at_its_end.clear()
+
+    def suspect(self, identity: bytes | None = None) -> None:
+        """Takes the encoder out of use until it has answered again, which is asked at once. `identity` is of an item
+        that it had begun on when the connection broke."""
+        self.answers = False
+        if identity is not None:
+            self._at_its_end.add(identity)
+        self._recheck.set()
+
+    def refused(self, seconds: float) -> None:
+        """It is full, and says when to ask again."""
+        self._full_until = time.monotonic() + seconds
 
     @asynccontextmanager
-    async def encode(
-        self, item: MediaItem, *, request_id: str, salt: str, priority: int, timeout: float, layout: RowLayout
-    ) -> AsyncIterator[EncodeCall]:
-        """Opens an Encode stream for one item; it is cancelled when the block is left early. `timeout` in seconds."""
+    async def encode(self, item: MediaItem, asking: Asking) -> AsyncIterator[EncodeStream]:
+        """Opens an Encode stream for one item; it is cancelled when the block is left early."""
+        settings = self._settings
+        transports: list[Transport] = [self._inline] if self.region is None else [self.region, self._inline]
         request = encoder_pb2.EncodeRequest(
-            request_id=request_id,
+            request_id=asking.request_id,
             items=[media_message(item)],
-            cache_salt=salt,
-            priority=priority,
-            accepts=[encoder_pb2.TRANSPORT_INLINE],
+            cache_salt=asking.salt,
+            priority=asking.priority,
+            accepts=[transport.number for transport in transports],
+            first_rows=[asking.first] if asking.first else [],
+            attempt=asking.attempt,
         )
-        call = self._stub.Encode(request, timeout=timeout, metadata=self._metadata)
+        for transport in transports:
+            transport.prove(request.host)
+        call: Call = self._encode(request, timeout=settings.timeout, metadata=self._metadata)
         self.in_flight += 1
         try:
-            yield EncodeCall(call, layout, item.field)
+            yield EncodeStream(
+                call,
+                transports,
+                settings.layout,
+                field=item.field,
+                first=asking.first,
+                silence=settings.silence,
+            )
         finally:
             self.in_flight -= 1
             call.cancel()
@@ -88,84 +213,4 @@ class Peer:
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel; calls under way have `grace` seconds to end."""
         await self._channel.close(grace)
-
-
-class EncodeCall:
-    """An open Encode stream of one item: `header` first, then `rows`; after the last row, `timings` holds the
-    encoder's own seconds by stage."""
-
-    def __init__(
-        self,
-        call: grpc.aio.UnaryStreamCall[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
-        layout: RowLayout,
-        field: str,
-    ) -> None:
-        self._call = call
-        self._layout = layout
-        self._field = field
-        self.timings: dict[str, float] = {}
-
-    async def header(self) -> MediaHeader:
-        """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                if event.WhichOneof("event") == "header":
-                    header = media_header(event.header)
-                    self._check(header)
-                    return header
-        raise Unavailable("the encoder ended the stream before the header")
-
-    def _check(self, header: MediaHeader) -> None:
-        layout = self._layout
-        if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
-            raise DataLoss("the encoder's rows do not fit this model")
-
-    async def rows(self, skip: int, total: int) -> AsyncGenerator[bytes, None]:
-        """Yields runs of whole rows in order, from row `skip` on, until `total` have come; each is checked first."""
-        expected = 0
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                if event.WhichOneof("event") != "rows":
-                    continue
-                rows = event.rows
-                if rows.first_row != expected or len(rows.data) != rows.count * self._layout.row_bytes:
-                    raise DataLoss("rows came out of order or in a wrong size")
-                if crc32c(rows.data) != rows.crc32c:
-                    raise DataLoss("rows were damaged on the way")
-                expected += rows.count
-                if expected > total:
-                    raise DataLoss("more rows came than the header said")
-                if expected > skip:
-                    fresh = min(rows.count, expected - skip)
-                    yield rows.data[len(rows.data) - fresh * self._layout.row_bytes :]
-        if expected != total:
-            raise Unavailable("the encoder ended the stream before the last row")
-
-    async def _events(self) -> AsyncGenerator[encoder_pb2.EncodeResponse, None]:
-        """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
-        while True:
-            try:
-                event = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                raise _ours(from_rpc_error(error)) from error
-            if not isinstance(event, encoder_pb2.EncodeResponse):
-                return
-            if event.WhichOneof("event") == "done":
-                self.timings = {timing.stage: timing.seconds for timing in event.done.timings}
-                return
-            if event.WhichOneof("event") == "error":
-                raise self._own(from_plain_status(event.error.status))
-            yield event
-
-    def _own(self, error: TwinlensError) -> TwinlensError:
-        """An item's error with the field that our caller knows: the encoder was sent this one item."""
-        if error.field.startswith(_ITEM):
-            error.field = self._field + error.field.removeprefix(_ITEM)
-        return error
-
-
-def _ours(error: TwinlensError) -> TwinlensError:
-    """What a caller is told of a call to an encoder that broke."""
-    if isinstance(error, Unavailable | Cancelled | Unauthenticated):  # of the link, not of the caller's doing
-        return Unavailable("the encoder could not be reached", reason="ENCODER_UNAVAILABLE")
-    return error
+        self._unmap()

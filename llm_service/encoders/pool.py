@@ -1,7 +1,7 @@
 """The encoders that can be asked: found by address or DNS name, looked up again while running.
 
 An item goes to the encoder that rendezvous hashing (Thaler and Ravishankar 1998) picks for its content, so that repeats
-meet their cache and a change in the list moves few items; an encoder with many calls under way is passed over.
+meet their cache and a change in the list moves few items; an encoder that is crowded is passed over.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Collection, Sequence
 
 from common import log, tasks
 from common.errors import Unavailable
-from common.grpc_channel import ChannelSecurity
-from llm_service.encoders.peer import Peer
-from llm_service.request import Encoded, Key, MediaItem, Opaque, Url
+from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.peer import LinkSettings, Peer
 
 _log = log.get("encoders")
 DNS = "dns:///"
@@ -23,20 +22,21 @@ DNS = "dns:///"
 _RESOLVE_SECONDS = 2.0
 _PATIENCE = 0.8
 """Seconds that a request waits for an encoder when none can be used."""
-_CROWDED = 8
+_CROWDED_CALLS = 8
 """Calls under way at which the next choice is taken instead, where that one has fewer."""
+_CROWDED_PATCHES = 65_536
+"""Patches that wait or are computed at an encoder, for anyone, at which the next choice is taken, likewise."""
 
 
 class EncoderPool:
-    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`; calls at an encoder whose address
-    has gone may take `grace` seconds more."""
+    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`; streams at an encoder whose
+    address has gone may go on to their end."""
 
-    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, digest: str, *, grace: float) -> None:
-        self._grace = grace
+    def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
+        self.settings = settings
+        self.quarantine = Quarantine()
         self._retiring: set[asyncio.Task[None]] = set()
         self._addresses = tuple(addresses)
-        self._security = security
-        self._digest = digest
         self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._resolver: asyncio.Task[None] | None = None
@@ -65,10 +65,10 @@ class EncoderPool:
         while True:
             wanted = await self._resolve()
             for address in wanted.keys() - self._peers.keys():
-                peer = Peer(address, wanted[address], self._security, self._digest)
+                peer = Peer(address, wanted[address], self.settings, self.quarantine)
                 self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
             for address in self._peers.keys() - wanted.keys():
-                await self._remove(address, grace=self._grace)
+                await self._remove(address, grace=self.settings.timeout)
             await asyncio.sleep(_RESOLVE_SECONDS)
 
     async def _resolve(self) -> dict[str, str]:
@@ -100,30 +100,29 @@ class EncoderPool:
         if grace is None:
             await task
 
-    async def pick(self, item: MediaItem, tried: Collection[str] = ()) -> Peer:
-        """The encoder for an item, leaving out addresses in `tried`. Raises Unavailable where there is none."""
-        identity = await asyncio.to_thread(_affinity, item)
+    async def pick(self, identity: bytes, tried: Collection[str] = ()) -> Peer:
+        """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one.
+
+        Raises Unavailable where none can be used for most of a second.
+        """
         try:
-            async with asyncio.timeout(_PATIENCE if not tried else 0):
-                while not (usable := self._usable(tried)):
+            async with asyncio.timeout(_PATIENCE):
+                while not (usable := [peer for peer in self.peers if peer.usable]):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
-        ranked = sorted(usable, key=lambda peer: hashlib.sha256(identity + peer.address.encode()).digest())
-        least = min(peer.in_flight for peer in ranked)
-        return next(peer for peer in ranked if peer.in_flight < _CROWDED or peer.in_flight == least)
-
-    def _usable(self, tried: Collection[str]) -> list[Peer]:
-        return [peer for peer in self.peers if peer.usable and peer.address not in tried]
+        fresh = [peer for peer in usable if peer.address not in tried]
+        return _choose(identity, fresh or usable)
 
 
-def _affinity(item: MediaItem) -> bytes:
-    """What makes repeats of an item alike: a hash of its content, or its key. Hashing megabytes: off the event loop."""
-    match item.source:
-        case Encoded(data) | Opaque(_, data):
-            return hashlib.sha256(data).digest()
-        case Url(url):
-            return hashlib.sha256(url.encode()).digest()
-        case Key(key):
-            return key
+def _choose(identity: bytes, peers: Sequence[Peer]) -> Peer:
+    """By rank, but past those that are full or crowded while others are not."""
+    ranked = sorted(peers, key=lambda peer: hashlib.sha256(identity + peer.address.encode()).digest())
+    roomy = [peer for peer in ranked if not peer.full] or ranked
+    calls, patches = min(peer.in_flight for peer in roomy), min(peer.load for peer in roomy)
+    for peer in roomy:
+        crowded = peer.in_flight >= _CROWDED_CALLS and peer.in_flight > calls
+        if not crowded and not (peer.load >= _CROWDED_PATCHES and peer.load > patches):
+            return peer
+    return min(roomy, key=lambda peer: (peer.in_flight, peer.load))

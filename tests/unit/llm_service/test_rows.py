@@ -30,8 +30,14 @@ async def store() -> AsyncIterator[RowStore]:
     store.close()
 
 
+def land(store: RowStore, entry: RowEntry, data: bytes) -> None:
+    begin = entry.landed * LAYOUT.row_bytes
+    store.place(entry)[begin : begin + len(data)] = data
+    store.advance(entry, len(data) // LAYOUT.row_bytes, 1)
+
+
 def fill(store: RowStore, entry: RowEntry, value: int = 1) -> None:
-    store.write(entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
+    land(store, entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
 
 
 async def cache(store: RowStore, *names: tuple[str, int]) -> None:
@@ -56,8 +62,8 @@ async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_landing(
     (entry,) = await store.acquire([header("a", 4)])
     heard: list[int] = []
     entry.watchers.append(lambda entry: heard.append(entry.landed))
-    store.write(entry, b"\1" * 64)
-    store.write(entry, b"\2" * 192)
+    land(store, entry, b"\1" * 64)
+    land(store, entry, b"\2" * 192)
     assert heard == [1, 4]
     assert entry.complete
     assert bytes(store.buffer.slice(entry.place)) == b"\1" * 64 + b"\2" * 192
@@ -88,7 +94,7 @@ async def test_a_whole_entry_is_found_again_after_its_release(store: RowStore) -
 async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_and_is_dropped(store: RowStore) -> None:
     (entry,) = await store.acquire([header("a", 4)])
     entry.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-    store.write(entry, b"\1" * 64)
+    land(store, entry, b"\1" * 64)
     store.release(entry)
     await settle()
     assert entry.filler.cancelled()

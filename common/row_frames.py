@@ -1,0 +1,95 @@
+"""A run of rows as it travels inline: an `EncodeResponse` that is written and read with as few copies as Python allows.
+
+What protobuf's own methods do to a message with a megabyte in it are four copies on the way out and three on the way
+in. Here the bytes are the same, field by field, and are copied once on each side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.wire import crc32c
+
+_ROWS = 0x12  # EncodeResponse.rows: field 2, length-delimited
+_ITEM, _FIRST, _COUNT, _DATA, _CRC = 0x08, 0x10, 0x18, 0x22, 0x35  # fields 1–4 and 6 of EncodeRows
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFrame:
+    """Rows [first, first + count) of an item, row-major, and the CRC-32C that was sent with them."""
+
+    item: int
+    first: int
+    count: int
+    data: bytes
+    crc: int
+
+
+def pack(item: int, first: int, count: int, data: memoryview) -> bytes:
+    """The serialized `EncodeResponse` of a run of rows.
+
+    >>> unpack(pack(0, 300, 1, memoryview(b"row"))).first
+    300
+    """
+    body = bytes(data)
+    fields = b"".join(
+        bytes((tag,)) + _varint(value) for tag, value in ((_ITEM, item), (_FIRST, first), (_COUNT, count)) if value
+    )
+    fields += bytes((_CRC,)) + crc32c(body).to_bytes(4, "little") + bytes((_DATA,)) + _varint(len(body))
+    return b"".join((bytes((_ROWS,)), _varint(len(fields) + len(body)), fields, body))
+
+
+def unpack(message: bytes) -> RowsFrame | None:
+    """The run of rows in a serialized `EncodeResponse`; None for anything else, which protobuf then reads."""
+    try:
+        return _unpack(message)
+    except IndexError:
+        return None
+
+
+def _unpack(message: bytes) -> RowsFrame | None:
+    if message[0] != _ROWS:
+        return None
+    size, at = _read_varint(message, 1)
+    if at + size != len(message):
+        return None
+    found = dict.fromkeys((_ITEM, _FIRST, _COUNT, _CRC), 0)
+    data: bytes | None = None
+    while at < len(message):
+        tag = message[at]
+        if tag == _CRC:
+            found[tag], at = int.from_bytes(message[at + 1 : at + 5], "little"), at + 5
+        elif tag == _DATA:
+            size, at = _read_varint(message, at + 1)
+            data, at = message[at : at + size], at + size
+        elif tag in found:
+            found[tag], at = _read_varint(message, at + 1)
+        else:
+            return None
+    if at != len(message) or data is None:
+        return None
+    return RowsFrame(found[_ITEM], found[_FIRST], found[_COUNT], data, found[_CRC])
+
+
+def _varint(value: int) -> bytes:
+    """A non-negative number, seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """(number, where it ends); a number of more than 32 bits ends the reading: no field here is that large."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 28:
+            raise IndexError("a number is too long")

@@ -1,0 +1,106 @@
+"""Leases: rows of the store that a reader outside this process copies, and how long they stay where they are.
+
+The stream that offers an item's rows takes the lease and holds it for the length of a `with` block. It ends early when
+the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`, then
+leaves the block. Whatever ends a lease first clears its number on the board, and only then takes the pin off: a reader
+that comes too late sees that it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from common.arena import Range
+from common.lease_board import LeaseBoard
+from encoder_service.engine.store import Entry, Store
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """`number` stands in `slot` of the board while it holds. `name` is what `Release` calls it, `owner` the reader."""
+
+    name: str
+    owner: bytes
+    slot: int
+    number: int
+    entry: Entry
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    expired: bool = False
+
+    @property
+    def span(self) -> Range:
+        """Where the rows lie in the arena."""
+        return self.entry.span
+
+
+class Leases:
+    """All leases on one store; each lasts `seconds` at most."""
+
+    def __init__(self, store: Store, board: LeaseBoard, seconds: float) -> None:
+        self.seconds = seconds
+        self._store = store
+        self._board = board
+        self._held: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `take` can be called now."""
+        return self._board.has_room
+
+    @contextmanager
+    def take(self, entry: Entry, owner: bytes) -> Iterator[Lease]:
+        """Pins an entry for a reader, for the length of the block at most. `has_room` must be true."""
+        posted = self._board.post()
+        assert posted is not None, "no slot is free"
+        slot, number = posted
+        lease = Lease(secrets.token_hex(8), owner, slot, number, entry)
+        self._store.pin(entry)
+        self._held[lease.name] = lease
+        timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
+        try:
+            yield lease
+        finally:
+            timer.cancel()
+            self._end(lease)
+
+    def release(self, name: str) -> bool:
+        """Ends a lease by its name; False for one that is unknown or has ended."""
+        lease = self._held.get(name)
+        return lease is not None and self._end(lease)
+
+    def release_number(self, number: int, owner: bytes) -> None:
+        """Ends a lease of a reader by its number; one that has ended is skipped."""
+        for lease in self._of(owner):
+            if lease.number == number:
+                self._end(lease)
+
+    def drop(self, owner: bytes) -> None:
+        """Ends every lease of a reader that is gone."""
+        for lease in self._of(owner):
+            self._end(lease)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError where a lease is still held."""
+        assert not self._held, "a lease is still held"
+        assert self._board.held == 0, "a slot of the board is still in use"
+
+    def _of(self, owner: bytes) -> list[Lease]:
+        return [lease for lease in self._held.values() if lease.owner == owner]
+
+    def _expire(self, lease: Lease) -> None:
+        lease.expired = self._end(lease)
+
+    def _end(self, lease: Lease) -> bool:
+        if self._held.pop(lease.name, None) is None:
+            return False
+        self._board.clear(lease.slot)  # before the pin: nothing may be written there while the number stands
+        self._store.unpin(lease.entry)
+        lease.ended.set()
+        return True

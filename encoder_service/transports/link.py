@@ -1,0 +1,96 @@
+"""Every way in which rows can leave this encoder, put together: what is offered, and what is held for readers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from common.errors import Precondition
+from common.lease_board import LeaseBoard
+from common.wire import RowLayout
+from encoder_service.engine.leases import Leases
+from encoder_service.engine.store import Store
+from encoder_service.transports.base import Sent, Transport
+from encoder_service.transports.inline import Inline
+from encoder_service.transports.local_socket import LocalSocket
+from encoder_service.transports.shared_memory import SharedMemory
+from twinlens.v1 import encoder_pb2
+
+_SLOTS = 4096
+"""Leases at once; past that, rows go inline."""
+
+
+class Link:
+    """The transports of one encoder, the shortest way first."""
+
+    def __init__(self, transports: Sequence[Transport], sent: Sent, leases: Leases | None, local: LocalSocket | None):
+        self.sent = sent
+        self._transports = tuple(transports)
+        self._leases = leases
+        self._local = local
+        self._boot_id = _boot_id()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, store: Store, layout: RowLayout, *, shared_memory: bool, folder: str, lease_seconds: float
+    ) -> AsyncIterator[Link]:
+        """The link for the length of the block. Raises OSError where `folder` cannot hold a socket."""
+        sent = Sent()
+        inline = Inline(store.buffer, layout, sent)
+        if not shared_memory:
+            yield cls([inline], sent, None, None)
+            return
+        board = LeaseBoard(_SLOTS)
+        try:
+            leases = Leases(store, board, lease_seconds)
+            local = LocalSocket(folder, store.buffer, board.buffer, leases)
+            local.start()
+            try:
+                shared = SharedMemory(store.buffer, layout, leases, local, sent)
+                yield cls([shared, inline], sent, leases, local)
+            finally:
+                await local.stop()
+            leases.check_idle()
+        finally:
+            board.close()
+
+    @property
+    def numbers(self) -> list[encoder_pb2.Transport]:
+        """The transports that are offered."""
+        return [transport.number for transport in self._transports]
+
+    @property
+    def leases(self) -> int:
+        """Leases that are held."""
+        return len(self._leases) if self._leases is not None else 0
+
+    @property
+    def local_socket(self) -> encoder_pb2.LocalSocket | None:
+        """Where the store's memory is handed over; None where it is not."""
+        return (
+            None if self._local is None else encoder_pb2.LocalSocket(name=self._local.name, secret=self._local.secret)
+        )
+
+    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof) -> Transport:
+        """The shortest way that a caller accepts and has proved; raises Precondition where there is none."""
+        wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
+        shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()
+        for transport in self._transports:
+            if transport.number in wanted and transport.suits(shared):
+                return transport
+        raise Precondition(
+            "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"
+        )
+
+    def release(self, names: Iterable[str]) -> int:
+        """Ends leases by their names; how many were still held."""
+        return 0 if self._leases is None else sum(map(self._leases.release, names))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""

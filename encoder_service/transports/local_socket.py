@@ -1,0 +1,92 @@
+"""The encoder's end of the local link: who has our memory mapped, and what they say of their leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+
+from common import local_link, log, tasks
+from common.arena import SharedBuffer
+from common.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, Handover
+from encoder_service.engine.leases import Leases
+
+_log = log.get("local socket")
+_GREETING_SECONDS = 1.0
+
+
+class LocalSocket:
+    """Hands the arena and the lease board to every process of our own user that says the secret.
+
+    A connection's end gives back what its reader had leased. Started with `start`, ended with `stop`.
+    """
+
+    def __init__(self, folder: str, arena: SharedBuffer, board: SharedBuffer, leases: Leases) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._folder = folder
+        self._shared = (arena, board)
+        self._leases = leases
+        self._server, self.name = local_link.listen(folder)
+        self._readers: dict[bytes, asyncio.Task[None]] = {}
+        self._accepting: asyncio.Task[None] | None = None
+
+    def knows(self, grant: bytes) -> bool:
+        """Whether a grant is one of a connection that is open."""
+        return grant in self._readers
+
+    def start(self) -> None:
+        """Begins to accept connections."""
+        self._accepting = tasks.start(self._accept(), "local socket")
+
+    async def stop(self) -> None:
+        """Closes every connection and leaves nothing behind."""
+        running = [*self._readers.values(), *([self._accepting] if self._accepting else [])]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._server.close()
+        local_link.unlink(self._folder, self.name)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            link, _ = await loop.sock_accept(self._server)
+            grant = secrets.token_bytes(GRANT_BYTES)
+            self._readers[grant] = tasks.start(self._serve(link, grant), "local reader")
+
+    async def _serve(self, link: socket.socket, grant: bytes) -> None:
+        """One reader, from its greeting to its end."""
+        link.setblocking(False)
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_GREETING_SECONDS):
+                    told = await _exactly(link, SECRET_BYTES)
+                if not local_link.same_user(link) or not hmac.compare_digest(told, self.secret):
+                    _log.warning("a local reader was refused")
+                    return
+                self._hand_over(link, grant)
+                while len(word := await _exactly(link, RELEASE.size)) == RELEASE.size:
+                    self._leases.release_number(RELEASE.unpack(word)[0], grant)
+        finally:
+            link.close()
+            self._leases.drop(grant)
+            self._readers.pop(grant, None)
+
+    def _hand_over(self, link: socket.socket, grant: bytes) -> None:
+        descriptors = [buffer.open_reader() for buffer in self._shared]
+        try:
+            local_link.hand_over(link, Handover(grant, *descriptors))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+async def _exactly(link: socket.socket, count: int) -> bytes:
+    """`count` bytes; fewer where the other side has closed."""
+    loop, got = asyncio.get_running_loop(), b""
+    while len(got) < count and (more := await loop.sock_recv(link, count - len(got))):
+        got += more
+    return got

@@ -1,0 +1,57 @@
+"""Rows by their place in the store's own memory, under a lease: no byte of them goes through a socket."""
+
+from __future__ import annotations
+
+from common.arena import SharedBuffer
+from common.errors import Unavailable
+from common.wire import RowLayout
+from encoder_service.engine.leases import Leases
+from encoder_service.engine.store import Entry
+from encoder_service.transports.base import Chunks, Sent
+from encoder_service.transports.local_socket import LocalSocket
+from twinlens.v1 import encoder_pb2
+
+
+class SharedMemory:
+    """Offers ranges of the store's arena to readers that hold a grant of the local socket."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
+
+    def __init__(
+        self, buffer: SharedBuffer, layout: RowLayout, leases: Leases, socket: LocalSocket, sent: Sent
+    ) -> None:
+        self._buffer = buffer
+        self._layout = layout
+        self._leases = leases
+        self._socket = socket
+        self._sent = sent
+
+    def suits(self, host: encoder_pb2.HostProof) -> bool:
+        """The caller has our memory mapped, and a lease can be had."""
+        return self._socket.knows(host.grant) and self._leases.has_room
+
+    async def send(self, item: int, entry: Entry, first: int, host: encoder_pb2.HostProof) -> Chunks:
+        """One handle for all rows; ends when the reader has released them, or is gone.
+
+        Raises Unavailable where the lease ended by its time alone.
+        """
+        size = self._layout.row_bytes
+        count = entry.header.tokens - first
+        if not count:
+            return
+        with self._leases.take(entry, host.grant) as lease:
+            handle = encoder_pb2.RowsHandle(
+                transport=encoder_pb2.TRANSPORT_SHARED_MEMORY,
+                region=self._socket.name,
+                offset=lease.span.offset + first * size,
+                length=count * size,
+                lease=lease.name,
+                expires_ms=round(self._leases.seconds * 1000),
+                slot=lease.slot,
+                number=lease.number,
+            )
+            yield encoder_pb2.EncodeRows(item=item, first_row=first, count=count, handle=handle)
+            await lease.ended.wait()
+            if lease.expired:
+                raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+        self._sent.add(self.number, count, count * size)

@@ -1,0 +1,114 @@
+"""What keeps failures from spreading: a breaker for each encoder, a budget of retries, and a list of poisonous items.
+
+All three count with a clock that tests can set; none of them waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+_TOLERATED = 2
+"""Incidents in a row after which an encoder that answers is still asked."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0
+
+_RETRY_SHARE = 0.2
+_RESERVE = 64.0
+"""Retries that are always there to be had: as many streams as may stand at an encoder when it dies."""
+
+_DEATHS = 2
+_QUARANTINE = 60.0
+_REMEMBERED = 1024
+
+
+class Breaker:
+    """Keeps items from an encoder whose streams break though it answers.
+
+    Streams that were under way together and break together are one incident. A pause grows with every further incident
+    in a row, to four seconds at most; a stream that ends well begins the count anew.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.failures = 0
+        self._clock = clock
+        self._last = 0.0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Items may go there."""
+        return self._clock() >= self._until
+
+    def now(self) -> float:
+        """The time to remember when a stream is opened."""
+        return self._clock()
+
+    def failed(self, opened: float) -> None:
+        """A stream that was opened at this time broke."""
+        if self.failures and opened < self._last:
+            return
+        self.failures += 1
+        self._last = self._clock()
+        if self.failures > _TOLERATED:
+            pause = _FIRST_PAUSE * 2 ** (self.failures - _TOLERATED - 1)
+            self._until = self._last + min(pause, _LONGEST_PAUSE)
+
+    def succeeded(self) -> None:
+        """A stream ended well."""
+        self.failures = 0
+        self._until = 0.0
+
+
+class RetryBudget:
+    """At most one retry for five items, beyond a reserve: when everything fails, retries must not make it worse."""
+
+    def __init__(self) -> None:
+        self._tokens = _RESERVE
+
+    def earn(self) -> None:
+        """An item was asked for the first time."""
+        self._tokens = min(_RESERVE, self._tokens + _RETRY_SHARE)
+
+    def spend(self) -> bool:
+        """Takes one retry; False where there is none left."""
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+@dataclass(slots=True)
+class _Record:
+    deaths: int
+    until: float
+
+
+class Quarantine:
+    """Items over which encoders died, connection and all, once too often: refused for a minute without being tried.
+
+    The worker processes of an encoder die over an item without this: that, the encoder itself finds out and refuses.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+
+    def blame(self, identity: bytes) -> None:
+        """An encoder that had begun on this item is gone."""
+        record = self._records.pop(identity, None)
+        deaths = record.deaths if record is not None and record.until > self._clock() else 0
+        self._records[identity] = _Record(deaths + 1, self._clock() + _QUARANTINE)
+        while len(self._records) > _REMEMBERED:
+            self._records.popitem(last=False)
+
+    def clear(self, identity: bytes) -> None:
+        """An encoder has done this item."""
+        self._records.pop(identity, None)
+
+    def holds(self, identity: bytes) -> bool:
+        """Whether the item is to be refused."""
+        record = self._records.get(identity)
+        return record is not None and record.deaths >= _DEATHS and record.until > self._clock()

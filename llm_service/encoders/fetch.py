@@ -1,0 +1,181 @@
+"""One item's way in: its header, then its rows, over as many streams as it takes within bounds.
+
+A stream that breaks is opened again, on another encoder where there is one, from the first row that is missing: rows
+are the same wherever they are computed. An encoder that is full is passed over, or waited for where all are. What is
+the item's own fault is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from time import monotonic
+
+from common import log
+from common.errors import MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
+from llm_service.encoders.breaker import RetryBudget
+from llm_service.encoders.identity import Identity
+from llm_service.encoders.known import KnownHeaders
+from llm_service.encoders.peer import Asking, Peer
+from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.stream import UNREACHABLE, EncodeStream
+from llm_service.request import Key, MediaHeader, MediaItem, Request
+from llm_service.rows import RowEntry, RowStore
+
+_log = log.get("fetch")
+_ATTEMPTS = 3
+_RETRIED = (Unavailable, DataLoss, Exhausted, NotFound)
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Totals since start; the contract's GetLoad says what each counts."""
+
+    attempts: int = 0
+    retries: int = 0
+    headers_known: int = 0
+    covered: int = 0
+
+
+@dataclass(slots=True)
+class Links:
+    """What all fetches share. `patience` is how long one waits for room at encoders that are full, in seconds."""
+
+    pool: EncoderPool
+    patience: float
+    known: KnownHeaders = field(default_factory=KnownHeaders)
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    counters: LinkCounters = field(default_factory=LinkCounters)
+
+
+class Fetch:
+    """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time."""
+
+    def __init__(self, links: Links, item: MediaItem, identity: Identity, request: Request) -> None:
+        self.item = item
+        self.header: MediaHeader | None = links.known.find(identity.key, request.salt, item.modality)
+        self._links = links
+        self._identity = identity
+        self._salt = request.salt
+        self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
+        self._patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
+        self._tried: list[str] = []
+        self._failures = 0
+        self._peer: Peer | None = None
+        self._stream: EncodeStream | None = None
+        self._opened = 0.0
+        self._holds = AsyncExitStack()
+        links.counters.headers_known += self.header is not None
+
+    async def introduce(self) -> MediaHeader:
+        """The item's header: known from before, or from the first stream that says it, which then stays open.
+
+        Raises the item's error, or what kept every encoder from answering.
+        """
+        if self.header is None:
+            await self._persistently(self._open)
+        assert self.header is not None
+        return self.header
+
+    async def bring(self, store: RowStore, entry: RowEntry) -> None:
+        """Lands the rows of an entry that are missing; raises what kept them from coming."""
+
+        async def receive() -> None:
+            if self._stream is None:
+                await self._open(entry.landed)
+            assert self._stream is not None
+            try:
+                async with aclosing(self._stream.rows(store.place(entry))) as runs:
+                    async for rows, transport in runs:
+                        store.advance(entry, rows, transport)
+            except _RETRIED:
+                if not entry.complete:
+                    raise
+            entry.timings = self._stream.timings
+
+        await self._persistently(receive)
+        self._links.pool.quarantine.clear(self._identity.affinity)
+        if self._peer is not None:
+            self._peer.breaker.succeeded()
+
+    async def close(self) -> None:
+        """Ends the stream that is open, if any."""
+        self._stream = None
+        await self._holds.aclose()
+
+    async def _persistently(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does `work` until it succeeds, or until `_after` says that it is no use."""
+        while True:
+            try:
+                return await work()
+            except _RETRIED as error:
+                await self._after(error)
+
+    async def _open(self, first: int = 0) -> None:
+        """Opens a stream at an encoder and waits for its header."""
+        links, affinity = self._links, self._identity.affinity
+        if links.pool.quarantine.holds(affinity):
+            raise Internal("encoders have died over this item", reason="POISONED_ITEM", field=self.item.field)
+        self._peer = None
+        self._peer = peer = await links.pool.pick(affinity, self._tried)
+        asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried))
+        self._tried.append(peer.address)
+        links.counters.attempts += 1
+        if not asking.attempt:
+            links.budget.earn()
+        self._opened = peer.breaker.now()
+        self._stream = await self._holds.enter_async_context(peer.encode(self.item, asking))
+        header = await self._stream.header()
+        self._compare(header)
+        self.header = header
+        links.known.remember(header, self._salt)
+
+    def _compare(self, header: MediaHeader) -> None:
+        """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""
+        if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
+            raise DataLoss("an encoder speaks of another item")
+        if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
+            self._links.known.forget(self.header, self._salt)
+            raise DataLoss("two encoders contradict each other on an item")
+
+    async def _after(self, error: TwinlensError) -> None:
+        """Returns where another stream is worth its while; else raises the error, or what it amounts to."""
+        peer, heard = self._peer, self._stream is not None and self._stream.heard
+        await self.close()
+        if peer is None:  # no encoder could be picked, and that was waited for
+            raise error
+        if error.reason == MEDIA_HOST:  # no encoder is to blame, and no other can do better
+            raise error
+        if isinstance(error, NotFound):
+            if not isinstance(self.item.source, Key) or not self._untried():
+                raise error
+            return
+        if isinstance(error, Exhausted):
+            await self._wait_for_room(peer, error)
+            return
+        peer.breaker.failed(self._opened)
+        if isinstance(error, Unavailable):
+            peer.suspect(self._identity.affinity if heard and error.reason == UNREACHABLE else None)
+        _log.info("stream broke", address=peer.address, request_id=self._asking.request_id, reason=error.reason)
+        self._failures += 1
+        if self._failures >= _ATTEMPTS or not self._links.budget.spend():
+            raise error
+        self._links.counters.retries += 1
+
+    async def _wait_for_room(self, peer: Peer, error: Exhausted) -> None:
+        if error.retry_after is None:  # it never fits
+            raise error
+        peer.refused(error.retry_after)
+        if any(other.usable and not other.full for other in self._links.pool.peers):
+            return
+        left = self._patient_until - monotonic()
+        if left <= 0:
+            raise error
+        await asyncio.sleep(min(left, error.retry_after * random.uniform(0.3, 0.6)))  # not all of them at once
+
+    def _untried(self) -> bool:
+        return any(peer.usable and peer.address not in self._tried for peer in self._links.pool.peers)

@@ -1,0 +1,150 @@
+"""One open Encode stream of one item: its header, then its rows, each checked before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from common.errors import Cancelled, DataLoss, TwinlensError, Unauthenticated, Unavailable
+from common.grpc_calls import from_plain_status
+from common.grpc_channel import from_rpc_error, is_of_the_link
+from common.row_frames import RowsFrame, unpack
+from common.wire import RowLayout
+from llm_service.encoders.convert import media_header
+from llm_service.encoders.transports.base import Run, Transport
+from llm_service.request import MediaHeader
+from twinlens.v1 import encoder_pb2
+
+Event = encoder_pb2.EncodeResponse | RowsFrame
+Call = grpc.aio.UnaryStreamCall[Any, Event]
+
+UNREACHABLE = "ENCODER_UNAVAILABLE"
+"""The reason of an error that is the link's: the encoder may have died."""
+
+_ITEM = "items[0]"
+
+
+def read_event(message: bytes) -> Event:
+    """An event of the stream; runs of rows are read without protobuf, which would copy them twice more."""
+    return unpack(message) or encoder_pb2.EncodeResponse.FromString(message)
+
+
+class EncodeStream:
+    """An item's stream from row `first` on, which its opener closes. `silence` seconds without an event end it: an
+    encoder that is merely busy says every second that it is.
+
+    `heard` tells whether the encoder has begun on the item; after the last row, `timings` holds the encoder's own
+    seconds by stage.
+    """
+
+    def __init__(
+        self, call: Call, transports: Sequence[Transport], layout: RowLayout, *, field: str, first: int, silence: float
+    ) -> None:
+        self._call = call
+        self._transports = transports
+        self._layout = layout
+        self._field = field
+        self._first = first
+        self._silence = silence
+        self.heard = False
+        self.timings: dict[str, float] = {}
+
+    async def header(self) -> MediaHeader:
+        """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if isinstance(event, encoder_pb2.EncodeResponse) and event.WhichOneof("event") == "header":
+                    header = media_header(event.header)
+                    self._check(header)
+                    return header
+        raise Unavailable("the encoder ended the stream before the header")
+
+    def _check(self, header: MediaHeader) -> None:
+        layout = self._layout
+        if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
+            raise DataLoss("the encoder's rows do not fit this model")
+
+    async def rows(self, target: memoryview) -> AsyncGenerator[tuple[int, int], None]:
+        """Brings the rest of an item's rows to `target`, which has room for all of them; yields how many more are
+        there, and the number of the transport that brought them.
+
+        Runs must come in order and without a gap. Raises DataLoss for any that is not as it was announced.
+        """
+        size = self._layout.row_bytes
+        expected, total = self._first, len(target) // size
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if (run := _run(event)) is None:
+                    continue
+                if run.first != expected or run.count < 1 or run.first + run.count > total:
+                    raise DataLoss("rows came out of order, or more of them than the header said")
+                place = target[run.first * size : (run.first + run.count) * size]
+                landed, transport = 0, self._transport(run)
+                async with aclosing(transport.read(run, place)) as pieces:
+                    async for piece in pieces:
+                        whole = (landed + piece) // size - landed // size
+                        landed += piece
+                        yield whole, transport.number
+                expected += run.count
+        if expected != total:
+            raise Unavailable("the encoder ended the stream before the last row")
+
+    def _transport(self, run: Run) -> Transport:
+        for transport in self._transports:
+            if transport.takes(run):
+                return transport
+        raise DataLoss("rows came in a way that was not agreed on")
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
+        while True:
+            try:
+                async with asyncio.timeout(self._silence):
+                    event = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                raise _ours(error) from error
+            except TimeoutError as error:
+                raise Unavailable("the encoder has fallen silent", reason="ENCODER_SILENT") from error
+            if isinstance(event, RowsFrame):
+                yield event
+                continue
+            if not isinstance(event, encoder_pb2.EncodeResponse):
+                return
+            self.heard = True
+            if event.WhichOneof("event") == "done":
+                self.timings = {timing.stage: timing.seconds for timing in event.done.timings}
+                return
+            if event.WhichOneof("event") == "error":
+                raise self._own(from_plain_status(event.error.status))
+            yield event
+
+    def _own(self, error: TwinlensError) -> TwinlensError:
+        """An item's error with the field that our caller knows: the encoder was sent this one item."""
+        if error.field.startswith(_ITEM):
+            error.field = self._field + error.field.removeprefix(_ITEM)
+        return error
+
+
+def _run(event: Event) -> Run | None:
+    if isinstance(event, RowsFrame):
+        return Run(event.first, event.count, event)
+    if event.WhichOneof("event") != "rows":
+        return None
+    rows = event.rows
+    if rows.WhichOneof("payload") == "handle":
+        return Run(rows.first_row, rows.count, rows.handle)
+    frame = RowsFrame(rows.item, rows.first_row, rows.count, rows.data, rows.crc32c)
+    return Run(frame.first, frame.count, frame)
+
+
+def _ours(error: grpc.aio.AioRpcError) -> TwinlensError:
+    """What a caller is told of a call to an encoder that broke. What gRPC says, not the encoder, is of the link; and so
+    is what the encoder says of this service: no request is at fault there."""
+    stated = from_rpc_error(error)
+    if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
+        return Unavailable("the encoder could not be reached", reason=UNREACHABLE)
+    return stated

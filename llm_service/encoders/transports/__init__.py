@@ -1,0 +1,1 @@
+"""How rows come in: a file for each way."""

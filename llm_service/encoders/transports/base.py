@@ -1,0 +1,41 @@
+"""What every transport can do on this side: prove what it needs, and bring a run of rows to where it lands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.row_frames import RowsFrame
+from twinlens.v1 import encoder_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where those are."""
+
+    first: int
+    count: int
+    payload: RowsFrame | encoder_pb2.RowsHandle
+
+
+class Transport(Protocol):
+    """One way for rows to come. `number` is its name in the contract."""
+
+    number: encoder_pb2.Transport
+
+    def prove(self, host: encoder_pb2.HostProof) -> None:
+        """Adds to what is told to the encoder what shows that rows can come in this way."""
+        ...
+
+    def takes(self, run: Run) -> bool:
+        """Whether a run has come in this way."""
+        ...
+
+    def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+        """Copies a run to `target`, which has its size; yields the bytes that are there for good, piece by piece.
+
+        Raises DataLoss, and yields nothing of it, for a piece that is damaged, that is gone, or that holds a number
+        which is not finite. When the generator is closed nobody writes to `target` any more.
+        """
+        ...

@@ -1,0 +1,40 @@
+"""Rows inside the stream, each run with its CRC-32C."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from common.errors import DataLoss
+from common.row_frames import RowsFrame
+from common.wire import DType, all_finite, crc32c
+from llm_service.encoders.transports.base import Run
+from twinlens.v1 import encoder_pb2
+
+
+class Inline:
+    """Copies rows out of messages. It works everywhere."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
+
+    def __init__(self, dtype: DType) -> None:
+        self._dtype = dtype
+
+    def prove(self, host: encoder_pb2.HostProof) -> None:
+        """There is nothing to prove."""
+
+    def takes(self, run: Run) -> bool:
+        """The run has its bytes with it."""
+        return isinstance(run.payload, RowsFrame)
+
+    async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+        """One piece: a message is about a megabyte, so this may stay on the event loop."""
+        assert isinstance(run.payload, RowsFrame)
+        data = run.payload.data
+        if len(data) != len(target):
+            raise DataLoss("rows came in a wrong size")
+        if crc32c(data) != run.payload.crc:
+            raise DataLoss("rows were damaged on the way")
+        if not all_finite(data, self._dtype):
+            raise DataLoss("an encoder sent numbers that are not finite")
+        target[:] = data
+        yield len(data)
