@@ -38,6 +38,10 @@ class LlmConfig(ServerConfig):
     max_step_tokens: int = option(
         512, "tokens computed in one step: bounds how long a prefill delays decodes", minimum=1
     )
+    keep_media_whole: bool = option(
+        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
+    )
+    overlap: bool = option(True, "plan the next step while one is computed; the tokens are the same either way")
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
     max_images: int = option(16, "pictures in one request", minimum=0)
@@ -49,12 +53,16 @@ class LlmConfig(ServerConfig):
     max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
+    encoder_silence_seconds: float = option(
+        2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
+    )
+    encoder_wait_seconds: float = option(
+        5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
+    )
+    shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
+    local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")
-    keep_media_whole: bool = option(
-        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
-    )
-    overlap: bool = option(True, "plan the next step while one is computed; the tokens are the same either way")
     encoder_key: str = option("", "PEM private key of --encoder-cert")
     encoder_token: str = option("", "bearer token sent to encoders", secret=True)
     encoder_token_file: str = option("", "file that holds that token")
@@ -66,14 +74,6 @@ class LlmConfig(ServerConfig):
             raise ValueError("--model is required")
         for address in self.encoders:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
-    encoder_silence_seconds: float = option(
-        2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
-    )
-    encoder_wait_seconds: float = option(
-        5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
-    )
-    shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
-    local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
             if not host or "/" in host or not port.isdecimal():
                 raise ValueError(f"--encoders: {address} is neither host:port nor dns:///name:port")
         if self.max_running > self.max_step_tokens:
