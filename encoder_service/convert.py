@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from common.errors import Forbidden, InvalidInput, TwinlensError, Unsupported
+from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
 from common.wire import DType, RowLayout
-from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels
+from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels, Source, Url
 from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
@@ -56,8 +56,10 @@ def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
     if media.modality not in _MODALITIES:
         raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
     source = media.WhichOneof("source")
-    if media.mime_type and source != "data":
+    if media.mime_type and source not in ("data", "url"):
         raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
+    if media.known_key and source != "url":
+        raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
     options = _options(media, field)
     return Item(
         modality=_MODALITIES[media.modality],
@@ -126,9 +128,7 @@ def _options(media: media_pb2.Media, field: str) -> Options:
     )
 
 
-def _source(
-    media: media_pb2.Media, source: str | None, options: Options, field: str
-) -> bytes | Pixels | Embedding | Key:
+def _source(media: media_pb2.Media, source: str | None, options: Options, field: str) -> Source:
     match source:
         case "data":
             return media.data
@@ -142,9 +142,7 @@ def _source(
             given = media.pixels
             return Pixels(given.data, given.frames, given.height, given.width, tuple(given.timestamps))
         case "url":
-            raise Forbidden(
-                "media may not be fetched from this address", reason="FETCH_FORBIDDEN", field=f"{field}.url"
-            )
+            return Url(media.url, key(media.known_key, f"{field}.known_key") if media.known_key else b"")
         case "embedding":
             return _embedding(media, options, f"{field}.embedding")
         case _:

@@ -16,6 +16,7 @@ from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
+from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
@@ -23,6 +24,7 @@ from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.engine.workers import WorkerError
 from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.fetch import Fetcher
 from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, Parts
 from encoder_service.transports.link import Link
@@ -90,7 +92,10 @@ async def serve(config: EncoderConfig) -> None:
             max_patches=config.max_patches_per_call,
             batch_patches=config.batch_patches,
         )
-        encoder = Encoder(pipeline, config, digest, items=config.max_queued_items, size=config.max_queued_bytes)
+        fetcher = Fetcher(config)
+        running.callback(fetcher.close)
+        contents = Contents(fetcher, config, digest)
+        encoder = Encoder(pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         link = await running.enter_async_context(
             Link.open(
                 rows,
@@ -143,6 +148,11 @@ def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: D
             threads=threads,
             staging_bytes=config.staging_bytes,
             store_bytes=config.store_bytes,
+            attention=config.attention,
+            graphs=config.graph_budgets(),
+            graph_bytes=config.graph_bytes,
+            batch_patches=config.batch_patches,
+            log_level=config.log_level,
         )
         for index in range(config.workers)
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -58,62 +59,84 @@ class Flight:
 
 
 class Ticket:
-    """One caller's hold on an item. Valid inside `Encoder.ticket`."""
+    """One caller's hold on an item. Valid inside `Encoder.ticket`, for one task at a time; `header` comes first.
 
-    def __init__(self, store: Store, item: Item, flight: Flight | None, entry: Entry | None) -> None:
+    `flight` or `found`, the store's entry, is set once it is known what the item is; until then `step` is what is being
+    done to learn it.
+    """
+
+    def __init__(self, store: Store, item: Item, embark: Callable[[Ticket], Awaitable[None]]) -> None:
+        self.item = item
+        self.flight: Flight | None = None
+        self.found: Entry | None = None
+        self.step = "hash"
         self._store = store
-        self._item = item
-        self._flight = flight
-        self._entry = entry
+        self._embark = embark
+        self._seconds: dict[str, float] = {}
 
     @property
     def cached(self) -> bool:
-        """The rows were here when the caller asked."""
-        return self._flight is None
+        """The rows were here when the caller asked, after `header`."""
+        return self.flight is None
 
     @property
     def stage(self) -> str:
         """What is being done for the item now."""
-        if self._flight is None:
-            return "transfer"
-        return "queue" if self._flight.stage == "vit" and not self._flight.started else self._flight.stage
+        if self.flight is None:
+            return "transfer" if self.found else self.step
+        return "queue" if self.flight.stage == "vit" and not self.flight.started else self.flight.stage
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds by stage; empty for a hit."""
-        return self._flight.timings if self._flight else {}
+        """Seconds by stage."""
+        return self._seconds | (self.flight.timings if self.flight else {})
+
+    @contextmanager
+    def timed(self, step: str, totals: MutableMapping[str, float]) -> Iterator[None]:
+        """The block is a step on the way to knowing what the item is; its seconds are added to `totals` as well."""
+        started, self.step = time.perf_counter(), step
+        try:
+            yield
+        finally:
+            self._seconds[step] = time.perf_counter() - started
+            totals[step] = totals.get(step, 0.0) + self._seconds[step]
 
     async def header(self) -> Header:
         """Dimensions and key, as soon as they are known; raises the item's error."""
-        if self._flight is None:
-            assert self._entry is not None
-            return self._entry.header
-        return await self._heard(asyncio.shield(self._flight.header))
+        if self.flight is None and self.found is None:
+            await self._embark(self)
+        if self.flight is None:
+            return self.entry.header
+        return await self._heard(asyncio.shield(self.flight.header))
 
     async def ready(self) -> None:
         """Returns when the rows are in the store; raises the item's error."""
-        if self._flight is not None:
-            self._entry = await self._heard(asyncio.shield(self._flight.entry))
+        if self.flight is not None:
+            self.found = await self._heard(asyncio.shield(self.flight.entry))
 
     @property
     def entry(self) -> Entry:
         """The rows' entry, after `ready`; pinned for as long as the ticket is held."""
-        assert self._entry is not None
-        return self._entry
+        assert self.found is not None
+        return self.found
 
     @contextmanager
     def rows(self) -> Iterator[memoryview]:
         """The rows' bytes, after `ready`."""
-        assert self._entry is not None
-        with self._store.pinned(self._entry) as data:
+        with self._store.pinned(self.entry) as data:
             yield data
 
     async def _heard(self, what: Awaitable[T]) -> T:
         """Each caller gets an error of its own, which names the item by its place in the caller's own request."""
-        assert self._flight is not None
+        assert self.flight is not None
         try:
             return await what
         except TwinlensError as shared:
-            error = copy.copy(shared)
-            error.field = self._item.field + shared.field.removeprefix(self._flight.item.field)
-            raise error from None
+            raise own(shared, self.item.field + shared.field.removeprefix(self.flight.item.field)) from None
+
+
+def own(shared: TwinlensError, field: str) -> TwinlensError:
+    """An error that several callers get, for one of them."""
+    error = copy.copy(shared)
+    error.field = field
+    return error
