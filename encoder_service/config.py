@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import option, size
+from common.config import option, size, words
 from common.grpc_server import ServerConfig
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
@@ -23,6 +23,15 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         "element type of weights and rows; auto is float32 on a CPU, bfloat16 on a GPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    attention: str = option(
+        "auto",
+        "how the vision tower's attention is computed; auto takes the first of flash, triton and sdpa that works here",
+        choices=("auto", "flash", "triton", "sdpa"),
+    )
+    graphs: str = option(
+        "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"
+    )
+    graph_bytes: int = option(4 << 30, "GPU memory that these may hold in one worker", parse=size, minimum=0)
     workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64)
     threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
     decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
@@ -62,5 +71,15 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             raise ValueError("--model is needed")
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
+        self.graph_budgets()
         self.check_server()
+
+    def graph_budgets(self) -> list[int] | None:
+        """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""
+        if self.graphs in ("auto", "off"):
+            return None if self.graphs == "auto" else []
+        numbers = words(self.graphs)
+        if not numbers or not all(number.isdecimal() and int(number) for number in numbers):
+            raise ValueError("--graphs must be auto, off, or numbers of patches such as 512,1024")
+        return [int(number) for number in numbers]
         self.check_fetch()

@@ -148,6 +148,11 @@ def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: D
             threads=threads,
             staging_bytes=config.staging_bytes,
             store_bytes=config.store_bytes,
+            attention=config.attention,
+            graphs=config.graph_budgets(),
+            graph_bytes=config.graph_bytes,
+            batch_patches=config.batch_patches,
+            log_level=config.log_level,
         )
         for index in range(config.workers)
     ]

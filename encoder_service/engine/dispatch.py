@@ -34,6 +34,7 @@ class Counters:
 
     vit_calls: int = 0
     vit_patches: int = 0
+    graph_calls: int = 0
     preprocess_seconds: float = 0.0
     vit_seconds: float = 0.0
     worker_deaths: int = 0
@@ -227,6 +228,7 @@ class Dispatcher:
         self._pace.learn(patches, asyncio.get_running_loop().time() - slot.began)
         self.counters.vit_calls += 1
         self.counters.vit_patches += patches
+        self.counters.graph_calls += answer.replayed
         self.counters.preprocess_seconds += answer.preprocess_seconds
         self.counters.vit_seconds += answer.vit_seconds
         fill = patches / max(patches, self._budget)

@@ -162,7 +162,7 @@ class Pipeline:
         """Frame groups [first, end) of a plan."""
         per_group = len(plan.frames) // plan.grid.t
         frame_bytes = plan.height * plan.width * 3
-        row_bytes = plan.tokens // plan.grid.t * self.layout.row_bytes
+        tokens = plan.tokens // plan.grid.t
         return Piece(
             video=flight.item.modality is Modality.VIDEO,
             pixels=pixels.offset + first * per_group * frame_bytes,
@@ -171,7 +171,8 @@ class Pipeline:
             width=plan.width,
             resized=plan.resized,
             grid=(end - first, plan.grid.h, plan.grid.w),
-            rows=rows.offset + first * row_bytes,
+            tokens=(end - first) * tokens,
+            rows=rows.offset + first * tokens * self.layout.row_bytes,
         )
 
     @contextmanager

@@ -105,6 +105,7 @@ class Workers:
             raise
         if isinstance(answer, Ready):
             slot.child = child
+            _log.info("a worker is ready", worker=slot.index, attention=answer.attention, graphs=answer.graphs)
             return
         await child.stop(grace=1.0)
         raise WorkerError(answer.why if isinstance(answer, Failed) else "a worker did not start")

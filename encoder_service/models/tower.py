@@ -97,7 +97,10 @@ class PackedTower(nn.Module):
         ordered[packing.order] = rows
         return ordered
 
+    def encode_eagerly(self, x: Tensor, packing: Packing) -> Tensor:
+        """`encode`, with segments made for this batch."""
+        return self.encode(x, packing.rotary, [self.backend.over(lengths, x.device) for lengths in packing.lengths])
+
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         packing = self.pack(grids, patches.device)
-        segments = [self.backend.over(lengths, patches.device) for lengths in packing.lengths]
-        return self.unpack(self.encode(self.embed(patches, grids, packing), packing.rotary, segments), packing)
+        return self.unpack(self.encode_eagerly(self.embed(patches, grids, packing), packing), packing)

@@ -6,10 +6,11 @@ import signal
 import sys
 from typing import Any
 
+from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent
-from encoder_service.worker.messages import Batch, BatchFailed, Begin, Failed, Ready, ToWorker
+from encoder_service.worker.messages import Batch, BatchFailed, Begin, Failed, ToWorker
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -19,17 +20,22 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     link: ParentLink[Any] = ParentLink(link_fd, ToWorker)
     begin = link.receive()
     assert isinstance(begin, Begin)
-    from encoder_service.worker.runner import Runner  # torch takes a second to import
+    log.configure(begin.log_level, service="encoder")
+    from encoder_service.models.choice import AttentionUnavailable  # torch takes a second to import
+    from encoder_service.worker.graphs import GraphsUnavailable
+    from encoder_service.worker.runner import Runner
 
     staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
     store = SharedBuffer.attach(store_fd, begin.store_bytes)
     try:
         runner = Runner(begin, staging, store)
-        runner.warm_up()
+        link.send(runner.warm_up())
+    except (AttentionUnavailable, GraphsUnavailable) as error:
+        link.send(Failed(why=str(error)))
+        return
     except (CheckpointError, OSError, KeyError, RuntimeError) as error:
         link.send(Failed(why=f"{type(error).__name__}: {error}"))
         return
-    link.send(Ready())
     while True:
         try:
             batch = link.receive()

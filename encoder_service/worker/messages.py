@@ -8,8 +8,9 @@ import msgspec
 class Begin(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
 
-    `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` "auto", "float32", "bfloat16" or "float16"; `threads` is how
-    many CPU threads may compute, 0 for torch's own choice.
+    `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
+    may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
+    capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
     """
 
     folder: str
@@ -18,6 +19,11 @@ class Begin(msgspec.Struct, tag=True):
     threads: int
     staging_bytes: int
     store_bytes: int
+    attention: str = "auto"
+    graphs: list[int] | None = None
+    graph_bytes: int = 0
+    batch_patches: int = 0
+    log_level: str = "info"
 
 
 class Piece(msgspec.Struct):
@@ -34,6 +40,7 @@ class Piece(msgspec.Struct):
     width: int
     resized: tuple[int, int]
     grid: tuple[int, int, int]
+    tokens: int
     rows: int
 
 
@@ -44,7 +51,10 @@ class Batch(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The tower is loaded."""
+    """The tower is loaded: with this attention, and graphs for these patch budgets."""
+
+    attention: str = ""
+    graphs: list[int] = []
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -54,11 +64,15 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class BatchDone(msgspec.Struct, tag=True):
-    """The rows are written, but for the pieces (by index) whose rows are not finite. Times are in seconds."""
+    """The rows are written, but for the pieces (by index) whose rows are not finite. Times are in seconds.
+
+    `replayed` says that the tower ran as a graph.
+    """
 
     not_finite: list[int]
     preprocess_seconds: float
     vit_seconds: float
+    replayed: bool = False
 
 
 class BatchFailed(msgspec.Struct, tag=True):

@@ -8,18 +8,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece
+from encoder_service.worker.graphs import CudaCapture, GraphedTower, budgets_for
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 from encoder_service.worker.patches import pixels_to_patches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_log = log.get("runner")
+
 
 class Runner:
-    """One tower on one device. Raises CheckpointError where the checkpoint cannot be served."""
+    """One tower on one device.
+
+    Raises CheckpointError where the checkpoint cannot be served, AttentionUnavailable and GraphsUnavailable where the
+    device cannot do what was asked for.
+    """
 
     def __init__(self, begin: Begin, staging: SharedBuffer, store: SharedBuffer) -> None:
         if begin.threads:
@@ -28,18 +36,20 @@ class Runner:
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)
-        self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype)
+        self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
+        self._graphed = self._graphs(begin)
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Runs a small picture through everything once: the first pass of a process is slow."""
+    def warm_up(self) -> Ready:
+        """Runs a small picture through everything once, since the first pass of a process is slow."""
         settings = self._config.image
         size = (2 * settings.factor, 2 * settings.factor)
         pixels = torch.zeros(1, settings.factor, settings.factor, 3, dtype=torch.uint8, device=self.device)
         patches = pixels_to_patches(pixels, size, settings).to(self.dtype)
         self._tower(patches, [Grid(1, 2 * settings.merge, 2 * settings.merge)]).isfinite().all().item()
+        return Ready(self._tower.backend.name, self._graphed.budgets if self._graphed else [])
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchDone:
@@ -48,13 +58,32 @@ class Runner:
         patches = torch.cat([self._patches(piece) for piece in batch.pieces])
         self._finish()
         ready = time.perf_counter()
-        rows = self._tower(patches, [Grid(*piece.grid) for piece in batch.pieces])
+        replays = self._graphed.replays if self._graphed else 0
+        rows = (self._graphed or self._tower)(patches, [Grid(*piece.grid) for piece in batch.pieces])
         bad = self._write(rows, batch.pieces)
         return BatchDone(
             not_finite=bad,
             preprocess_seconds=ready - started,
             vit_seconds=time.perf_counter() - ready,
+            replayed=self._graphed is not None and self._graphed.replays > replays,
         )
+
+    @torch.inference_mode()
+    def _graphs(self, begin: Begin) -> GraphedTower | None:
+        budgets = budgets_for(begin.graphs, self._tower, self.device, begin.batch_patches)
+        if not budgets:
+            return None
+        started = time.perf_counter()
+        made = GraphedTower(
+            self._tower,
+            budgets,
+            CudaCapture(self.device),
+            most_bytes=begin.graph_bytes,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        _log.info("graphs are captured", patches=made.budgets, seconds=round(time.perf_counter() - started, 3))
+        return made
 
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
@@ -65,18 +94,20 @@ class Runner:
         return pixels_to_patches(pixels, piece.resized, settings).to(self.dtype)
 
     def _write(self, rows: Tensor, pieces: list[Piece]) -> list[int]:
-        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite."""
-        merged = self._config.image.merge**2
+        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite.
+
+        Whether rows are finite is found out for all at once: on a GPU each answer is a wait.
+        """
+        finite = rows.isfinite().flatten(1).all(dim=1).cpu()
         bad, start = [], 0
         for index, piece in enumerate(pieces):
-            t, h, w = piece.grid
-            part = rows[start : start + t * h * w // merged].contiguous()
-            start += len(part)
-            if not bool(part.isfinite().all()):
+            end = start + piece.tokens
+            if bool(finite[start:end].all()):
+                data = rows[start:end].contiguous().view(-1).view(torch.uint8)
+                self._store[piece.rows : piece.rows + len(data)].copy_(data)
+            else:
                 bad.append(index)
-                continue
-            data = part.view(-1).view(torch.uint8)
-            self._store[piece.rows : piece.rows + len(data)].copy_(data)
+            start = end
         return bad
 
     def _finish(self) -> None:

@@ -73,3 +73,14 @@ def test_the_newest_keep_both_in_one_file(tmp_path):
 def test_settings_that_are_not_served_are_named(tmp_path, settings, says):
     with pytest.raises(CheckpointError, match=says):
         config.read(checkpoint(tmp_path, preprocessor_config=settings))
+
+
+@pytest.mark.parametrize(("text", "budgets"), [("auto", None), ("off", []), ("512, 1024", [512, 1024])])
+def test_graphs_are_automatic_off_or_a_list_of_budgets(text, budgets):
+    assert EncoderConfig(model="m", graphs=text).graph_budgets() == budgets
+
+
+@pytest.mark.parametrize("text", ["on", "512,x", "0", "-4", ""])
+def test_graphs_that_are_no_budgets_are_refused(text):
+    with pytest.raises(ValueError, match="--graphs must be"):
+        EncoderConfig(model="m", graphs=text).validate()

@@ -44,7 +44,7 @@ async def start(monkeypatch):
 
 
 def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0) -> Unit:
-    piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), rows=0)
+    piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
     return dispatcher.submit(key, piece, patches, 0)
 
 

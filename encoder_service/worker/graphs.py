@@ -1,0 +1,215 @@
+"""A tower in CUDA graphs: one for each of a ladder of patch budgets, right for any mix of pictures and videos.
+
+A small batch is mostly launches: hundreds of kernels that a GPU ends faster than a CPU starts them. A graph starts them
+all at once. It is captured for a number of patches, not for a picture: a batch is padded up to the next budget, and
+what a replay must know of the batch (hidden states, rotary tables, where segments begin and end) is copied beforehand
+into buffers that never move. Rows of the padding are computed and never read; attention does not reach it.
+
+What is in the graph is `PackedTower.encode`. Batches above the largest budget, or with more segments than their budget
+has room for, run eagerly, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from common import log
+from encoder_service.item import Grid
+from encoder_service.models.attention import StableSegments
+from encoder_service.models.tower import PackedTower, Packing, Rotary
+
+LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Budgets where none are given: at most half is padding, and above the last one launches no longer matter."""
+
+_log = log.get("graphs")
+
+
+class GraphsUnavailable(Exception):
+    """Graphs were asked for that cannot be; the message says why, for the operator."""
+
+
+class Capture(Protocol):
+    """Makes a callable into one that does the same again over the same memory, whatever that holds by then."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory that captured graphs hold together."""
+        ...
+
+
+class CudaCapture:
+    """Real graphs, over one memory pool: they never run at the same time, so they may share what they need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        return graph.replay
+
+    @property
+    def held(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device) - self._before
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a replay reads and writes, for all budgets: a smaller one uses the beginning.
+
+    `x` [N, width], `cos` and `sin` [N, 1, head_dim] float32, `rows` [N / merge², levels, out].
+    """
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, tower: PackedTower, patches: int, device: torch.device, dtype: torch.dtype) -> Self:
+        """Zeros, for a tower and the largest budget."""
+        return cls(
+            torch.zeros(patches, tower.width, device=device, dtype=dtype),
+            torch.zeros(patches, 1, tower.head_dim, device=device),
+            torch.zeros(patches, 1, tower.head_dim, device=device),
+            torch.zeros(patches // tower.merge**2, tower.levels, tower.out, device=device, dtype=dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One budget: its segments' tables, and the replay."""
+
+    patches: int
+    segments: tuple[StableSegments, ...]
+    replay: Callable[[], None]
+
+    def holds(self, packing: Packing, patches: int) -> bool:
+        """Whether it can do this batch."""
+        return patches <= self.patches and all(
+            segments.holds(lengths) for segments, lengths in zip(self.segments, packing.lengths, strict=True)
+        )
+
+
+class GraphedTower:
+    """A tower that replays what it can. `replays` and `eager` count passes."""
+
+    def __init__(
+        self,
+        tower: PackedTower,
+        budgets: Sequence[int],
+        capture: Capture,
+        *,
+        most_bytes: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Captures a graph for each budget, the largest first, except for those that need more than `most_bytes`.
+
+        Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares.
+        """
+        self.replays = 0
+        self.eager = 0
+        self._tower = tower
+        self._buffers = Buffers.of(tower, max(budgets), device, dtype)
+        self._graphs: list[Graph] = []
+        for patches in sorted(set(budgets), reverse=True):
+            graph = self._capture(patches, capture, device)
+            if capture.held > most_bytes:
+                _log.warning("a graph is left out: it needs too much memory", patches=patches, most_bytes=most_bytes)
+                del graph
+                continue
+            self._graphs.insert(0, graph)
+
+    @property
+    def budgets(self) -> list[int]:
+        """Patches of each graph, the smallest first."""
+        return [graph.patches for graph in self._graphs]
+
+    def can_replay(self, packing: Packing, patches: int) -> bool:
+        """Whether a graph fits this batch."""
+        return self._fitting(packing, patches) is not None
+
+    def pad(self, packing: Packing, patches: int) -> int:
+        """Patches that are computed for this batch: the budget that it is padded to, or its own number."""
+        graph = self._fitting(packing, patches)
+        return graph.patches if graph else patches
+
+    def replay(self, x: Tensor, packing: Packing) -> Tensor:
+        """Rows [N / merge², levels, out] of hidden states [N, width]; valid until the next replay."""
+        graph, buffers = self._fitting(packing, len(x)), self._buffers
+        assert graph is not None, "no graph fits"
+        buffers.x[: len(x)].copy_(x)
+        buffers.cos[: len(x)].copy_(packing.rotary.cos)
+        buffers.sin[: len(x)].copy_(packing.rotary.sin)
+        for segments, lengths in zip(graph.segments, packing.lengths, strict=True):
+            segments.fill(lengths)
+        graph.replay()
+        self.replays += 1
+        return buffers.rows[: len(x) // self._tower.merge**2]
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Patches of a packed batch → rows [tokens, levels, width], valid until the next call."""
+        tower = self._tower
+        packing = tower.pack(grids, patches.device)
+        x = tower.embed(patches, grids, packing)
+        if self.can_replay(packing, len(x)):
+            return tower.unpack(self.replay(x, packing), packing)
+        self.eager += 1
+        return tower.unpack(tower.encode_eagerly(x, packing), packing)
+
+    def _fitting(self, packing: Packing, patches: int) -> Graph | None:
+        return next((graph for graph in self._graphs if graph.holds(packing, patches)), None)
+
+    def _capture(self, patches: int, capture: Capture, device: torch.device) -> Graph:
+        tower, buffers, square = self._tower, self._buffers, self._tower.merge**2
+        if patches < square or patches % square:
+            raise GraphsUnavailable(f"a graph of {patches} patches: budgets must be multiples of {square}")
+        tables = []
+        for longest in tower.longest:
+            most = min(longest or patches, patches)
+            if (stable := tower.backend.stable(patches, most, device)) is None:
+                raise GraphsUnavailable(f"graphs do not go with --attention {tower.backend.name}")
+            stable.fill([most] * (patches // most) + [patches % most] * (patches % most > 0))
+            tables.append(stable)
+        rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
+
+        def run() -> None:
+            buffers.rows[: patches // square].copy_(tower.encode(buffers.x[:patches], rotary, tables))
+
+        return Graph(patches, tuple(tables), capture(run))
+
+
+def budgets_for(wanted: Sequence[int] | None, tower: PackedTower, device: torch.device, batch: int) -> list[int]:
+    """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, where graphs can be.
+
+    Raises GraphsUnavailable where graphs are wanted and there is no GPU.
+    """
+    if device.type != "cuda":
+        if wanted:
+            raise GraphsUnavailable("CUDA graphs need a GPU")
+        return []
+    if wanted is not None:
+        return list(wanted)
+    known = tower.backend.stable(LADDER[0], LADDER[0], device) is not None
+    return [patches for patches in LADDER if patches <= batch] if known else []

@@ -1,0 +1,217 @@
+"""Graphs of the towers, replayed on the CPU: the captured callable runs again over the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
+from encoder_service.models.attention import Triton, most_segments
+from encoder_service.models.tower import PackedTower
+from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for
+from tests.checkpoints import FAMILIES
+
+CPU = torch.device("cpu")
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Again:
+    """Captures by keeping the callable; a script of `held` bytes stands for the memory of a GPU."""
+
+    def __init__(self, *held: int) -> None:
+        self._script = list(held)
+        self.runs = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            self.runs += 1
+            run()
+
+        replay()
+        return replay
+
+    @property
+    def held(self) -> int:
+        return self._script.pop(0) if self._script else 0
+
+
+class Bounds:
+    """Attention by a mask that is made from a table of bounds, with static shapes alone: what a graph can hold."""
+
+    name = "bounds"
+
+    def over(self, lengths, device):
+        made = self.stable(sum(lengths), max(lengths), device, len(lengths))
+        made.fill(lengths)
+        return made
+
+    def stable(self, patches, longest, device, most=0):
+        return StableBounds(most or most_segments(patches))
+
+
+class StableBounds:
+    def __init__(self, most: int) -> None:
+        self.table = torch.zeros(most, dtype=torch.int64)
+
+    def holds(self, lengths):
+        return len(lengths) <= len(self.table)
+
+    def fill(self, lengths):
+        ends = torch.tensor(lengths).cumsum(0)
+        self.table[: len(ends)] = ends
+        self.table[len(ends) :] = ends[-1]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(len(q))
+        segment = torch.searchsorted(self.table, places, right=True)
+        inside = places < self.table[-1]
+        seen = (segment[:, None] == segment[None, :]) & inside[None, :]
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
+        return torch.einsum("hqk,khd->qhd", weights, v.masked_fill(~inside[:, None, None], 0))
+
+
+@pytest.fixture(params=FAMILIES)
+def tower(request, checkpoints) -> PackedTower:
+    return load(checkpoints(request.param))
+
+
+def load(folder: Path) -> PackedTower:
+    checkpoint = Checkpoint(folder)
+    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    tower.backend = Bounds()
+    return tower
+
+
+def graphed(tower: PackedTower, *budgets: int, capture: Again | None = None, most_bytes: int = 1) -> GraphedTower:
+    capture = capture or Again()
+    return GraphedTower(tower, budgets, capture, most_bytes=most_bytes, device=CPU, dtype=torch.float32)
+
+
+def patches_of(tower: PackedTower, grids: list[Grid], seed: int = 0) -> Tensor:
+    dim = tower.patch_embed.proj.bias, sum(grid.patches for grid in grids)
+    inputs = 3 * 2 * (16 if dim[0] is not None else 14) ** 2
+    return torch.randn(dim[1], inputs, generator=torch.Generator().manual_seed(seed))
+
+
+GRID = st.builds(Grid, st.integers(1, 2), st.sampled_from([2, 4, 6, 10]), st.sampled_from([2, 4, 8, 12]))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(GRID, min_size=1, max_size=3), min_size=2, max_size=4))
+@torch.inference_mode()
+def test_replays_equal_eager_passes_for_any_mix_one_after_the_other(tower, batches):
+    graphs = graphed(tower, 128, 512)
+    for seed, grids in enumerate(batches):
+        patches = patches_of(tower, grids, seed)
+        torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert graphs.replays + graphs.eager == len(batches)
+
+
+@torch.inference_mode()
+def test_nothing_of_an_earlier_batch_leaks_into_a_replay(tower):
+    """Before each replay every buffer is filled with NaN, and so is what pads the batch."""
+    graphs = graphed(tower, 256)
+    for seed, grids in enumerate([[Grid(1, 10, 12)], [Grid(2, 4, 6), Grid(1, 2, 2)], [Grid(1, 2, 4)]]):
+        buffers = graphs._buffers
+        for each in (buffers.x, buffers.cos, buffers.sin, buffers.rows):
+            each.fill_(torch.nan)
+        patches = patches_of(tower, grids, seed)
+        torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert graphs.replays == 3
+
+
+@torch.inference_mode()
+def test_buffers_and_tables_never_move(tower):
+    graphs = graphed(tower, 64, 256)
+
+    def addresses() -> list[int]:
+        tables = [segments.table for graph in graphs._graphs for segments in graph.segments]
+        buffers = graphs._buffers
+        return [each.data_ptr() for each in (buffers.x, buffers.cos, buffers.sin, buffers.rows, *tables)]
+
+    before = addresses()
+    for grids in ([Grid(1, 4, 4)], [Grid(1, 10, 12)], [Grid(1, 4, 8), Grid(1, 2, 2)]):
+        rows = graphs(patches_of(tower, grids), grids)
+        assert rows.isfinite().all()
+    assert addresses() == before
+    assert graphs.replays == 3
+
+
+@torch.inference_mode()
+def test_a_replay_runs_one_captured_graph_once(tower):
+    capture = Again()
+    graphs = graphed(tower, 64, 256, capture=capture)
+    assert capture.runs == 2
+    grids = [Grid(1, 4, 4)]
+    graphs(patches_of(tower, grids), grids)
+    assert capture.runs == 3
+
+
+@torch.inference_mode()
+def test_a_batch_is_padded_to_the_smallest_budget_that_fits(tower):
+    graphs = graphed(tower, 64, 16, 256)
+    assert graphs.budgets == [16, 64, 256]
+    for grids, budget in (([Grid(1, 4, 4)], 16), ([Grid(1, 4, 6)], 64), ([Grid(1, 10, 12)], 256)):
+        packing = tower.pack(grids, CPU)
+        patches = sum(grid.patches for grid in grids)
+        assert graphs.can_replay(packing, patches)
+        assert graphs.pad(packing, patches) == budget
+
+
+@torch.inference_mode()
+def test_larger_batches_and_too_many_segments_run_eagerly_with_the_same_result(tower):
+    graphs = graphed(tower, 64)
+    for grids in ([Grid(1, 10, 12)], [Grid(1, 2, 2)] * 16):
+        patches = patches_of(tower, grids)
+        torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert (graphs.replays, graphs.eager) == (0, 2)
+
+
+def test_graphs_that_need_too_much_memory_are_left_out(checkpoints):
+    tower = load(checkpoints("qwen3_vl"))
+    graphs = graphed(tower, 16, 64, 256, capture=Again(900, 300, 100), most_bytes=300)
+    assert graphs.budgets == [16, 64]
+
+
+@torch.inference_mode()
+def test_our_kernel_s_tables_replay(checkpoints):
+    """As above, with the tables that a GPU uses."""
+    tower = load(checkpoints("qwen2_5_vl"))
+    tower.backend = Triton()
+    graphs = graphed(tower, 128)
+    for seed, grids in enumerate([[Grid(1, 10, 12)], [Grid(2, 4, 6), Grid(1, 2, 2)]]):
+        patches = patches_of(tower, grids, seed)
+        eager = tower(patches, grids)
+        torch.testing.assert_close(graphs(patches, grids), eager, **NEAR)
+    assert graphs.replays == 2
+
+
+def test_attention_that_cannot_be_captured_is_refused_by_name(checkpoints):
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    with pytest.raises(GraphsUnavailable, match="--attention sdpa"):
+        graphed(tower, 64)
+
+
+def test_a_budget_must_be_a_number_of_squares(checkpoints):
+    with pytest.raises(GraphsUnavailable, match="multiples of 4"):
+        graphed(load(checkpoints("qwen3_vl")), 66)
+
+
+def test_which_budgets_are_captured(checkpoints):
+    tower, gpu = load(checkpoints("qwen3_vl")), torch.device("cuda")
+    assert budgets_for(None, tower, CPU, 4096) == []
+    assert budgets_for([], tower, gpu, 4096) == []
+    assert budgets_for([64, 512], tower, gpu, 4096) == [64, 512]
+    assert budgets_for(None, tower, gpu, 600) == [256, 384, 512]
+    with pytest.raises(GraphsUnavailable, match="need a GPU"):
+        budgets_for([64], tower, CPU, 4096)
