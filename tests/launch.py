@@ -94,10 +94,10 @@ def encoder_server(model: Path, *, exit_code: int | None = 0, **flags: object) -
 
 
 @contextlib.contextmanager
-def llm_server(model: Path, *encoders: str, **flags: object) -> Iterator[Service]:
+def llm_server(model: Path, *encoders: str, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
     """An LLM service on a free port, with the encoders at these addresses."""
     given = _flags(model=model, listen="127.0.0.1:0", encoders=",".join(encoders), **flags)
-    with launch("llm_service", *given) as service:
+    with launch("llm_service", *given, exit_code=exit_code) as service:
         yield service
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.wire import CHUNK_BYTES, DType, RowLayout, crc32c
+from common.wire import CHUNK_BYTES, DType, RowLayout, all_finite, crc32c
 
 
 def test_crc32c_is_castagnolis() -> None:
@@ -36,3 +37,22 @@ def test_chunks_tile_the_rows_in_order_and_are_bounded(levels: int, width: int, 
         assert rows == 1 or rows * layout.row_bytes <= CHUNK_BYTES
         at += rows
     assert at == first + count
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_numbers_that_are_not_finite_are_found_wherever_they_are_and_no_others(dtype: DType) -> None:
+    kind = getattr(torch, dtype.value)
+    limits = torch.finfo(kind)
+    fine = torch.cat([torch.randn(100), torch.tensor([limits.max, limits.min, limits.tiny, -0.0, 0.0])]).to(kind)
+    assert all_finite(raw(fine), dtype)
+    assert all_finite(raw(-fine.abs()), dtype)
+    assert all_finite(b"", dtype)
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for place in (0, 50, 104):
+            spoilt = fine.clone()
+            spoilt[place] = bad
+            assert not all_finite(raw(spoilt), dtype)
+
+
+def raw(numbers: torch.Tensor) -> bytes:
+    return numbers.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,107 @@
+"""How rows cross between the services: by shared memory where they share a host, inline where not, the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import pictures
+from tests.launch import encoder_server, llm_server
+from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
+from tests.waiting import until
+from twinlens import EncoderClient, LlmClient, v1
+
+FILES = [pictures.encoded(pictures.noise(96, 64 + 32 * n, 9_000 + n)) for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def inline(checkpoint: Path) -> Iterator[Pair]:
+    """Two services that share no memory."""
+    with pair(checkpoint, shared_memory=False) as both:
+        yield both
+
+
+def by_transport(client: EncoderClient) -> dict[int, int]:
+    """Rows that the encoder has sent, by how."""
+    return {sent.transport: sent.rows for sent in client.get_load().rows_sent}
+
+
+def test_on_one_host_rows_are_read_from_shared_memory_and_the_tokens_are_the_same(
+    checkpoint: Path, inline: Pair
+) -> None:
+    with pair(checkpoint) as shared:
+        until(lambda: shared.text.get_load().encoders[0].shared_memory, "memory is shared")
+        for file in FILES:
+            assert tokens(shared.text, asked(about(file))) == tokens(inline.text, asked(about(file)))
+        load = shared.text.get_load()
+        assert load.rows_shared == load.rows_received > 0
+        assert by_transport(shared.media) == {v1.TRANSPORT_SHARED_MEMORY: load.rows_received}
+        until(lambda: shared.media.get_load().leases == 0, "every lease is given back")
+        assert inline.text.get_load().rows_shared == 0
+        assert set(by_transport(inline.media)) == {v1.TRANSPORT_INLINE}
+
+
+def test_an_encoder_that_offers_no_memory_sends_rows_inline(checkpoint: Path, inline: Pair) -> None:
+    with (
+        encoder_server(checkpoint, **ENCODER_FLAGS, shared_memory=False) as encoder,
+        llm_server(checkpoint, encoder.address, **LLM_FLAGS) as llm,
+        LlmClient(llm.address) as text,
+    ):
+        until(lambda: usable(text, 1), "the encoder is usable")
+        assert tokens(text, asked(about(FILES[0]))) == tokens(inline.text, asked(about(FILES[0])))
+        assert (text.get_load().rows_shared, text.get_load().rows_received > 0) == (0, True)
+
+
+def test_sockets_that_are_files_are_shared_through_a_folder_and_leave_it_empty(
+    checkpoint: Path, inline: Pair, tmp_path: Path
+) -> None:
+    """As between containers; an LLM service without the folder gets its rows inline."""
+    with ExitStack() as stack:
+        encoder = stack.enter_context(encoder_server(checkpoint, **ENCODER_FLAGS, local_dir=tmp_path))
+        assert len(list(tmp_path.iterdir())) == 1
+        for folder, shares in ((str(tmp_path), True), ("", False)):
+            llm = stack.enter_context(llm_server(checkpoint, encoder.address, **LLM_FLAGS, local_dir=folder))
+            text = stack.enter_context(LlmClient(llm.address))
+            until(lambda text=text: usable(text, 1), "the encoder is usable")
+            assert tokens(text, asked(about(FILES[1]))) == tokens(inline.text, asked(about(FILES[1])))
+            assert (text.get_load().rows_shared > 0) == shares
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_is_killed_leaves_no_lease_and_the_next_one_is_served(checkpoint: Path) -> None:
+    with (
+        encoder_server(checkpoint, **ENCODER_FLAGS) as encoder,
+        EncoderClient(encoder.address) as media,
+    ):
+        for number in range(2):
+            with ExitStack() as stack:
+                llm = stack.enter_context(llm_server(checkpoint, encoder.address, exit_code=None, **LLM_FLAGS))
+                text = stack.enter_context(LlmClient(llm.address))
+                until(lambda text=text: usable(text, 1), "the encoder is usable")
+                tokens(text, asked(about(FILES[number])))
+                assert text.get_load().rows_shared > 0
+                until(lambda text=text: idle(text), "nothing runs")
+                llm.process.kill()
+            until(lambda: media.get_load().leases == 0, "no lease is left")
+            until(lambda: quiet(media), "no stream is left")
+
+
+def test_two_ranks_receive_each_row_once(checkpoint: Path, inline: Pair) -> None:
+    with pair(checkpoint, tp=2) as both:
+        assert tokens(both.text, asked(about(FILES[2]))) == tokens(inline.text, asked(about(FILES[2])))
+        sent = by_transport(both.media)
+        assert both.text.get_load().rows_received == sum(sent.values()) == rows_of(both.media, FILES[2])
+
+
+def rows_of(media: EncoderClient, file: bytes) -> int:
+    """Rows of a picture, as its header says."""
+    (header,) = media.prefetch(v1.PrefetchRequest(items=[v1.Media(modality=v1.MODALITY_IMAGE, data=file)])).headers
+    return header.tokens

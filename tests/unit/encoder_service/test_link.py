@@ -1,0 +1,230 @@
+"""The encoder's link: which way is offered to whom, and what a local reader gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import local_link
+from common.arena import SharedBuffer
+from common.errors import DataLoss, Precondition, Unavailable
+from common.local_link import SECRET_BYTES
+from common.row_frames import RowsFrame, unpack
+from common.wire import DType, RowLayout
+from encoder_service.engine.store import Entry, Store
+from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports.link import Link
+from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.shared_memory import Region
+from tests.waiting import until
+from twinlens.v1 import encoder_pb2
+
+INLINE, SHARED = encoder_pb2.TRANSPORT_INLINE, encoder_pb2.TRANSPORT_SHARED_MEMORY
+LAYOUT = RowLayout(levels=2, width=64, dtype=DType.FLOAT32)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+ROWS = 4096  # 2 MiB: two inline chunks, and more than is copied on an event loop
+
+
+class Bench:
+    """A store with one entry, and a link over it."""
+
+    def __init__(self, store: Store, entry: Entry, link: Link) -> None:
+        self.store = store
+        self.entry = entry
+        self.link = link
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self.store.buffer.slice(self.entry.span))
+
+    def region(self, folder: str = "") -> Region:
+        socket = self.link.local_socket
+        assert socket is not None
+        return Region.open(socket.name, folder, socket.secret, LAYOUT.dtype)
+
+    async def mapped(self, folder: str = "") -> tuple[Region, encoder_pb2.HostProof]:
+        region, host = await asyncio.to_thread(self.region, folder), encoder_pb2.HostProof()
+        region.prove(host)
+        return region, host
+
+
+@asynccontextmanager
+async def bench(folder: str = "", lease_seconds: float = 60, shared_memory: bool = True) -> AsyncIterator[Bench]:
+    buffer = SharedBuffer.create("test", 8 << 20)
+    store = Store(buffer, LAYOUT.row_bytes)
+    span = await store.reserve(ROWS)
+    buffer.slice(span)[:] = np.random.default_rng(0).standard_normal(span.size // 4, np.float32).tobytes()
+    entry = store.commit(span, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
+    opened = Link.open(store, LAYOUT, shared_memory=shared_memory, folder=folder, lease_seconds=lease_seconds)
+    async with opened as link:
+        yield Bench(store, entry, link)
+    store.unpin(entry)
+    store.check_integrity(idle=True)
+    buffer.close()
+
+
+async def test_inline_chunks_are_the_rows_from_the_first_that_is_wanted() -> None:
+    async with bench() as b:
+        transport = b.link.choose([], encoder_pb2.HostProof())
+        assert transport.number == INLINE
+        frames = [unpack(run) async for run in transport.send(3, b.entry, 100, encoder_pb2.HostProof())]
+        assert all(isinstance(frame, RowsFrame) and frame.item == 3 for frame in frames)
+        assert b"".join(frame.data for frame in frames) == b.data[100 * LAYOUT.row_bytes :]
+        assert b.link.sent.rows == {INLINE: ROWS - 100}
+
+
+async def test_without_a_proof_rows_come_inline_or_not_at_all() -> None:
+    async with bench() as b:
+        for host in (encoder_pb2.HostProof(), encoder_pb2.HostProof(grant=b"made up" * 2)):
+            assert b.link.choose([SHARED, INLINE], host).number == INLINE
+            with pytest.raises(Precondition):
+                b.link.choose([SHARED], host)
+
+
+async def test_a_boot_id_of_another_host_rules_sharing_out() -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        assert b.link.choose([SHARED, INLINE], host).number == SHARED
+        host.boot_id = "another"
+        assert b.link.choose([SHARED, INLINE], host).number == INLINE
+        host.boot_id = BOOT_ID
+        assert b.link.choose([SHARED, INLINE], host).number == SHARED
+        region.close()
+
+
+async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int, target: memoryview) -> list[int]:
+    """Reads an entry's rows as a stream's reader does; the sizes of the pieces."""
+    pieces: list[int] = []
+    async for message in b.link.choose([SHARED], host).send(0, b.entry, first, host):
+        assert isinstance(message, encoder_pb2.EncodeRows)
+        run = Run(message.first_row, message.count, message.handle)
+        assert region.takes(run)
+        pieces += [piece async for piece in region.read(run, target)]
+    return pieces
+
+
+@pytest.mark.parametrize("kind", ["abstract", "in a folder"])
+async def test_a_local_reader_copies_rows_and_the_lease_comes_back(tmp_path: Path, kind: str) -> None:
+    folder = "" if kind == "abstract" else str(tmp_path)
+    async with bench(folder) as b:
+        region, host = await b.mapped(folder)
+        target = bytearray((ROWS - 10) * LAYOUT.row_bytes)
+        assert sum(await read(b, region, host, 10, memoryview(target))) == len(target)
+        assert bytes(target) == b.data[10 * LAYOUT.row_bytes :]
+        assert b.link.leases == 0
+        assert b.link.sent.rows == {SHARED: ROWS - 10}
+        region.close()
+    assert not any(tmp_path.iterdir())  # noqa: ASYNC240
+
+
+async def test_rows_that_are_written_over_after_their_lease_are_never_taken() -> None:
+    """A reader that sleeps in the middle of its copy for longer than the lease."""
+    async with bench(lease_seconds=0.05) as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        message = await anext(stream)
+        run = Run(message.first_row, message.count, message.handle)
+        await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
+        b.store.buffer.slice(b.entry.span)[:] = bytes(b.entry.span.size)
+        with pytest.raises(DataLoss):
+            await anext(region.read(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+        with pytest.raises(Unavailable) as late:
+            await anext(stream)
+        assert late.value.reason == "LEASE_EXPIRED"
+        region.close()
+
+
+async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        await anext(stream)
+        assert b.link.leases == 1
+        region.close()
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(stream), 10)
+        assert b.link.leases == 0
+        with pytest.raises(Precondition):
+            b.link.choose([SHARED], host)
+
+
+async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        message = await anext(stream)
+        await stream.aclose()
+        assert b.link.leases == 0
+        run = Run(message.first_row, message.count, message.handle)
+        with pytest.raises(DataLoss):
+            await anext(region.read(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+        region.close()
+
+
+async def test_a_lease_can_be_released_by_its_name() -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        message = await anext(stream)
+        assert b.link.release(["unknown", message.handle.lease]) == 1
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        region.close()
+
+
+async def test_a_wrong_secret_gets_nothing() -> None:
+    async with bench() as b:
+        socket = b.link.local_socket
+        assert socket is not None
+        with pytest.raises(OSError, match=r"nothing|reset"):
+            await asyncio.to_thread(local_link.connect, socket.name, "", b"x" * SECRET_BYTES)
+
+
+async def test_numbers_that_are_not_finite_are_refused() -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        b.store.buffer.slice(b.entry.span)[-4:] = np.float32("nan").tobytes()
+        with pytest.raises(DataLoss):
+            await read(b, region, host, 0, memoryview(bytearray(ROWS * LAYOUT.row_bytes)))
+        region.close()
+
+
+@pytest.mark.parametrize("change", [{"offset": 8 << 20}, {"offset": -64}, {"length": 64}, {"length": -64}])
+async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -> None:
+    async with bench() as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        message = await anext(stream)
+        handle = encoder_pb2.RowsHandle()
+        handle.CopyFrom(message.handle)
+        handle.MergeFrom(encoder_pb2.RowsHandle(**change))
+        run = Run(0, ROWS, handle)
+        with pytest.raises(DataLoss):
+            await anext(region.read(run, memoryview(bytearray(ROWS * LAYOUT.row_bytes))))
+        await stream.aclose()
+        region.close()
+
+
+async def test_switched_off_there_is_no_socket_and_no_lease() -> None:
+    async with bench(shared_memory=False) as b:
+        assert b.link.local_socket is None
+        assert b.link.numbers == [INLINE]
+        assert b.link.release(["x"]) == 0
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_no_descriptor_is_left_open() -> None:
+    before = descriptors()
+    async with bench() as b:
+        for _ in range(3):
+            region, _ = await b.mapped()
+            region.close()
+    await asyncio.to_thread(until, lambda: descriptors() <= before, "all are closed", 10)
