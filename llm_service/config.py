@@ -27,7 +27,20 @@ class LlmConfig(ServerConfig):
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
     )
     threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
-    kv_cache_bytes: int = option(1 << 30, "memory for KV blocks, on each rank", parse=size, minimum=1 << 16)
+    attention: str = option(
+        "auto",
+        "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
+        choices=("auto", "torch", "numba", "triton", "flash"),
+    )
+    kv_cache_bytes: int = option(
+        0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0
+    )
+    kv_memory_share: float = option(
+        0.0,
+        "share of the memory that the largest step leaves free; 0: 0.9 of a GPU's, 0.4 of a CPU's",
+        minimum=0.0,
+        maximum=1.0,
+    )
     block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
     prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
     row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)

@@ -28,7 +28,7 @@ from llm_service.models.config import TextConfig
 from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
 from llm_service.worker.executor import BEAT_SECONDS, GroupExecutor, LoneExecutor
-from llm_service.worker.load import block_count, load_runner
+from llm_service.worker.load import load_runner
 from llm_service.worker.ranks import device_of, lead
 
 
@@ -79,7 +79,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         ranks.wait_for_all()
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
-    blocks = block_count(settings, config, group)
+    blocks = runner.blocks
     context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
     scheduler = Scheduler(
         BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.attention import AttentionBatch, paged_attention
+from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         query = rotate(self.q_norm(query), *rotary)
         key = rotate(self.k_norm(key), *rotary)
-        return self._group.sum(self.o(paged_attention(query, key, value, cache, batch, self.head_dim**-0.5)))
+        return self._group.sum(self.o(batch.attend(query, key, value, cache)))
 
 
 class MLP(nn.Module):
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, caches: Tensor, batch: AttentionBatch, deepstack: Deepstack | None
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], caches [layers, 2, kv_heads, slots, head_dim] → [n, hidden]."""
+        """hidden [n, hidden], positions int [3, n], caches of all layers → [n, hidden]."""
         rotary = self.rotary.tables(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotary, caches[index], batch)

@@ -7,30 +7,52 @@ import os
 import torch
 
 from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
-from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
-from llm_service.worker.runner import Runner, block_bytes
+from llm_service.worker.memory import Gauge, block_count, largest_step
+from llm_service.worker.runner import Runner
 
 
 def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
-    """Loads this rank's share of the model and makes its part of the KV cache."""
+    """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
+
+    `blocks` of the runner says how much that is, the same on all ranks.
+    """
     torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // group.size))
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = load_decoder(checkpoint, dtype, device, group)
     arena = RowArena(memory.view, settings.row_levels, decoder.config.hidden_size, dtype)
-    return Runner(decoder, arena, block_count(settings, decoder.config, group), settings.block_size)
+    group.least(0)  # every rank has its weights: what is free now stays free
+    gauge = Gauge(device, group.size)
+    plan, blocks = largest_step(settings)
+    _runner(decoder, arena, settings, group, blocks).run(plan)
+    context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)
+    block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
+    blocks = block_count(settings, block_bytes, gauge.free(), context, group, gpu=device.type == "cuda")
+    return _runner(decoder, arena, settings, group, blocks)
 
 
-def block_count(settings: EngineSettings, config: TextConfig, group: TensorGroup) -> int:
-    """KV blocks that each rank's memory holds; the same on all ranks. Raises CheckpointError where it holds none."""
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    one = block_bytes(config, group, settings.block_size, dtype.itemsize)
-    if settings.kv_cache_bytes < one:
-        raise CheckpointError(f"--kv-cache-bytes is too small for this model: one KV block takes {one} bytes")
-    return settings.kv_cache_bytes // one
+def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int) -> Runner:
+    shape = _shape(decoder, settings, group, blocks)
+    weight = decoder.norm.weight
+    return Runner(decoder, arena, shape, choose(settings.attention, shape, weight.dtype, weight.device))
+
+
+def _shape(decoder: Decoder, settings: EngineSettings, group: TensorGroup, blocks: int) -> CacheShape:
+    config = decoder.config
+    return CacheShape(
+        layers=config.layers,
+        blocks=blocks,
+        block_size=settings.block_size,
+        heads=config.heads // group.size,
+        kv_heads=decoder.kv_heads,
+        head_dim=config.head_dim,
+    )

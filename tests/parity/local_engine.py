@@ -16,6 +16,8 @@ from common.checkpoint import Checkpoint
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Started
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.prompt import PromptBuilder
 from llm_service.request import ChatPrompt, Laid, MediaHeader, MediaItem, Message, Opaque, Sampling
@@ -110,6 +112,7 @@ class LocalEngine:
         max_running: int = 16,
         prefix_cache: bool = False,
         device: str = "cpu",
+        attention: str = "auto",
     ) -> None:
         checkpoint = Checkpoint(directory)
         decoder = load_decoder(checkpoint, torch.float32, torch.device(device))
@@ -117,7 +120,9 @@ class LocalEngine:
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
-        self.runner = Runner(decoder, arena, blocks, block_size)
+        config = decoder.config
+        shape = CacheShape(config.layers, blocks, block_size, config.heads, decoder.kv_heads, config.head_dim)
+        self.runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, torch.device(device)))
         self.scheduler = Scheduler(
             BlockManager(blocks, block_size, prefix_cache=prefix_cache),
             Limits(max_running, step_tokens, blocks * block_size),

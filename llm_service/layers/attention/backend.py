@@ -1,0 +1,56 @@
+"""What the decoder asks of attention, whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llm_service.plan import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """One rank's KV cache. It has one block more, number `blocks`, that belongs to nobody: padding is written there."""
+
+    layers: int
+    blocks: int
+    block_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers that one block holds over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size
+
+    def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty cache, [layers, 2, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values."""
+        shape = (self.layers, 2, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class AttentionBatch(Protocol):
+    """One flattened batch of n tokens, ready to be attended to in every layer."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """Writes the batch's keys and values into one layer's cache, then attends causally within each sequence.
+
+        query [n, heads, head_dim]; key and value [n, kv_heads, head_dim]; cache [2, blocks + 1, block_size, kv_heads,
+        head_dim] → [n, heads · head_dim]. Of each, one token's numbers lie together, in order.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes batches over the paged cache that `CacheShape.zeros` gives; `name` is its name among the options."""
+
+    name: str
+
+    def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+        """What a plan's chunks need to know, moved to the device."""
+        ...

@@ -1,0 +1,110 @@
+"""Attention by the flash-attn library, where it is installed: version 3 with any block size, version 2 with blocks of a
+multiple of 256 tokens. Half-precision types alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.tables import Tables
+from llm_service.plan import Chunk
+
+_PAGE_OF_VERSION_2 = 256
+
+Compute = Callable[[Tensor, Tensor, Tensor, Tables], Tensor]
+"""(query, keys, values, tables) → [n, heads, head_dim]."""
+
+
+class FlashBackend:
+    """Makes batches for the library; `compute` is what `find` gave."""
+
+    name = "flash"
+
+    def __init__(self, shape: CacheShape, device: torch.device, compute: Compute) -> None:
+        self._shape = shape
+        self._device = device
+        self._compute = compute
+
+    def batch(self, chunks: Sequence[Chunk]) -> FlashBatch:
+        """The batch of a plan."""
+        return self.over(Tables.of(chunks, self._shape.block_size, self._device))
+
+    def over(self, tables: Tables) -> FlashBatch:
+        """A batch over tables that may be filled anew between uses."""
+        return FlashBatch(tables, self._compute)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashBatch:
+    """A batch of the library's varlen attention over a block table."""
+
+    tables: Tables
+    compute: Compute
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """See `AttentionBatch`."""
+        slots = self.tables.slots.long()
+        cache[0].flatten(0, 1).index_copy_(0, slots, key)
+        cache[1].flatten(0, 1).index_copy_(0, slots, value)
+        return self.compute(query, cache[0], cache[1], self.tables).flatten(1)
+
+
+def find(block_size: int) -> Compute | None:
+    """The newest version of the library that is here and can read blocks of this size."""
+    if (module := _imported("flash_attn_interface")) is not None:
+        return _version_3(module)
+    if block_size % _PAGE_OF_VERSION_2 == 0 and (module := _imported("flash_attn")) is not None:
+        return _version_2(module)
+    return None
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _version_3(module: Any) -> Compute:
+    def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
+        out = module.flash_attn_with_kvcache(
+            query,
+            keys,
+            values,
+            cache_seqlens=tables.lengths,
+            page_table=tables.blocks,
+            cu_seqlens_q=tables.starts,
+            max_seqlen_q=tables.longest_query,
+            softmax_scale=query.shape[-1] ** -0.5,
+            causal=True,
+        )
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended
+
+    return compute
+
+
+def _version_2(module: Any) -> Compute:
+    def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
+        ends = tables.lengths.cumsum(0, dtype=torch.int32)
+        attended: Tensor = module.flash_attn_varlen_func(
+            query,
+            keys,
+            values,
+            cu_seqlens_q=tables.starts,
+            cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)),
+            max_seqlen_q=tables.longest_query,
+            max_seqlen_k=tables.longest,
+            softmax_scale=query.shape[-1] ** -0.5,
+            causal=True,
+            block_table=tables.blocks,
+        )
+        return attended
+
+    return compute

@@ -1,0 +1,187 @@
+"""Attention by our own Triton kernels, for any GPU and any block size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
+from llm_service.layers.attention.tables import TILE, Tables
+from llm_service.plan import Chunk
+
+_WAVES = 4
+"""Programs of a decode that each multiprocessor should get, so that few sequences still fill the GPU."""
+_MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the kernels are compiled for; `dims` is the head's size, filled up to a power of two."""
+
+    group: int
+    head_dim: int
+    dims: int
+    block_size: int
+    keys_at_once: int
+    stages: int
+    precision: str
+
+    @classmethod
+    def of(cls, shape: CacheShape, dtype: torch.dtype) -> _Shape:
+        dims = max(16, triton.next_power_of_2(shape.head_dim))
+        # Keys and values in flight are to take at most 64 KiB of shared memory beside the queries.
+        small = dims * dtype.itemsize <= 256
+        return cls(
+            group=shape.heads // shape.kv_heads,
+            head_dim=shape.head_dim,
+            dims=dims,
+            block_size=shape.block_size,
+            keys_at_once=64 if small else 32,
+            stages=2 if small else 1,
+            precision="ieee" if dtype == torch.float32 else "tf32",
+        )
+
+
+class PagedBackend:
+    """Makes batches for the kernels, compiled for one shape and type."""
+
+    name = "triton"
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self._device = device
+        self._compiled = _Shape.of(shape, dtype)
+        self._programs = _WAVES * _multiprocessors(device)
+
+    def batch(self, chunks: Sequence[Chunk]) -> PagedBatch:
+        """The batch of a plan."""
+        return self.over(Tables.of(chunks, self.shape.block_size, self._device))
+
+    def over(self, tables: Tables) -> PagedBatch:
+        """A batch over tables that may be filled anew between uses."""
+        return PagedBatch(tables, self._compiled, self._splits(tables))
+
+    def _splits(self, tables: Tables) -> int:
+        """Into how many parts a decode's context is cut: a power of two, the larger the fewer sequences there are."""
+        busy = max(1, tables.decodes * self.shape.kv_heads)
+        useful = max(1, tables.longest // (2 * self._compiled.keys_at_once))
+        return min(_MAX_SPLITS, _power_below(self._programs // busy), _power_below(useful))
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """A batch of the kernels in `kernels`."""
+
+    tables: Tables
+    shape: _Shape
+    splits: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """See `AttentionBatch`. The heads of one token must lie one after the other."""
+        tables, shape = self.tables, self.shape
+        keys, values = cache[0], cache[1]
+        n, kv_heads, head_dim = key.shape
+        width = kv_heads * head_dim
+        store_kernel[(n,)](
+            key,
+            value,
+            keys,
+            values,
+            tables.slots,
+            key.stride(0),
+            value.stride(0),
+            width,
+            WIDTH=triton.next_power_of_2(width),
+        )
+        out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
+        scale = math.log2(math.e) / math.sqrt(head_dim)
+        if tables.decodes:
+            self._decode(out, query, keys, values, scale)
+        if len(tables.tiles):
+            prefill_kernel[(len(tables.tiles), query.shape[1])](
+                out,
+                query,
+                keys,
+                values,
+                tables.blocks,
+                tables.starts,
+                tables.lengths,
+                tables.tiles,
+                scale,
+                query.stride(0),
+                tables.blocks.stride(0),
+                kv_heads,
+                GROUP=shape.group,
+                HEAD_DIM=shape.head_dim,
+                DIMS=shape.dims,
+                BLOCK_SIZE=shape.block_size,
+                BLOCK_M=TILE,
+                BLOCK_N=shape.keys_at_once,
+                PRECISION=shape.precision,
+                num_warps=4,
+                num_stages=shape.stages,
+            )
+        return out.flatten(1)
+
+    def _decode(self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+        tables, shape, splits = self.tables, self.shape, self.splits
+        heads, kv_heads = query.shape[1], query.shape[1] // shape.group
+        parts = maxima = sums = out
+        if splits > 1:
+            rows = (tables.decodes, heads, splits)
+            parts = torch.empty((*rows, shape.head_dim), dtype=torch.float32, device=query.device)
+            maxima, sums = torch.empty((2, *rows), dtype=torch.float32, device=query.device)
+        decode_kernel[(tables.decodes, kv_heads, splits)](
+            out,
+            parts,
+            maxima,
+            sums,
+            query,
+            keys,
+            values,
+            tables.blocks,
+            tables.lengths,
+            scale,
+            query.stride(0),
+            tables.blocks.stride(0),
+            kv_heads,
+            GROUP=shape.group,
+            ROWS=max(16, triton.next_power_of_2(shape.group)),
+            HEAD_DIM=shape.head_dim,
+            DIMS=shape.dims,
+            BLOCK_SIZE=shape.block_size,
+            BLOCK_N=shape.keys_at_once,
+            SPLITS=splits,
+            PRECISION=shape.precision,
+            num_warps=4,
+            num_stages=shape.stages,
+        )
+        if splits > 1:
+            combine_kernel[(tables.decodes, heads)](
+                out,
+                parts,
+                maxima,
+                sums,
+                tables.lengths,
+                heads,
+                HEAD_DIM=shape.head_dim,
+                DIMS=shape.dims,
+                SPLITS=splits,
+                num_warps=4,
+            )
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not above a number; 1 for what is below 1."""
+    return 1 << max(0, number.bit_length() - 1) if number > 0 else 1
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,75 @@
+"""What paged kernels need to know of a batch, as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm_service.plan import Chunk
+
+TILE = 64
+"""Tokens of one chunk that one program of the prefill kernel takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A flattened batch of n tokens, s sequences, the first `decodes` of which have one token each.
+
+    All are int32: `slots` [n] is where a token's keys and values go; `blocks` [s, w] the block table, which is read
+    only as far as a sequence is long; `starts` [s + 1] where each sequence's tokens begin in the batch; `lengths` [s]
+    its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, TILE at a
+    time, as (sequence, first token). `longest_query` and `longest` bound a sequence's tokens in the batch, and in
+    all.
+
+    A sequence of length 0 and a tile of sequence −1 are padding.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tiles: Tensor
+    decodes: int
+    longest_query: int
+    longest: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Tables:
+        """The tables of a plan's chunks.
+
+        >>> tables = Tables.of([Chunk(17, 1, [3, 5]), Chunk(0, 70, [0, 1, 2, 4, 6])], 16, torch.device("cpu"))
+        >>> tables.slots[:3].tolist(), tables.starts.tolist(), tables.lengths.tolist()
+        ([81, 0, 1], [0, 1, 71], [18, 70])
+        >>> tables.decodes, tables.tiles.tolist()
+        (1, [[1, 0], [1, 64]])
+        """
+        counts = np.array([chunk.count for chunk in chunks])
+        contexts = np.array([chunk.context for chunk in chunks])
+        blocks = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
+        for row, chunk in zip(blocks, chunks, strict=True):
+            row[: len(chunk.blocks)] = chunk.blocks
+        decodes = int(np.argmax(np.append(counts != 1, True)))
+        tiles = [(n, at) for n in range(decodes, len(chunks)) for at in range(0, chunks[n].count, TILE)]
+        starts = np.concatenate([[0], counts.cumsum()])
+        # A token's sequence, and its position in it.
+        owner = np.repeat(np.arange(len(chunks)), counts)
+        position = np.arange(starts[-1]) - starts[owner] + contexts[owner]
+        slots = blocks[owner, position // block_size] * block_size + position % block_size
+
+        def move(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+        return cls(
+            slots=move(slots),
+            blocks=move(blocks),
+            starts=move(starts),
+            lengths=move(contexts + counts),
+            tiles=move(np.array(tiles).reshape(-1, 2)),
+            decodes=decodes,
+            longest_query=int(counts.max()),
+            longest=int((contexts + counts).max()),
+        )

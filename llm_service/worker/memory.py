@@ -1,0 +1,96 @@
+"""How many KV blocks this rank's memory holds, found out by running the largest step that there can be.
+
+What is left free when that step has run, less what it needed while it ran, is what a cache may take: no formula for
+activations, no surprise under load.
+"""
+
+from __future__ import annotations
+
+import resource
+from array import array
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.group import TensorGroup
+from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.settings import EngineSettings
+
+_GPU_SHARE, _CPU_SHARE = 0.9, 0.4
+"""Of the free memory, unless the options say otherwise: a CPU's is shared with the encoder and with everyone else."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
+    """A plan as large as any, and the number of blocks that it uses: one token of as many sequences as may run, and a
+    prefill that fills the step up; each draws a token by sorting the vocabulary."""
+    decodes = settings.max_running - 1
+    rest = settings.max_step_tokens - decodes
+    width = -(-rest // settings.block_size)
+    chunks = [Chunk(0, 1, [number]) for number in range(decodes)]
+    chunks.append(Chunk(0, rest, list(range(decodes, decodes + width))))
+    ids = array("i", [0] * settings.max_step_tokens)
+    places = [*range(decodes), settings.max_step_tokens - 1]
+    draws = [Draw(at=place, temperature=1.0, top_p=0.9) for place in places]
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws), decodes + width
+
+
+class Gauge:
+    """Watches a device's memory while the largest step runs."""
+
+    def __init__(self, device: torch.device, ranks_here: int) -> None:
+        self._device = device
+        self._ranks_here = ranks_here
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def free(self) -> int:
+        """Bytes that a cache could take, were the step to run again beside it; ranks share their host's memory."""
+        if self._device.type == "cuda":
+            return _free_of_gpu(self._device)
+        page = resource.getpagesize()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        needed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
+        return max(0, available_memory() // self._ranks_here - max(0, needed))
+
+
+def _free_of_gpu(device: torch.device) -> int:
+    needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int(free) - int(needed))
+
+
+def available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Bytes that this process may still take: what the machine has, or what is left of its control group's limit."""
+    fields = dict(line.split(":") for line in proc.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    return available if limit is None or used is None else min(available, max(0, limit - used))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return None
+
+
+def block_count(
+    settings: EngineSettings, block_bytes: int, free: int, context: int, group: TensorGroup, *, gpu: bool
+) -> int:
+    """KV blocks that every rank can hold: the least of what the ranks find, each from its own `free` bytes.
+
+    No more than the longest contexts of all sequences that may run at once would fill. Raises CheckpointError where
+    there is no room for one block.
+    """
+    share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
+    budget = settings.kv_cache_bytes or int(share * max(0, free))
+    wanted = settings.max_running * -(-context // settings.block_size)
+    found = budget // block_bytes if settings.kv_cache_bytes else min(budget // block_bytes, wanted)
+    blocks = group.least(found)
+    if not blocks:
+        option = "--kv-cache-bytes is too small" if settings.kv_cache_bytes else "too little memory is free"
+        raise CheckpointError(f"{option} for this model: one KV block takes {block_bytes} bytes")
+    return blocks

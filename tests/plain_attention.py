@@ -1,0 +1,56 @@
+"""Attention over a paged cache in the plainest torch: what every back end is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.tables import Tables
+from llm_service.plan import Chunk
+
+
+def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, tables: Tables) -> Tensor:
+    """As `AttentionBatch.attend`, in float32, reading no more than `tables` says; rows of padding stay NaN."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
+    keys[tables.slots.long()], values[tables.slots.long()] = key, value
+    out = torch.full_like(query, torch.nan)
+    size = cache.shape[2]
+    for n, length in enumerate(tables.lengths.tolist()):
+        if not length:
+            continue
+        begin, end = tables.starts[n : n + 2].tolist()
+        position = torch.arange(length)
+        slots = tables.blocks[n, position // size].long() * size + position % size
+        k, v = (each[slots].float().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
+        q = query[begin:end].float().transpose(0, 1)
+        mask = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
+        weights = (q @ k.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+        out[begin:end] = (weights @ v).transpose(0, 1).to(query.dtype)
+    return out.flatten(1)
+
+
+@dataclass(frozen=True)
+class PlainTables:
+    """A back end that follows `Tables`, for graphs: it reads them anew at each use."""
+
+    shape: CacheShape
+    name: str = "plain"
+
+    def batch(self, chunks: Sequence[Chunk]) -> PlainTablesBatch:
+        return self.over(Tables.of(chunks, self.shape.block_size, torch.device("cpu")))
+
+    def over(self, tables: Tables) -> PlainTablesBatch:
+        return PlainTablesBatch(tables)
+
+
+@dataclass(frozen=True)
+class PlainTablesBatch:
+    tables: Tables
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        return paged_attention(query, key, value, cache, self.tables)

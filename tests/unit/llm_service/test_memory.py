@@ -1,0 +1,75 @@
+"""How much memory the KV cache gets: from an option, or from what the largest step leaves free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.settings import EngineSettings
+from llm_service.worker.memory import available_memory, block_count, largest_step
+
+BLOCK = 1 << 20
+
+
+def settings(**given: Any) -> EngineSettings:
+    """Everything that is not given is as small as can be."""
+    fields = dict.fromkeys(EngineSettings.__struct_fields__, 0)
+    return EngineSettings(**{**fields, "block_size": 16, "max_running": 4, "max_step_tokens": 64, **given})
+
+
+def count(free: int, group: TensorGroup = ALONE, *, gpu: bool = False, **given: Any) -> int:
+    return block_count(settings(**given), BLOCK, free, 4096, group, gpu=gpu)
+
+
+def test_the_cache_is_a_share_of_what_is_free() -> None:
+    assert count(100 * BLOCK) == 40
+    assert count(100 * BLOCK, gpu=True) == 90
+    assert count(100 * BLOCK, kv_memory_share=0.25, gpu=True) == 25
+
+
+def test_a_size_that_is_given_is_taken_whatever_is_free() -> None:
+    assert count(0, kv_cache_bytes=7 * BLOCK + 1) == 7
+
+
+def test_it_is_no_larger_than_all_that_may_run_at_once_can_fill() -> None:
+    assert count(10_000 * BLOCK) == 4 * 4096 // 16
+
+
+def test_no_room_for_one_block_is_told_and_says_how_large_one_is() -> None:
+    with pytest.raises(CheckpointError, match=f"too little memory is free .* {BLOCK} bytes"):
+        count(2 * BLOCK)
+    with pytest.raises(CheckpointError, match="--kv-cache-bytes is too small"):
+        count(100 * BLOCK, kv_cache_bytes=BLOCK - 1)
+
+
+def test_ranks_agree_on_what_the_poorest_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorGroup, "least", lambda self, number: min(number, 12))
+    assert count(100 * BLOCK, TensorGroup(0, 2)) == 12
+
+
+def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:
+    plan, blocks = largest_step(settings(max_running=4, max_step_tokens=64))
+    assert plan.tokens == 64
+    assert len(plan.positions) == 3 * len(plan.token_ids)
+    assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 61]
+    assert len(plan.draws) == 4
+    used = [number for chunk in plan.chunks for number in chunk.blocks]
+    assert sorted(used) == list(range(blocks))
+    assert all(len(chunk.blocks) * 16 >= chunk.count for chunk in plan.chunks)
+
+
+def test_a_control_groups_limit_counts_where_it_is_the_tighter_one(tmp_path: Path) -> None:
+    proc = tmp_path / "meminfo"
+    proc.write_text("MemTotal:       2000 kB\nMemAvailable:   1000 kB\n")
+    assert available_memory(proc, tmp_path) == 1000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    assert available_memory(proc, tmp_path) == 1000 * 1024
+    (tmp_path / "memory.max").write_text("105000\n")
+    assert available_memory(proc, tmp_path) == 100_000
+    (tmp_path / "memory.current").write_text("200000\n")
+    assert available_memory(proc, tmp_path) == 0

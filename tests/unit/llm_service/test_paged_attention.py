@@ -1,0 +1,211 @@
+"""Every back end of attention against plain torch, over random batches; the Triton kernels run in their interpreter."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.attention import flash
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.tables import Tables
+from llm_service.plan import Chunk
+from tests.plain_attention import paged_attention
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+WAYS = {"decodes": (1, 1, 1, 1), "prefills": (70, 33, 16, 64), "mixed": (1, 1, 65, 1, 20)}
+"""How many tokens each chunk of a batch has."""
+
+
+@dataclass
+class Case:
+    """A batch over a cache full of noise."""
+
+    shape: CacheShape
+    chunks: list[Chunk]
+    cache: torch.Tensor
+    qkv: torch.Tensor
+
+    @classmethod
+    def random(cls, shape: CacheShape, counts: tuple[int, ...], dtype: torch.dtype, seed: int) -> Case:
+        numbers = random.Random(seed)
+        free = list(range(shape.blocks))
+        numbers.shuffle(free)
+        chunks = []
+        for count in counts:
+            context = numbers.choice([0, 1, 15, 16, 17, 100, 200])
+            blocks = [free.pop() for _ in range(-(-(context + count) // shape.block_size))]
+            chunks.append(Chunk(context, count, blocks))
+        generator = torch.Generator().manual_seed(seed)
+        cache = torch.randn(shape.zeros(torch.float32, CPU).shape, generator=generator).to(dtype)
+        heads = shape.heads + 2 * shape.kv_heads
+        return cls(shape, chunks, cache, torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(dtype))
+
+    def check(self, backend: AttentionBackend) -> None:
+        """The back end's output and what it leaves in the cache are the plain ones."""
+        query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
+        here, there = self.cache.clone(), self.cache.clone()
+        tables = Tables.of(self.chunks, self.shape.block_size, CPU)
+        expected = paged_attention(query, key, value, there[0], tables)
+        given = backend.batch(self.chunks).attend(query, key, value, here[0])
+        tolerance = TOLERANCE[query.dtype]
+        torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(here, there)
+
+
+def shape_of(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, block_size: int = 16) -> CacheShape:
+    return CacheShape(1, 1600 // block_size, block_size, heads, kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) -> None:
+    shape = shape_of()
+    for seed in range(3):
+        Case.random(shape, counts, torch.float32, seed).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape_of(head_dim=80),
+        shape_of(head_dim=128, heads=6, kv_heads=1),
+        shape_of(head_dim=24, heads=3, kv_heads=3),
+        shape_of(block_size=4),
+        shape_of(block_size=1),
+        shape_of(head_dim=256, heads=2, kv_heads=1, block_size=32),
+    ],
+    ids=["80", "one KV head", "a KV head each", "blocks of 4", "blocks of 1", "256"],
+)
+def test_heads_and_blocks_of_any_size(name: str, shape: CacheShape) -> None:
+    Case.random(shape, (1, 1, 20, 1), torch.float32, 7).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_half_precision(name: str) -> None:
+    """The interpreter has no products in bfloat16: those are tried on a GPU."""
+    shape = shape_of()
+    Case.random(shape, (1, 1, 70), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_splits_of_a_long_context_are_put_together(splits: int) -> None:
+    """Among them are splits past the end of a sequence, which have nothing to add."""
+    shape = shape_of()
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+
+    class Split:
+        name = "triton"
+
+        def batch(self, chunks: list[Chunk]) -> Any:
+            return replace(backend.batch(chunks), splits=splits)
+
+    case = Case.random(shape, (1, 1, 1, 1, 1), torch.float32, 5)
+    assert max(chunk.context for chunk in case.chunks) >= 100
+    assert min(chunk.context for chunk in case.chunks) <= 17
+    case.check(Split())
+
+
+def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> None:
+    shape = shape_of()
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend._programs = 512  # as on a GPU of 128 multiprocessors
+    tables = replace(Tables.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
+    assert backend.over(tables).splits == 32
+    assert backend.over(replace(tables, decodes=16)).splits == 16
+    assert backend.over(replace(tables, decodes=300)).splits == 1
+    assert backend.over(replace(tables, longest=100)).splits == 1
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
+    """What is behind a table's end, and the block that is nobody's, may hold anything."""
+    shape = shape_of()
+    case = Case.random(shape, (1, 1) if decodes else (40, 20), torch.float32, 11)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    tables = Tables.of(case.chunks, shape.block_size, CPU)
+    tokens = len(tables.slots)
+    wide = torch.full((4, 64), 10**6, dtype=torch.int32)  # no such block: reading it would end the process
+    wide[:2, : tables.blocks.shape[1]] = tables.blocks
+    for row, chunk in zip(wide, case.chunks, strict=False):
+        row[len(chunk.blocks) :] = 10**6
+    ends = torch.full((3,), tokens, dtype=torch.int32)
+    nobodys = shape.blocks * shape.block_size
+    padded = replace(
+        tables,
+        slots=torch.cat([tables.slots, torch.full((3,), nobodys, dtype=torch.int32)]),
+        blocks=wide,
+        starts=torch.cat([tables.starts[:-1], ends]),
+        lengths=torch.cat([tables.lengths, torch.zeros(2, dtype=torch.int32)]),
+        tiles=torch.cat([tables.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
+        decodes=4 if decodes else 0,
+    )
+    qkv = torch.cat([case.qkv, torch.full((3, 8, 64), torch.nan)])
+    query, key, value = qkv.split([4, 2, 2], dim=1)
+    here, there = case.cache.clone(), case.cache.clone()
+    given = backend.over(padded).attend(query, key, value, here[0])
+    expected = paged_attention(query[:tokens], key[:tokens], value[:tokens], there[0], tables)
+    torch.testing.assert_close(given[:tokens], expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(here[:, :, :-1], there[:, :, :-1])
+
+
+def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name() -> None:
+    shape = shape_of()
+    assert choose("auto", shape, torch.float32, CPU).name == "numba"
+    assert choose("auto", shape, torch.bfloat16, CPU).name == "torch"
+    with pytest.raises(CheckpointError, match="--attention flash cannot be used: there is no GPU"):
+        choose("flash", shape, torch.float16, CPU)
+    with pytest.raises(CheckpointError, match="--attention numba cannot be used: it computes in float32"):
+        choose("numba", shape, torch.bfloat16, CPU)
+
+
+def _library(name: str, **functions: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    for each, function in functions.items():
+        setattr(module, each, function)
+    return module
+
+
+def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library cannot run here: stand-ins with its signatures compute from exactly what it would be given."""
+
+    def version_3(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal):
+        return _stand_in(
+            q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal
+        )
+
+    def version_2(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table
+    ):
+        lengths = cu_seqlens_k.diff()
+        assert lengths.max() <= max_seqlen_k
+        return _stand_in(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal)
+
+    newest = {"flash_attn_interface": _library("flash_attn_interface", flash_attn_with_kvcache=version_3)}
+    older = {"flash_attn_interface": None, "flash_attn": _library("flash_attn", flash_attn_varlen_func=version_2)}
+    for modules, block_size in ((newest, 16), (older, 256)):
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+        compute = flash.find(block_size)
+        assert compute is not None
+        shape = replace(shape_of(), block_size=block_size)
+        Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash.FlashBackend(shape, CPU, compute))
+    assert flash.find(16) is None, "version 2 reads pages of 256 alone"
+
+
+def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
+    assert causal
+    assert scale == q.shape[-1] ** -0.5
+    assert longest >= starts.diff().max()
+    tables = Tables(torch.empty(0), table, starts, lengths, torch.empty(0, 2), 0, longest, 0)
+    nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
+    return paged_attention(q, nothing, nothing, torch.stack([keys, values]), tables).view_as(q)
