@@ -73,6 +73,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         self.graph_budgets()
         self.check_server()
+        self.check_fetch()
 
     def graph_budgets(self) -> list[int] | None:
         """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""
@@ -82,4 +83,3 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         if not numbers or not all(number.isdecimal() and int(number) for number in numbers):
             raise ValueError("--graphs must be auto, off, or numbers of patches such as 512,1024")
         return [int(number) for number in numbers]
-        self.check_fetch()
