@@ -11,9 +11,10 @@ from torch import Tensor
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
-from encoder_service.worker.graphs import CudaCapture, GraphedTower, budgets_for
+from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 from encoder_service.worker.patches import pixels_to_patches
 

@@ -1,0 +1,49 @@
+"""CUDA graphs: the mechanism alone, so that what is captured can be tried without one, by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Capture(Protocol):
+    """Makes a callable into one that does the same again over the same memory, whatever that holds by then."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory that captured graphs hold together."""
+        ...
+
+
+class CudaCapture:
+    """Real graphs, over one memory pool: they never run at the same time, so they may share what they need."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    @property
+    def held(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device) - self._before
