@@ -15,7 +15,7 @@ class LlmConfig(ServerConfig):
 
     model: str = option("", "checkpoint folder or hub name (required)")
     served_model_name: str = option("", "name that requests may ask for; by default the folder's")
-    encoders: tuple[str, ...] = option((), "encoders: host:port or dns:///name:port, comma-separated", parse=words)
+    encoders: tuple[str, ...] = option((), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words)
     device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
     dtype: str = option(
         "",
@@ -86,9 +86,11 @@ class LlmConfig(ServerConfig):
         if not self.model:
             raise ValueError("--model is required")
         for address in self.encoders:
+            if address.startswith("file:///"):
+                continue
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not port.isdecimal():
-                raise ValueError(f"--encoders: {address} is neither host:port nor dns:///name:port")
+                raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):

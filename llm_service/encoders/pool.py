@@ -1,4 +1,4 @@
-"""The encoders that can be asked: found by address or DNS name, looked up again while running.
+"""The encoders that can be asked: found by address, name or list, which are read again while running.
 
 An item goes to the encoder that rendezvous hashing (Thaler and Ravishankar 1998) picks for its content, so that repeats
 meet their cache and a change in the list moves few items; an encoder that is crowded is passed over.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import Collection, Sequence
 
-from common import log, tasks
+from common import tasks
 from common.errors import Unavailable
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.peer import LinkSettings, Peer
+from llm_service.encoders.resolver import Resolver
 
-_log = log.get("encoders")
-DNS = "dns:///"
-"""What addresses that are to be looked up begin with."""
 _RESOLVE_SECONDS = 2.0
 _PATIENCE = 0.8
 """Seconds that a request waits for an encoder when none can be used."""
@@ -29,14 +26,14 @@ _CROWDED_PATCHES = 65_536
 
 
 class EncoderPool:
-    """All encoders of one service. `addresses` are `host:port` or `dns:///name:port`; streams at an encoder whose
-    address has gone may go on to their end."""
+    """All encoders of one service, at `addresses` as `Resolver` takes them; streams at an encoder whose address has
+    gone may go on to their end."""
 
     def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
         self.settings = settings
         self.quarantine = Quarantine()
         self._retiring: set[asyncio.Task[None]] = set()
-        self._addresses = tuple(addresses)
+        self._sources = Resolver(addresses)
         self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._resolver: asyncio.Task[None] | None = None
@@ -63,31 +60,13 @@ class EncoderPool:
 
     async def _keep_resolving(self) -> None:
         while True:
-            wanted = await self._resolve()
+            wanted = await self._sources.resolve()
             for address in wanted.keys() - self._peers.keys():
                 peer = Peer(address, wanted[address], self.settings, self.quarantine)
                 self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
             for address in self._peers.keys() - wanted.keys():
                 await self._remove(address, grace=self.settings.timeout)
             await asyncio.sleep(_RESOLVE_SECONDS)
-
-    async def _resolve(self) -> dict[str, str]:
-        """Every address, with the host name that it was found for (empty for one that was given as it is)."""
-        found: dict[str, str] = {}
-        for address in self._addresses:
-            if not address.startswith(DNS):
-                found[address] = ""
-                continue
-            host, _, port = address.removeprefix(DNS).rpartition(":")
-            try:
-                answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError):  # one that does not resolve just now keeps the encoders that it had
-                _log.debug("name does not resolve", name=host)
-                found.update({known: peer.name for known, (peer, _) in self._peers.items() if peer.name == host})
-                continue
-            for *_, (ip, *_) in answers:
-                found[f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"] = host
-        return found
 
     async def _remove(self, address: str, *, grace: float | None) -> None:
         """Forgets an encoder; what is under way there has `grace` seconds to end, behind the caller's back."""

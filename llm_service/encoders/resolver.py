@@ -1,0 +1,61 @@
+"""Where encoders are: addresses as they were given, names that are looked up, and lists in files, all of them again and
+again. A source that cannot be read just now stands for what it last said."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import log
+
+_log = log.get("encoders")
+
+DNS = "dns:///"
+"""What names that are to be looked up begin with."""
+FILE = "file://"
+"""What the path of a list begins with: one `host:port` a line; empty lines and comments after # are skipped."""
+
+
+class Resolver:
+    """Sources of addresses: `host:port`, `dns:///name:port` or `file:///path`."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._sources = tuple(sources)
+        self._last: dict[str, dict[str, str]] = {}
+
+    async def resolve(self) -> dict[str, str]:
+        """Every address, with the host name that it was found for (empty for one that was given as it is)."""
+        found: dict[str, str] = {}
+        for source in self._sources:
+            try:
+                self._last[source] = await _read(source)
+            except (OSError, UnicodeError, ValueError) as error:
+                _log.debug("a source of encoders cannot be read", source=source, cause=type(error).__name__)
+            found |= self._last.get(source, {})
+        return found
+
+
+async def _read(source: str) -> dict[str, str]:
+    if source.startswith(DNS):
+        return await _look_up(source.removeprefix(DNS))
+    if source.startswith(FILE):
+        text = await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text, "utf-8")
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        return {check_address(line): "" for line in lines if line}
+    return {source: ""}
+
+
+async def _look_up(name: str) -> dict[str, str]:
+    host, _, port = name.rpartition(":")
+    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}": host for *_, (ip, *_) in answers}
+
+
+def check_address(address: str) -> str:
+    """The address; raises ValueError where it is not `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ValueError(f"{address} is not host:port")
+    return address
