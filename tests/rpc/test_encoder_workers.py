@@ -16,8 +16,9 @@ SMALL = pictures.encoded(pictures.noise(120, 90, 1))
 def items():
     """Pictures of several sizes, and a video that is long enough to be cut."""
     sizes = ((64, 64), (300, 200), (90, 400), (160, 160))
-    film = pictures.video(pictures.frames(40, 480, 360), fps=8)
-    return [*(image(pictures.encoded(pictures.noise(*size, seed=n))) for n, size in enumerate(sizes)), video(film, fps=8)]
+    film = pictures.video(pictures.frames(40, 320, 240), fps=8)
+    found = [image(pictures.encoded(pictures.noise(*size, seed=number))) for number, size in enumerate(sizes)]
+    return [*found, video(film, fps=8, max_pixels=40 * 320 * 240)]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -31,7 +32,7 @@ def test_rows_do_not_depend_on_the_number_of_workers(family, checkpoints):
             found.append(client.encode(*items()))
             assert len(client.info().devices) == workers
     grid = found[0][-1].header.grid
-    assert grid.t * grid.h * grid.w > 3 * 2048, "the video is cut, a part for each worker"
+    assert grid.t * grid.h * grid.w > 2 * 2048, "the video is cut, a part for each worker"
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one.header.tokens == two.header.tokens == len(one.rows)
