@@ -102,6 +102,10 @@ class HashExecutor:
     block_size: int
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
+    beat_seconds: float | None = None
+
+    def beat(self) -> None:
+        """There is no one to keep company."""
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
@@ -218,6 +222,7 @@ class Simulation:
         self.executor = HashExecutor(block_size)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0
+        self.computed = 0
         self._depth = 2 if overlap else 1
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
@@ -301,6 +306,7 @@ class Simulation:
         for token in self.scheduler.finish(step, result):
             self._take(token)
         self.steps += 1
+        self.computed += step.plan.tokens
         return step
 
     def _check_plan(self, step: Step) -> None:

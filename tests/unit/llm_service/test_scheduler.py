@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -194,6 +196,160 @@ def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(over
     assert engine.scheduler.counters.prefix_hit_tokens > 0, "nothing was shared"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ten_thousand_requests_end_once_each_and_nothing_is_left(overlap: bool) -> None:
+    """Arrivals in bursts, aborts, deadlines, late rows, over a cache that holds a fraction of them."""
+    rng = random.Random(11)
+    engine = simulation(blocks=96, max_running=24, step_tokens=96, overlap=overlap)
+    alive: list[int] = []
+    clock = 0.0
+    while len(engine.outcomes) < 10_000:
+        for _ in range(rng.choice([0, 0, 1, 4, 16])):
+            pictures = [Picture(rng.randrange(30), 1, 5)] if rng.random() < 0.2 else []
+            asked = order(
+                text(rng.randrange(6, 40), rng.randrange(8)),
+                pictures,
+                priority=rng.choice([0, 0, 0, 1]),
+                max_tokens=rng.randrange(1, 7),
+            )
+            alive.append(engine.submit(replace(asked, deadline=clock + 15 if rng.random() < 0.05 else None)))
+        while len(alive) > 60:
+            id = alive.pop(rng.randrange(len(alive)))
+            if rng.random() < 0.05 and not engine.outcomes[id].over:
+                engine.abort(id)
+            elif not engine.outcomes[id].over:
+                engine.land_all(id)
+        clock += 1.0
+        engine.expire(clock)
+        engine.step(check=False)
+        if engine.steps % 500 == 0:
+            engine.scheduler.check_integrity()
+    engine.drain(check=False)
+    ends = Counter(
+        "failed" if outcome.failed else "aborted" if outcome.aborted else "ended"
+        for outcome in engine.outcomes.values()
+    )
+    assert min(ends["failed"], ends["aborted"], ends["ended"]) > 10, ends
+    assert engine.scheduler.counters.preemptions > 0
+
+
+def test_a_prompt_of_thousands_of_tokens_costs_no_decode_a_step() -> None:
+    """Each of its chunks is one step, and every running answer gets a token in each of them."""
+    engine = simulation(blocks=700, block_size=16, max_running=8, step_tokens=512, prefix_cache=False)
+    talking = [engine.submit(order(text(8, seed), max_tokens=100)) for seed in range(4)]
+    engine.step()
+    long = engine.submit(order(text(8192, 9), max_tokens=1))
+    steps = 0
+    while not engine.outcomes[long].over:
+        before = [len(engine.outcomes[id].tokens[0]) for id in talking]
+        step = engine.step()
+        assert step is not None
+        assert step.plan.tokens <= 512
+        assert [len(engine.outcomes[id].tokens[0]) for id in talking] == [count + 1 for count in before]
+        steps += 1
+    assert steps == -(-8192 // (512 - 4))
+
+
+def test_a_short_prompt_does_not_stand_behind_a_long_one() -> None:
+    engine = simulation(blocks=200, block_size=16, step_tokens=64)
+    long = engine.submit(order(text(2000, 1), max_tokens=1))
+    engine.step()
+    short = engine.submit(order(text(30, 2), max_tokens=1))
+    engine.step()
+    assert engine.outcomes[short].over
+    assert not engine.outcomes[long].over
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever_by_short_ones() -> None:
+    """Half of what is left for prefill is its own, however many come."""
+    engine = simulation(blocks=400, block_size=16, max_running=16, step_tokens=64)
+    long = engine.submit(order(text(960, 1), max_tokens=1))
+    steps = 0
+    while not engine.outcomes[long].over:
+        for seed in range(3):
+            engine.submit(order(text(40, 2 + (3 * steps + seed) % 50), max_tokens=1))
+        engine.step()
+        steps += 1
+    assert steps <= 960 // 32 + 1
+
+
+def test_of_two_long_prompts_the_first_one_is_computed_first() -> None:
+    engine = simulation(blocks=200, block_size=16, step_tokens=64)
+    first, second = (engine.submit(order(text(1000, seed), max_tokens=1)) for seed in (1, 2))
+    while not engine.outcomes[first].over:
+        engine.step()
+    assert not engine.outcomes[second].over
+
+
+def test_media_kept_whole_are_computed_in_one_step_or_left_for_the_next() -> None:
+    engine = simulation(max_running=2, step_tokens=10, keep_media_whole=True)
+    id = engine.submit(order(text(30), [Picture(1, 4, 8), Picture(2, 14, 12)]))
+    engine.land_all(id)
+    counts = []
+    while not engine.outcomes[id].over:
+        step = engine.step()
+        assert step is not None
+        counts.append(step.plan.tokens)
+    # 4 of text; the picture of 8 whole, and a token; one of text and then what fits of the picture of 12, which is
+    # longer than a step beside another decode, so it is cut.
+    assert counts[:2] == [4, 10]
+    assert all(count <= 10 for count in counts)
+    engine.check_over()
+
+
+def test_media_kept_whole_wait_for_their_last_row() -> None:
+    engine = simulation(keep_media_whole=True)
+    id = engine.submit(order(text(12), [Picture(1, 4, 6)]))
+    counts = []
+    for landed in (0, 5, 6):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [4, 0, 8]
+
+
+def test_a_picture_that_needs_nearly_the_whole_step_is_not_kept_out_by_decodes() -> None:
+    engine = simulation(blocks=64, max_running=4, step_tokens=16, keep_media_whole=True)
+    for seed in range(3):
+        engine.submit(order(text(4, seed), max_tokens=100))
+    engine.step()
+    id = engine.submit(order(text(16), [Picture(1, 0, 13)]))
+    engine.land_all(id)
+    run_until_over(engine, id, 20)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", range(8))
+def test_an_abort_gives_everything_back_within_a_step(steps: int, overlap: bool) -> None:
+    engine = simulation(step_tokens=8, overlap=overlap)
+    id = engine.submit(order(text(20), [Picture(1, 4, 6)], n=2, max_tokens=20))
+    engine.land_all(id)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(id)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.used == 0
+    engine.step()
+    assert engine.outcomes[id].released == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "in_vain"),
+    [
+        pytest.param({"max_tokens": 6}, 0, id="an end that can be counted is known ahead"),
+        pytest.param({"max_tokens": 50, "stop_token_ids": tuple(range(1, 20))}, 1, id="a stop token is not"),
+    ],
+)
+def test_planning_ahead_costs_an_answer_one_token_in_vain_at_most(wanted: dict[str, Any], in_vain: int) -> None:
+    computed = []
+    for overlap in (False, True):
+        engine = simulation(overlap=overlap)
+        engine.submit(order(text(9), **wanted))
+        engine.drain()
+        computed.append(engine.computed)
+    assert computed[1] - computed[0] == in_vain
+
+
 def test_decodes_come_first_and_a_long_prefill_is_cut_around_them() -> None:
     engine = simulation(step_tokens=10)
     short = engine.submit(order(text(4, 1), max_tokens=30))
@@ -367,6 +523,17 @@ def test_blocks_are_shared_by_text_picture_and_tenant(second: Order, cached: int
     run_until_over(engine, id)
     assert engine.outcomes[id].cached == cached
     engine.check_over()
+
+
+def test_two_pictures_in_swapped_order_share_nothing_past_the_first_place() -> None:
+    engine = simulation()
+    there = order(text(32), [Picture(1, 8, 8), Picture(2, 20, 8)])
+    swapped = order(text(32), [Picture(2, 8, 8), Picture(1, 20, 8)])
+    for asked in (there, swapped):
+        id = engine.submit(asked)
+        engine.land_all(id)
+        run_until_over(engine, id)
+    assert engine.outcomes[2].cached == 8
 
 
 def test_a_cached_picture_needs_no_rows() -> None:

@@ -1,0 +1,185 @@
+"""Two threads: one decides, one computes; and the engine's loop between the front and them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.core import EngineCore
+from llm_service.engine.messages import Abort, Add, Failed, Flush, Flushed, Inspect, Released, Started, State, Tokens
+from llm_service.engine.pipeline import Pipeline
+from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.plan import Draw, StepPlan, StepResult
+from llm_service.request import Sampling
+from tests.unit.llm_service.simulated import EOS, ROW_BYTES, HashExecutor, Order, expected
+
+WAIT = 30.0
+
+
+class Recorder:
+    """Answers each plan with its own number; computes only when it is let."""
+
+    beat_seconds: float | None = 1.0
+
+    def __init__(self) -> None:
+        self.may_go = threading.Semaphore(0)
+        self.seen: list[list[int]] = []
+        self.beats = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.may_go.acquire(timeout=WAIT)
+        self.seen.append(array("i", plan.token_ids).tolist())
+        return StepResult([100 + len(self.seen)] * len(plan.draws), [None] * len(plan.draws))
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+def plan(token: int, carried: list[tuple[int, int]]) -> StepPlan:
+    return StepPlan(array("i", [token]).tobytes(), bytes(12), [], [], [Draw(at=0)], carried)
+
+
+@contextmanager
+def deciding(pipeline: Pipeline) -> Iterator[None]:
+    """Computes in another thread for the length of the block."""
+    computing = threading.Thread(target=pipeline.work)
+    computing.start()
+    try:
+        yield
+    finally:
+        pipeline.close()
+        computing.join(WAIT)
+        assert not computing.is_alive()
+
+
+def test_a_plan_is_handed_over_before_the_one_in_front_of_it_is_computed_and_gets_its_token() -> None:
+    recorder = Recorder()
+    pipeline = Pipeline(recorder)
+    with deciding(pipeline):
+        pipeline.submit(plan(7, []))
+        pipeline.submit(plan(0, [(0, 0)]))
+        assert recorder.seen == []
+        recorder.may_go.release(2)
+        assert [pipeline.collect().tokens, pipeline.collect().tokens] == [[101], [102]]
+    assert recorder.seen == [[7], [101]]
+
+
+def test_a_sign_of_life_comes_from_the_thread_that_computes() -> None:
+    recorder = Recorder()
+    pipeline = Pipeline(recorder)
+    with deciding(pipeline):
+        pipeline.beat()
+    assert recorder.beats == 1
+
+
+class Link:
+    """The front as the engine's loop sees it: gives messages, one batch for each turn of the loop, then is gone."""
+
+    def __init__(self, turns: list[list[Any]]) -> None:
+        self.sent: list[Any] = []
+        self._turns = deque(turns)
+        self._now: deque[Any] = deque()
+        self._told = True
+        self._readable, self._end = os.pipe()
+        os.write(self._end, b"!")
+
+    def close(self) -> None:
+        os.close(self._readable)
+        os.close(self._end)
+
+    def poll(self) -> Any:
+        if self._now:
+            return self._now.popleft()
+        if self._told:
+            self._told = False
+            if not self._turns:
+                raise EOFError
+            self._now.extend(self._turns.popleft())
+            return self.poll() if self._now else self._end_of_turn()
+        return self._end_of_turn()
+
+    def _end_of_turn(self) -> None:
+        self._told = True
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def fileno(self) -> int:
+        """Always readable: the next turn never has to be waited for."""
+        return self._readable
+
+
+def add(id: int, order: Order) -> Add:
+    return Add(
+        id=id,
+        token_ids=array("i", order.prompt).tobytes(),
+        positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
+        delta=0,
+        items=[],
+        sampling=order.sampling,
+        salt="",
+        priority=0,
+        deadline=order.deadline,
+    )
+
+
+def served(turns: list[list[Any]], *, overlap: bool) -> list[Any]:
+    """What the engine says when the front says this, turn by turn."""
+    pipeline = Pipeline(HashExecutor(4))
+    scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
+    link = Link(turns)
+    try:
+        with deciding(pipeline), pytest.raises(EOFError):
+            EngineCore(link, scheduler, pipeline, overlap=overlap).run()  # type: ignore[arg-type]
+    finally:
+        link.close()
+    return link.sent
+
+
+ORDERS = [
+    Order(tuple(range(1, 12)), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)),
+    Order(tuple(range(3, 25)), Sampling(max_tokens=9, temperature=1.0, seed=4, presence_penalty=1.0)),
+    Order((5, 6), Sampling(max_tokens=20, temperature=1.0, seed=9)),
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_said_does_not_depend_on_the_overlap(overlap: bool) -> None:
+    adds: list[list[Any]] = [[add(n, order)] for n, order in enumerate(ORDERS, 1)]
+    sent = served([*adds, *[[]] * 40], overlap=overlap)
+    said: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for message in sent:
+        if isinstance(message, Tokens):
+            for token in message.tokens:
+                said[token.id].append(token.token)
+    limits = Limits(8, 16, 256)
+    assert said == {n: expected(order, 0, limits)[0] for n, order in enumerate(ORDERS, 1)}
+    assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [1, 2, 3]
+    assert [message.id for message in sent if isinstance(message, Started)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_is_released_when_no_step_under_way_holds_it_and_nothing_is_said_after(overlap: bool) -> None:
+    turns: list[list[Any]] = [[add(1, ORDERS[0])], [], [], [Abort(1)], [], [], [Flush()], [Inspect()]]
+    sent = served(turns, overlap=overlap)
+    place = sent.index(Released([1]))
+    assert not any(isinstance(message, Tokens | Started | Failed) for message in sent[place:])
+    states = [message for message in sent if isinstance(message, State)]
+    assert states[-1].kv_blocks_used == 0
+    assert any(isinstance(message, Flushed) and message.blocks > 0 for message in sent)
+
+
+def test_a_request_that_is_late_is_told_so_before_it_is_released() -> None:
+    late = Order(ORDERS[0].prompt, ORDERS[0].sampling, deadline=0.0)
+    sent = served([[add(1, late)]], overlap=True)
+    assert [type(message) for message in sent] == [Failed, Released]
+    assert sent[0].reason == "DEADLINE_EXCEEDED"
