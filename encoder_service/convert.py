@@ -100,6 +100,14 @@ def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
     return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
 
 
+def by_transport(counts: Mapping[encoder_pb2.Transport, int]) -> dict[tuple[str, ...], float]:
+    """Counts by the transport's name, such as `shared_memory`."""
+    return {
+        (encoder_pb2.Transport.Name(number).removeprefix("TRANSPORT_").lower(),): count
+        for number, count in counts.items()
+    }
+
+
 def milliseconds(seconds: float | None) -> int | None:
     """Whole milliseconds, upwards; None stays unset."""
     return None if seconds is None else math.ceil(seconds * 1e3)

@@ -25,6 +25,7 @@ from encoder_service.engine.store import Store
 from encoder_service.engine.workers import WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
+from encoder_service.meters import Meters
 from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, Parts
 from encoder_service.transports.link import Link
@@ -56,7 +57,9 @@ async def serve(config: EncoderConfig) -> None:
         servicer = EncoderServicer()
         add_EncoderServiceServicer_to_server(servicer, frame.server)
         await frame.bind()
-        metrics = await running.enter_async_context(Metrics("twinlens_encoder").serve(config.metrics_listen))
+        metrics = Metrics("twinlens_encoder")
+        meters = Meters(metrics)
+        metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
@@ -72,6 +75,7 @@ async def serve(config: EncoderConfig) -> None:
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
             on_change=lambda alive: frame.report(alive > 0),
+            on_batch=meters.computed,
         )
         running.push_async_callback(decoders.stop)
         running.push_async_callback(dispatcher.stop)
@@ -105,8 +109,9 @@ async def serve(config: EncoderConfig) -> None:
                 lease_seconds=config.lease_seconds,
             )
         )
-        servicer.parts = Parts(config, checkpoint.name, encoder, link)
-        await frame.announce(metrics)
+        meters.watch(encoder, link)
+        servicer.parts = Parts(config, checkpoint.name, encoder, link, meters)
+        await frame.announce(metrics_address)
         await frame.wait()
         await frame.drain()
         await dispatcher.stop()

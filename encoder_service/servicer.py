@@ -16,6 +16,7 @@ from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.flight import Ticket
+from encoder_service.meters import Meters
 from encoder_service.streams import merged
 from encoder_service.transports.link import Link
 from twinlens import __version__
@@ -38,6 +39,7 @@ class Parts:
     model: str
     encoder: Encoder
     link: Link
+    meters: Meters
 
 
 class EncoderServicer(EncoderServiceServicer):
@@ -193,6 +195,7 @@ class EncoderServicer(EncoderServiceServicer):
                 async for event in events:
                     yield event
         except TwinlensError as failure:
+            parts.meters.failed(failure.reason)
             yield encoder_pb2.EncodeResponse(error=convert.error(index, failure))
 
     async def _ticket(self, parts: Parts, request: encoder_pb2.EncodeRequest, ticket: Ticket, index: int) -> Events:
@@ -215,6 +218,7 @@ class EncoderServicer(EncoderServiceServicer):
                 async for run in runs:
                     yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
             timings = {**ticket.timings, "transfer": time.perf_counter() - started}
+            parts.meters.served(timings)
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone(item=index, timings=convert.timings(timings)))
 
     async def _prefetch(
@@ -224,6 +228,7 @@ class EncoderServicer(EncoderServiceServicer):
             item = convert.item(request.items[index], index, request.cache_salt, request.priority)
             header, cached = await parts.encoder.prefetch(item, request.items[index].mime_type)
         except TwinlensError as failure:
+            parts.meters.failed(failure.reason)
             return convert.error(index, failure)
         return convert.header(index, header, parts.encoder.pipeline.layout, cached=cached)
 

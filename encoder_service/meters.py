@@ -1,0 +1,90 @@
+"""What the encoder tells Prometheus. Names begin with `twinlens_encoder_`; docs/OPERATIONS.md explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+from common.metrics import SHARES, Metrics, gauge, total
+from encoder_service import convert
+from encoder_service.engine.dispatch import Computed, Dispatcher
+from encoder_service.engine.encode import Encoder
+from encoder_service.transports.link import Link
+
+_UNITS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Meters:
+    """Told of events as they happen; `watch` adds the state of an engine and its link."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._stages = metrics.histogram("stage_seconds", "seconds of one item in one stage", ["stage"])
+        self._errors = metrics.counter("errors", "items that got an error, by its reason", ["reason"])
+        self._fill = metrics.histogram("batch_fill", "patches of a batch, of the most that it may have", buckets=SHARES)
+        self._units = metrics.histogram("batch_units", "pictures and pieces of videos in a batch", buckets=_UNITS)
+        self._preprocess = metrics.histogram("preprocess_seconds", "seconds from pixels to patches, for a batch")
+        self._vit = metrics.histogram("vit_seconds", "seconds of the vision tower, for a batch")
+
+    def watch(self, encoder: Encoder, link: Link) -> None:
+        """Has every scrape read queues, totals and the store."""
+        self._metrics.read(lambda: _queues(encoder))
+        self._metrics.read(lambda: _work(encoder.pipeline.dispatcher))
+        self._metrics.read(lambda: _rows(encoder, link))
+
+    def computed(self, batch: Computed) -> None:
+        """A worker has computed a batch."""
+        self._fill.observe(batch.fill)
+        self._units.observe(batch.units)
+        self._preprocess.observe(batch.preprocess_seconds)
+        self._vit.observe(batch.vit_seconds)
+
+    def served(self, timings: Mapping[str, float]) -> None:
+        """An item was served; seconds by stage."""
+        for stage, seconds in timings.items():
+            self._stages.labels(stage).observe(seconds)
+
+    def failed(self, reason: str) -> None:
+        """An item got an error."""
+        self._errors.labels(reason).inc()
+
+
+def _queues(encoder: Encoder) -> Iterator[Metric]:
+    dispatcher = encoder.pipeline.dispatcher
+    running = dispatcher.running
+    yield gauge("queued_items", "items that no worker has begun on", encoder.queued)
+    yield gauge("running_items", "items that a worker is computing", len({unit.key for unit in running}))
+    yield gauge("queued_patches", "patches that wait for a worker", sum(unit.patches for unit in dispatcher.waiting))
+    yield gauge("running_patches", "patches that a worker is computing", sum(unit.patches for unit in running))
+    if (seconds := dispatcher.estimate()) is not None:
+        yield gauge("estimated_seconds", "until all of these have been computed, by the pace of late", seconds)
+    yield total("items", "items whose encoding ended", _by(encoder.counts, "encoded", "failed"), ["outcome"])
+
+
+def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
+    counters = dispatcher.counters
+    calls: dict[tuple[str, ...], float] = {
+        ("graph",): counters.graph_calls,
+        ("eager",): counters.vit_calls - counters.graph_calls,
+    }
+    yield gauge("workers_alive", "device workers that can compute", dispatcher.alive)
+    yield total("worker_deaths", "device workers that died, were killed or hung", counters.worker_deaths)
+    yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
+    yield total("vit_patches", "patches that went through it", counters.vit_patches)
+
+
+def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:
+    store = encoder.pipeline.store
+    about = "items whose rows were in the store or on their way (hits), or had to be computed"
+    yield total("store_lookups", about, _by(encoder.counts, "hits", "misses"), ["outcome"])
+    yield gauge("store_bytes", "bytes of rows in the store", store.used)
+    yield gauge("store_capacity_bytes", "the store's budget", store.capacity)
+    yield gauge("store_entries", "entries of the store", len(store))
+    yield gauge("leases", "entries that readers hold in shared memory", link.leases)
+    yield total("rows_out", "rows that were sent", convert.by_transport(link.sent.rows), ["transport"])
+    yield total("bytes_out", "bytes of rows that were sent", convert.by_transport(link.sent.bytes), ["transport"])
+
+
+def _by(counts: Mapping[str, int], *names: str) -> dict[tuple[str, ...], float]:
+    return {(name,): counts[name] for name in names}
