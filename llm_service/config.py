@@ -15,7 +15,9 @@ class LlmConfig(ServerConfig):
 
     model: str = option("", "checkpoint folder or hub name (required)")
     served_model_name: str = option("", "name that requests may ask for; by default the folder's")
-    encoders: tuple[str, ...] = option((), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words)
+    encoders: tuple[str, ...] = option(
+        (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
+    )
     device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
     dtype: str = option(
         "",
@@ -32,6 +34,8 @@ class LlmConfig(ServerConfig):
         "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
         choices=("auto", "torch", "numba", "triton", "flash"),
     )
+    graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
+    graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0
     )

@@ -101,6 +101,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         tensor_parallel=config.tp,
         rank_timeout=config.rank_timeout_seconds,
         attention=config.attention,
+        graphs=config.graphs,
+        graph_bytes=config.graph_bytes,
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         block_size=config.block_size,

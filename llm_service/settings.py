@@ -18,6 +18,8 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tensor_parallel: int
     rank_timeout: float
     attention: str
+    graphs: str
+    graph_bytes: int
     kv_cache_bytes: int
     kv_memory_share: float
     block_size: int

@@ -44,6 +44,11 @@ class Experts(nn.Module):
             raise ValueError(f"it is {tuple(whole.shape)}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
 
+    def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
+        gate, up = functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return functional.grouped_mm(functional.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+
     def run(self, expert: int, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
         gate, up = functional.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -57,16 +62,32 @@ class SparseMLP(nn.Module):
         self, experts: int, per_token: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self._group, self._per_token = group, per_token
+        self._group, self._per_token, self._experts = group, per_token, experts
         self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
         self.experts = Experts(experts, hidden, inner, group, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] → [n, hidden]. Tokens of one expert are computed together."""
+        """[n, hidden] → [n, hidden]."""
         weights, chosen = self.gate(x).float().softmax(-1).topk(self._per_token, dim=-1)  # [n, per_token]
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        grouped = x.device.type == "cuda"
+        return self._group.sum(self._together(x, weights, chosen) if grouped else self._in_turn(x, weights, chosen))
+
+    def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """One chosen expert after the other, each with all of its tokens: for CPUs, where few are read."""
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             token, place = torch.where(chosen == expert)
             out.index_add_(0, token, self.experts.run(expert, x[token]) * weights[token, place].unsqueeze(1))
-        return self._group.sum(out)
+        return out
+
+    def _together(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """All experts in one product over rows that are sorted by expert. Nothing is asked of the device, so that this
+        can be captured, and sums are in the order of the choice, so that it gives the same each time."""
+        order = chosen.flatten().argsort(stable=True)  # [n · per_token]
+        counts = torch.zeros(self._experts, dtype=torch.int32, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order, dtype=torch.int32))
+        sorted_out = self.experts.run_grouped(x[order // self._per_token], counts.cumsum(0, dtype=torch.int32))
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        return (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)

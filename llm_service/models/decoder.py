@@ -23,14 +23,19 @@ from llm_service.models.config import TextConfig
 
 @dataclass(frozen=True, slots=True)
 class Deepstack:
-    """Rows to add after the first layers: level i, `values[i]` [m, hidden], to the places `index` int64 [m]."""
+    """Rows to add after the first layers: level i, `values[i]` [m, hidden], to the places `index` int64 [m], or, where
+    that is None, to all places, one after the other."""
 
-    index: Tensor
+    index: Tensor | None
     values: Tensor
 
     def add_to(self, hidden: Tensor, layer: int) -> None:
         """Adds a layer's level in place; does nothing past the last level."""
-        if layer < self.values.shape[0]:
+        if layer >= self.values.shape[0]:
+            return
+        if self.index is None:
+            hidden += self.values[layer]
+        else:
             hidden.index_add_(0, self.index, self.values[layer])
 
 
@@ -144,6 +149,14 @@ class Decoder(nn.Module):
                 deepstack.add_to(hidden, index)
         out: Tensor = self.norm(hidden)
         return out
+
+    def not_capturable(self) -> str:
+        """Why this decoder cannot be captured in a CUDA graph; empty where it can. The grouped product of experts asks
+        the device for its groups' sizes, except in the one kernel that does not."""
+        weight = self.norm.weight
+        if not self.config.experts or (weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)):
+            return ""
+        return "experts can be captured in bfloat16 on GPUs of compute capability 9 and later"
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""

@@ -6,8 +6,10 @@ import os
 
 import torch
 
+from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.graphs import CudaCapture
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
@@ -15,8 +17,11 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
+from llm_service.worker.graphs import Bounds
 from llm_service.worker.memory import Gauge, block_count, largest_step
 from llm_service.worker.runner import Runner
+
+_log = log.get("load")
 
 
 def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
@@ -36,8 +41,23 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     _runner(decoder, arena, settings, group, blocks).run(plan)
     context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)
     block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
-    blocks = block_count(settings, block_bytes, gauge.free(), context, group, gpu=device.type == "cuda")
-    return _runner(decoder, arena, settings, group, blocks)
+    gpu, graphs = device.type == "cuda", device.type == "cuda" and settings.graphs != "off"
+    free = gauge.free() - graphs * settings.graph_bytes
+    blocks = block_count(settings, block_bytes, free, context, group, gpu=gpu)
+    runner = _runner(decoder, arena, settings, group, blocks)
+    if graphs:
+        _capture(runner, decoder, settings, group, min(context, blocks * settings.block_size))
+    return runner
+
+
+def _capture(runner: Runner, decoder: Decoder, settings: EngineSettings, group: TensorGroup, context: int) -> None:
+    """Captures what can be; a model that cannot be captured runs without graphs."""
+    if why := decoder.not_capturable():
+        _log.warning("there are no graphs", cause=why)
+        return
+    bounds = Bounds(settings.max_running, settings.max_step_tokens, context, settings.row_levels)
+    capture = CudaCapture(decoder.norm.weight.device)
+    runner.capture(bounds, capture, most_bytes=settings.graph_bytes, agree=group.least)
 
 
 def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int) -> Runner:

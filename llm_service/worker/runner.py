@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from common.graphs import Capture
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.worker.fusion import RowArena, fuse
+from llm_service.worker.graphs import Bounds, GraphRunner, StableBackend
 from llm_service.worker.sampler import sample
 
 
@@ -23,11 +28,21 @@ class Runner:
         weight = decoder.norm.weight
         self._device = weight.device
         self._caches = shape.zeros(weight.dtype, weight.device)
+        self._shape = shape
+        self.graphs: GraphRunner | None = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one embedding row in the arena."""
         return self._arena.row_bytes
+
+    @torch.inference_mode()
+    def capture(self, bounds: Bounds, capture: Capture, *, most_bytes: int, agree: Callable[[int], int]) -> None:
+        """Captures graphs of batches within bounds; see `GraphRunner`. Needs a back end that follows tables."""
+        backend = cast("StableBackend", self._backend)
+        self.graphs = GraphRunner(
+            self._decoder, backend, self._caches, self._shape, bounds, capture, most_bytes=most_bytes, agree=agree
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -39,10 +54,14 @@ class Runner:
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Computes the KV of every token of the plan; float32 logits [draws, vocabulary], None where none are drawn."""
         token_ids = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32).to(self._device)
-        positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1).to(self._device)
+        positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self._arena)
-        hidden = self._decoder(hidden, positions, self._caches, self._backend.batch(plan.chunks), deepstack)
+        if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
+            hidden = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
+        else:
+            batch = self._backend.batch(plan.chunks)
+            hidden = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack)
         if not plan.draws:
             return None
         places = torch.tensor([draw.at for draw in plan.draws], device=self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Started
 from llm_service.engine.scheduler import Limits, Scheduler
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.prompt import PromptBuilder
@@ -112,7 +112,7 @@ class LocalEngine:
         max_running: int = 16,
         prefix_cache: bool = False,
         device: str = "cpu",
-        attention: str = "auto",
+        attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
     ) -> None:
         checkpoint = Checkpoint(directory)
         decoder = load_decoder(checkpoint, torch.float32, torch.device(device))
@@ -122,7 +122,11 @@ class LocalEngine:
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         config = decoder.config
         shape = CacheShape(config.layers, blocks, block_size, config.heads, decoder.kv_heads, config.head_dim)
-        self.runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, torch.device(device)))
+        if isinstance(attention, str):
+            backend = choose(attention, shape, torch.float32, torch.device(device))
+        else:
+            backend = attention(shape)
+        self.runner = Runner(decoder, arena, shape, backend)
         self.scheduler = Scheduler(
             BlockManager(blocks, block_size, prefix_cache=prefix_cache),
             Limits(max_running, step_tokens, blocks * block_size),

@@ -22,8 +22,8 @@ class Tables:
     All are int32: `slots` [n] is where a token's keys and values go; `blocks` [s, w] the block table, which is read
     only as far as a sequence is long; `starts` [s + 1] where each sequence's tokens begin in the batch; `lengths` [s]
     its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, TILE at a
-    time, as (sequence, first token). `longest_query` and `longest` bound a sequence's tokens in the batch, and in
-    all.
+    time, as (sequence, first token); `decode_lengths` [decodes] the lengths of the decodes. `longest_query` and
+    `longest` bound a sequence's tokens in the batch, and in all.
 
     A sequence of length 0 and a tile of sequence −1 are padding.
     """
@@ -33,9 +33,14 @@ class Tables:
     starts: Tensor
     lengths: Tensor
     tiles: Tensor
-    decodes: int
+    decode_lengths: Tensor
     longest_query: int
     longest: int
+
+    @property
+    def decodes(self) -> int:
+        """Leading sequences of one token each, or places for such."""
+        return len(self.decode_lengths)
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Tables:
@@ -44,8 +49,8 @@ class Tables:
         >>> tables = Tables.of([Chunk(17, 1, [3, 5]), Chunk(0, 70, [0, 1, 2, 4, 6])], 16, torch.device("cpu"))
         >>> tables.slots[:3].tolist(), tables.starts.tolist(), tables.lengths.tolist()
         ([81, 0, 1], [0, 1, 71], [18, 70])
-        >>> tables.decodes, tables.tiles.tolist()
-        (1, [[1, 0], [1, 64]])
+        >>> tables.decode_lengths.tolist(), tables.tiles.tolist()
+        ([18], [[1, 0], [1, 64]])
         """
         counts = np.array([chunk.count for chunk in chunks])
         contexts = np.array([chunk.context for chunk in chunks])
@@ -69,7 +74,7 @@ class Tables:
             starts=move(starts),
             lengths=move(contexts + counts),
             tiles=move(np.array(tiles).reshape(-1, 2)),
-            decodes=decodes,
+            decode_lengths=move((contexts + counts)[:decodes]),
             longest_query=int(counts.max()),
             longest=int((contexts + counts).max()),
         )

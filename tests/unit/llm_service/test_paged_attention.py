@@ -121,8 +121,8 @@ def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> N
     backend._programs = 512  # as on a GPU of 128 multiprocessors
     tables = replace(Tables.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
     assert backend.over(tables).splits == 32
-    assert backend.over(replace(tables, decodes=16)).splits == 16
-    assert backend.over(replace(tables, decodes=300)).splits == 1
+    assert backend.over(replace(tables, decode_lengths=torch.ones(16))).splits == 16
+    assert backend.over(replace(tables, decode_lengths=torch.ones(300))).splits == 1
     assert backend.over(replace(tables, longest=100)).splits == 1
 
 
@@ -147,7 +147,7 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
         starts=torch.cat([tables.starts[:-1], ends]),
         lengths=torch.cat([tables.lengths, torch.zeros(2, dtype=torch.int32)]),
         tiles=torch.cat([tables.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
-        decodes=4 if decodes else 0,
+        decode_lengths=torch.cat([tables.decode_lengths, torch.zeros(2 if decodes else 0, dtype=torch.int32)]),
     )
     qkv = torch.cat([case.qkv, torch.full((3, 8, 64), torch.nan)])
     query, key, value = qkv.split([4, 2, 2], dim=1)
@@ -206,6 +206,6 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
     assert causal
     assert scale == q.shape[-1] ** -0.5
     assert longest >= starts.diff().max()
-    tables = Tables(torch.empty(0), table, starts, lengths, torch.empty(0, 2), 0, longest, 0)
+    tables = Tables(torch.empty(0), table, starts, lengths, torch.empty(0, 2), torch.empty(0), longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), tables).view_as(q)

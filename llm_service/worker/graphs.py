@@ -1,0 +1,248 @@
+"""The decoder in CUDA graphs: by number of sequences for decoding, by number of tokens for everything else.
+
+A step of few tokens is mostly launches; a graph starts them all at once. What is in it is the decoder from input
+embeddings to hidden states, attention and the ranks' sums included. What a replay must know of a batch is copied
+beforehand into buffers that never move, the attention's tables among them. A batch is padded up to the next size:
+padded tokens write their keys to the block that is nobody's, and no table leads to them.
+
+Deepstack rows have a place in the prefill graphs: a level is added to all tokens, and is zero where there is no row. A
+batch that no graph fits runs eagerly, with the same result.
+
+All ranks of a group choose alike, since the choice follows from the plan alone; and they capture the same graphs, since
+each asks the others whether it has memory for one more (`agree`). Collectives are captured with the rest: a replay
+issues them in the order of the capture, on every rank. What no graph has is a time limit for them, so a lost rank is
+noticed by its missing beat (see `ranks`), not by the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from common import log
+from common.graphs import Capture
+from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
+from llm_service.layers.attention.tables import TILE, Tables
+from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.plan import Chunk
+
+_log = log.get("graphs")
+
+
+class StableBackend(AttentionBackend, Protocol):
+    """A back end whose batches follow tables that may be filled anew."""
+
+    def over(self, tables: Tables) -> AttentionBatch:
+        """A batch that reads these tables at each use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest batch: sequences, tokens of a step, tokens of a sequence, and levels of deepstack."""
+
+    sequences: int
+    tokens: int
+    context: int
+    levels: int
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Numbers of sequences that get a graph: dense where padding would cost most, and never more than about 50.
+
+    >>> decode_sizes(70)
+    [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]
+    """
+    ladder = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, 1025, 64)]
+    return [size for size in ladder if size < most] + [most]
+
+
+def prefill_sizes(most: int) -> list[int]:
+    """Numbers of tokens that get a graph; above the last one, launches no longer matter.
+
+    >>> prefill_sizes(512)
+    [16, 32, 64, 128, 192, 256, 384, 512]
+    """
+    ladder = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+    return [size for size in ladder if size <= most]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What replays read and write, for all sizes: a smaller graph uses the beginning.
+
+    `hidden` and `out` [N, hidden]; `positions` int32 [3, N]; `deep` [levels − 1, N, hidden].
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    deep: Tensor
+    out: Tensor
+    tables: Tables
+
+    @classmethod
+    def of(cls, bounds: Bounds, block_size: int, like: Tensor) -> Self:
+        """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
+        tokens, sequences = max(bounds.tokens, bounds.sequences), bounds.sequences
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=like.device)
+
+        tables = Tables(
+            slots=integers(tokens),
+            blocks=integers(sequences, -(-bounds.context // block_size)),
+            starts=integers(sequences + 1),
+            lengths=integers(sequences),
+            tiles=integers(-(-tokens // TILE) + sequences, 2),
+            decode_lengths=integers(sequences),
+            longest_query=0,
+            longest=bounds.context,
+        )
+        width = len(like)
+        return cls(
+            like.new_zeros(tokens, width),
+            integers(3, tokens),
+            like.new_zeros(bounds.levels - 1, tokens, width),
+            like.new_zeros(tokens, width),
+            tables,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One size. `tables` are its part of the buffers'; `deep` says whether it adds deepstack levels."""
+
+    tokens: int
+    tables: Tables
+    deep: bool
+    replay: Callable[[], None]
+
+    @property
+    def decodes_only(self) -> bool:
+        """It has no place for a chunk of several tokens."""
+        return not len(self.tables.tiles)
+
+
+class GraphRunner:
+    """Replays what it can. `replays` counts."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: StableBackend,
+        caches: Tensor,
+        shape: CacheShape,
+        bounds: Bounds,
+        capture: Capture,
+        *,
+        most_bytes: int,
+        agree: Callable[[int], int] = lambda number: number,
+    ) -> None:
+        """Captures graphs, those for decoding before the others and the largest first, except for those with which all
+        would hold more than `most_bytes`; `agree` is given 1 or 0 and answers with the least of all ranks."""
+        self.replays = 0
+        self._decoder, self._backend, self._caches = decoder, backend, caches
+        self._shape, self._bounds = shape, bounds
+        self._buffers = Buffers.of(bounds, shape.block_size, decoder.norm.weight)
+        self._filled = 0  # leading places of `deep` that hold rows of the replay before
+        self._decodes: list[Graph] = []
+        self._prefills: list[Graph] = []
+        ladders = ((self._decodes, decode_sizes(bounds.sequences)), (self._prefills, prefill_sizes(bounds.tokens)))
+        for graphs, sizes in ladders:
+            for size in reversed(sizes):
+                graph = self._capture(size, capture, decodes_only=graphs is self._decodes)
+                if agree(int(capture.held <= most_bytes)):
+                    graphs.insert(0, graph)
+                else:
+                    _log.warning("a graph is left out: it needs too much memory", tokens=size, most_bytes=most_bytes)
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Sequences of each decode graph, and tokens of each prefill graph, the smallest first."""
+        return [graph.tokens for graph in self._decodes], [graph.tokens for graph in self._prefills]
+
+    def can_replay(self, chunks: Sequence[Chunk], *, deep: bool) -> bool:
+        """Whether a graph fits a batch, which has deepstack rows or has not."""
+        return self._fitting(chunks, deep=deep) is not None
+
+    def pad(self, chunks: Sequence[Chunk], *, deep: bool) -> int:
+        """Tokens that are computed for a batch: the size that it is padded to, or its own number."""
+        graph = self._fitting(chunks, deep=deep)
+        return graph.tokens if graph else sum(chunk.count for chunk in chunks)
+
+    def replay(self, hidden: Tensor, positions: Tensor, chunks: Sequence[Chunk], deepstack: Deepstack | None) -> Tensor:
+        """Input embeddings [n, hidden] and positions int32 [3, n] → hidden states [n, hidden], valid until the next
+        replay."""
+        graph, buffers, n = self._fitting(chunks, deep=deepstack is not None), self._buffers, len(hidden)
+        assert graph is not None, "no graph fits"
+        buffers.hidden[:n].copy_(hidden)
+        buffers.positions[:, :n].copy_(positions)
+        if graph.deep:
+            self._put_deepstack(deepstack, n)
+        nobodys = self._shape.blocks * self._shape.block_size
+        _fill(graph.tables, Tables.of(chunks, self._shape.block_size, torch.device("cpu")), n, nobodys)
+        graph.replay()
+        self.replays += 1
+        return buffers.out[:n]
+
+    def _fitting(self, chunks: Sequence[Chunk], *, deep: bool) -> Graph | None:
+        tokens = sum(chunk.count for chunk in chunks)
+        if len(chunks) > self._bounds.sequences:
+            return None
+        decodes_only = tokens == len(chunks) and not deep
+        graphs = self._decodes if decodes_only else self._prefills
+        return next((graph for graph in graphs if graph.tokens >= tokens), None)
+
+    def _put_deepstack(self, deepstack: Deepstack | None, tokens: int) -> None:
+        self._buffers.deep[:, : self._filled].zero_()
+        self._filled = 0
+        if deepstack is not None:
+            self._buffers.deep[:, deepstack.index] = deepstack.values
+            self._filled = tokens
+
+    def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool) -> Graph:
+        """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
+        buffers, whole = self._buffers, self._buffers.tables
+        sequences = min(tokens, self._bounds.sequences)
+        tiles = 0 if decodes_only else -(-tokens // TILE) + sequences
+        tables = replace(
+            whole,
+            slots=whole.slots[:tokens],
+            blocks=whole.blocks[:sequences],
+            starts=whole.starts[: sequences + 1],
+            lengths=whole.lengths[:sequences],
+            tiles=whole.tiles[:tiles],
+            decode_lengths=whole.decode_lengths[:sequences],
+            longest_query=1 if decodes_only else tokens,
+        )
+        tables.slots.fill_(self._shape.blocks * self._shape.block_size)
+        for lengths in (tables.starts, tables.lengths, tables.decode_lengths):
+            lengths.zero_()
+        tables.tiles.fill_(-1)
+        hidden, positions, out = buffers.hidden[:tokens], buffers.positions[:, :tokens], buffers.out[:tokens]
+        deep = not decodes_only and len(buffers.deep) > 0
+        levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
+        batch = self._backend.over(tables)
+
+        def run() -> None:
+            out.copy_(self._decoder(hidden, positions, self._caches, batch, levels))
+
+        return Graph(tokens, tables, deep, capture(run))
+
+
+def _fill(into: Tables, tables: Tables, tokens: int, nobodys: int) -> None:
+    """Copies a batch's tables to the beginning of a graph's; what follows becomes padding."""
+    for target, source, rest in (
+        (into.slots, tables.slots, nobodys),
+        (into.starts, tables.starts, tokens),
+        (into.lengths, tables.lengths, 0),
+        (into.decode_lengths, tables.decode_lengths, 0),
+        (into.tiles, tables.tiles, -1),
+    ):
+        target[: len(source)].copy_(source, non_blocking=True)
+        target[len(source) :].fill_(rest)
+    into.blocks[: tables.blocks.shape[0], : tables.blocks.shape[1]].copy_(tables.blocks, non_blocking=True)

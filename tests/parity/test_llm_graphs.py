@@ -1,0 +1,146 @@
+"""The decoder's graphs without a GPU: what a graph would do again is done again, over the same buffers.
+
+Between two replays everything that a replay need not leave alone is filled with NaN and with block numbers that do not
+exist, so that a padded token, a stale row or the tail of a block table cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_service.request import Sampling
+from llm_service.worker.graphs import Bounds, GraphRunner, decode_sizes, prefill_sizes
+from tests import pictures
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+from tests.plain_attention import PlainTables
+
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+PEOPLE = 6
+
+
+class Again:
+    """Captures by keeping the callable. `room` graphs fit into memory."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.captured = 0
+        self._room = room
+        self.after: Callable[[], None] = lambda: None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.captured += 1
+
+        def replay() -> None:
+            run()
+            self.after()
+
+        return replay
+
+    @property
+    def held(self) -> int:
+        return 0 if self.captured <= self._room else 1
+
+
+def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: int = 64) -> tuple[LocalEngine, Again]:
+    """An engine with graphs whose buffers are poisoned after each replay."""
+    chosen = attention or PlainTables
+    engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, attention=chosen)
+    capture = Again(room)
+    levels = engine.runner._arena.levels
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, levels), capture, most_bytes=0, agree=lambda number: number)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    places = addresses(graphs)
+
+    def poison() -> None:
+        assert addresses(graphs) == places, "a buffer has moved"
+        buffers = graphs._buffers
+        buffers.hidden.fill_(torch.nan)
+        buffers.positions.fill_(3)
+        buffers.tables.blocks.fill_(10**6)
+        engine.runner._caches[:, :, -1].fill_(torch.nan)
+
+    capture.after = poison
+    return engine, capture
+
+
+def addresses(graphs: GraphRunner) -> list[int]:
+    buffers, tables = graphs._buffers, graphs._buffers.tables
+    tensors = [buffers.hidden, buffers.positions, buffers.deep, buffers.out]
+    tensors += [tables.slots, tables.blocks, tables.starts, tables.lengths, tables.tiles, tables.decode_lengths]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def prompts_of(folder: Path) -> list[Prompt]:
+    photographs = [pictures.photograph(name).resize((120, 90)) for name in ("astronaut", "coffee")]
+    return [
+        make_prompt(folder, [photographs[0], "What is in the picture?"]),
+        make_prompt(folder, ["Tell me about two red circles."]),
+        make_prompt(folder, [photographs[1], "and", photographs[0], "differ how?"]),
+        make_prompt(folder, ["Describe the video."]),
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(family)
+    prompts = prompts_of(folder)
+    plain = LocalEngine(folder, step_tokens=64, max_running=PEOPLE)
+    expected = [outcome.tokens for outcome in plain.run(prompts, GREEDY)]
+    engine, _ = graphed(folder)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    prompts = prompts_of(folder)[:2]
+    short = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=64).run(prompts, short)]
+    engine, _ = graphed(folder, "triton")
+    assert [outcome.tokens for outcome in engine.run(prompts, short)] == expected
+
+
+def test_what_no_graph_fits_runs_eagerly_with_the_same_tokens(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    prompts = prompts_of(folder)
+    expected = [outcome.tokens for outcome in LocalEngine(folder).run(prompts, GREEDY)]
+    engine, _ = graphed(folder, step_tokens=4096)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+    assert engine.runner.graphs is not None
+    assert 0 < engine.runner.graphs.replays < engine.scheduler.counters.steps
+
+
+def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    everything = graphed(folder)[0].runner.graphs
+    assert everything is not None
+    assert everything.sizes == (decode_sizes(PEOPLE), prefill_sizes(64))
+    engine, _ = graphed(folder, room=2)
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.sizes == ([4, 6], [])
+
+    answers = iter([1, 1, 1, 1, 0, 1, 1])  # another rank has no room for the fifth one
+
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Again(), most_bytes=0, agree=lambda mine: mine * next(answers))
+    assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 32])
+
+
+def test_a_batch_is_padded_to_the_next_size(checkpoints: Callable[..., Path]) -> None:
+    from llm_service.plan import Chunk
+
+    graphs = graphed(checkpoints("qwen3_vl"))[0].runner.graphs
+    assert graphs is not None
+    three = [Chunk(4, 1, [n]) for n in range(3)]
+    assert graphs.pad(three, deep=False) == 4
+    assert graphs.pad(three, deep=True) == 16, "a decode graph has no place for deepstack rows"
+    assert graphs.pad([*three, Chunk(0, 20, [7, 8])], deep=False) == 32
+    assert not graphs.can_replay([Chunk(0, 65, [0, 1, 2, 3, 4])], deep=False)
+    assert graphs.pad([Chunk(0, 65, [0, 1, 2, 3, 4])], deep=False) == 65
+    assert not graphs.can_replay([Chunk(4, 1, [n]) for n in range(PEOPLE + 1)], deep=False)
