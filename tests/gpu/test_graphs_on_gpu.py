@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
+from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.choice import candidates
 from encoder_service.models.tower import PackedTower
-from encoder_service.worker.graphs import LADDER, CudaCapture, GraphedTower, budgets_for
+from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
 from tests import pictures
 from tests.checkpoints import FAMILIES
 from tests.launch import encoder_server
