@@ -24,11 +24,11 @@ def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, ta
         if not length:
             continue
         begin, end = tables.starts[n : n + 2].tolist()
-        position = torch.arange(length)
+        position = torch.arange(length, device=query.device)
         slots = tables.blocks[n, position // size].long() * size + position % size
         k, v = (each[slots].float().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
         q = query[begin:end].float().transpose(0, 1)
-        mask = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
+        mask = torch.ones(end - begin, length, dtype=torch.bool, device=query.device).tril(length - (end - begin))
         weights = (q @ k.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1)
         out[begin:end] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import types
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,56 +12,12 @@ import torch
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.tables import Tables
 from llm_service.plan import Chunk
+from tests.attention_cases import CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention
-
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
-WAYS = {"decodes": (1, 1, 1, 1), "prefills": (70, 33, 16, 64), "mixed": (1, 1, 65, 1, 20)}
-"""How many tokens each chunk of a batch has."""
-
-
-@dataclass
-class Case:
-    """A batch over a cache full of noise."""
-
-    shape: CacheShape
-    chunks: list[Chunk]
-    cache: torch.Tensor
-    qkv: torch.Tensor
-
-    @classmethod
-    def random(cls, shape: CacheShape, counts: tuple[int, ...], dtype: torch.dtype, seed: int) -> Case:
-        numbers = random.Random(seed)
-        free = list(range(shape.blocks))
-        numbers.shuffle(free)
-        chunks = []
-        for count in counts:
-            context = numbers.choice([0, 1, 15, 16, 17, 100, 200])
-            blocks = [free.pop() for _ in range(-(-(context + count) // shape.block_size))]
-            chunks.append(Chunk(context, count, blocks))
-        generator = torch.Generator().manual_seed(seed)
-        cache = torch.randn(shape.zeros(torch.float32, CPU).shape, generator=generator).to(dtype)
-        heads = shape.heads + 2 * shape.kv_heads
-        return cls(shape, chunks, cache, torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(dtype))
-
-    def check(self, backend: AttentionBackend) -> None:
-        """The back end's output and what it leaves in the cache are the plain ones."""
-        query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
-        here, there = self.cache.clone(), self.cache.clone()
-        tables = Tables.of(self.chunks, self.shape.block_size, CPU)
-        expected = paged_attention(query, key, value, there[0], tables)
-        given = backend.batch(self.chunks).attend(query, key, value, here[0])
-        tolerance = TOLERANCE[query.dtype]
-        torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
-        assert torch.equal(here, there)
-
-
-def shape_of(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, block_size: int = 16) -> CacheShape:
-    return CacheShape(1, 1600 // block_size, block_size, heads, kv_heads, head_dim)
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)

@@ -1,0 +1,192 @@
+"""The LLM side on a GPU: kernels against plain torch, graphs against eager steps, and what memory is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from common.graphs import CudaCapture
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.flash import find
+from llm_service.layers.experts import SparseMLP
+from llm_service.layers.group import ALONE
+from llm_service.models.loader import load_decoder
+from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.request import Sampling
+from llm_service.settings import EngineSettings
+from llm_service.worker.graphs import Bounds, decode_sizes, prefill_sizes
+from llm_service.worker.load import load_runner
+from llm_service.worker.memory import largest_step
+from llm_service.worker.sampler import sample
+from tests import pictures
+from tests.attention_cases import WAYS, Case, shape_of
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, make_prompt
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda:0")
+CPU = torch.device("cpu")
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "shape",
+    [shape_of(), shape_of(head_dim=128, heads=8, kv_heads=2), shape_of(head_dim=80), shape_of(head_dim=256)],
+    ids=["64", "128", "80", "256"],
+)
+def test_our_kernels_compute_what_plain_torch_does(
+    shape: CacheShape, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for seed in range(3):
+        Case.random(shape, counts, dtype, seed, CUDA).check(choose("triton", shape, dtype, CUDA))
+
+
+@pytest.mark.parametrize("splits", [1, 4, 32])
+def test_long_contexts_are_split_and_put_together(splits: int) -> None:
+    shape = replace(shape_of(head_dim=128, heads=8, kv_heads=2), blocks=1000)
+    backend: Any = choose("triton", shape, torch.bfloat16, CUDA)
+
+    class Split:
+        name = "triton"
+
+        def batch(self, chunks: list[Chunk]) -> Any:
+            return replace(backend.batch(chunks), splits=splits)
+
+    case = Case.random(shape, (1, 1), torch.bfloat16, 1, CUDA)
+    case.chunks = [Chunk(7000, 1, list(range(500))), Chunk(40, 1, [900, 901, 902])]
+    case.check(Split())
+
+
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+def test_flash_attn_computes_the_same_where_it_is_installed(counts: tuple[int, ...]) -> None:
+    if find(16) is None:
+        pytest.skip("flash-attn 3 is not installed")
+    shape = shape_of(head_dim=128)
+    Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose("flash", shape, torch.bfloat16, CUDA))
+
+
+def graphed(folder: Path, step_tokens: int) -> LocalEngine:
+    engine = LocalEngine(folder, step_tokens=step_tokens, max_running=6, blocks=256, device="cuda:0")
+    bounds = Bounds(6, 64, 4096, engine.runner._arena.levels)
+    engine.runner.capture(bounds, CudaCapture(CUDA), most_bytes=1 << 30, agree=lambda number: number)
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.sizes == (decode_sizes(6), prefill_sizes(64))
+    return engine
+
+
+@pytest.mark.parametrize("step_tokens", [64, 4096])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_graphs_give_the_tokens_of_eager_steps(
+    family: Family, step_tokens: int, checkpoints: Callable[..., Path]
+) -> None:
+    folder = checkpoints(family)
+    photographs = [pictures.photograph(name).resize((120, 90)) for name in ("astronaut", "coffee")]
+    prompts = [
+        make_prompt(folder, [photographs[0], "What is in the picture?"]),
+        make_prompt(folder, ["Tell me about two red circles."]),
+        make_prompt(folder, [photographs[1], "and", photographs[0], "differ how?"]),
+    ]
+    expected = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=step_tokens).run(prompts, GREEDY)]
+    engine = graphed(folder, step_tokens)
+    for _ in range(2):  # the second time over buffers and a cache that hold the first's
+        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays > 40
+
+
+def test_experts_in_one_product_are_those_in_turn_and_can_be_captured() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the grouped product asks the device for sizes here")
+    layer = SparseMLP(16, 4, 256, 128, ALONE, torch.bfloat16).requires_grad_(requires_grad=False).to(CUDA)
+    for parameter in layer.parameters():
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    x = torch.randn(24, 256, dtype=torch.bfloat16, device=CUDA)
+    weights, chosen = layer.gate(x).float().softmax(-1).topk(4, dim=-1)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+    expected = layer._in_turn(x, weights, chosen)
+    torch.testing.assert_close(layer._together(x, weights, chosen), expected, rtol=3e-2, atol=3e-2)
+    out = torch.empty_like(x)
+
+    def run() -> None:
+        out.copy_(layer(x))
+
+    with torch.inference_mode():
+        replay = CudaCapture(CUDA)(run)
+    out.zero_()
+    replay()
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    chunk = Chunk(0, 40, [0, 1, 2])
+    ids = torch.randint(0, 500, (40,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(40, dtype=torch.int32).expand(3, -1)
+    logits = []
+    for device, kind in ((CPU, torch.float32), (CUDA, dtype)):
+        decoder = load_decoder(Checkpoint(folder), kind, device)
+        config = decoder.config
+        shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
+        backend = choose("auto", shape, kind, device)
+        with torch.inference_mode():
+            hidden = decoder.embed_tokens(ids.to(device))
+            caches = shape.zeros(kind, device)
+            hidden = decoder(hidden, positions.to(device), caches, backend.batch([chunk]), None)
+            logits.append(decoder.logits(hidden).cpu())
+    cosine = torch.nn.functional.cosine_similarity(*logits, dim=-1)
+    assert cosine.min() > (0.999999 if dtype == torch.float32 else 0.99)
+
+
+def test_the_sampler_draws_there_as_on_the_cpu() -> None:
+    logits = 3 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
+    draws = [
+        Draw(at=0),
+        Draw(at=1, temperature=0.7, top_p=0.9, uniform=0.3, logprobs=3),
+        Draw(at=2, temperature=1.3, top_k=40, uniform=0.9),
+        Draw(at=3, temperature=1.0, min_p=0.05, uniform=0.5, logit_bias={4: 2.0}, banned=(7,)),
+        Draw(at=4, history=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
+        Draw(at=5, allowed=bytes([0b10101010] * 125)),
+    ]
+    assert sample(logits.cuda(), draws).tokens == sample(logits, draws).tokens
+
+
+def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..., Path]) -> None:
+    memory = SharedBuffer.create("test-rows", 1 << 20)
+    given = {
+        "model": str(checkpoints("qwen3_vl")),
+        "device": "cuda:0",
+        "dtype": "bfloat16",
+        "attention": "auto",
+        "graphs": "auto",
+        "graph_bytes": 1 << 28,
+        "kv_memory_share": 0.5,
+        "block_size": 16,
+        "max_running": 64,
+        "max_step_tokens": 2048,
+        "row_bytes": 1 << 20,
+        "row_levels": 3,
+        "threads": 1,
+    }
+    settings = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})
+    free, _ = torch.cuda.mem_get_info()
+    runner = load_runner(settings, CUDA, ALONE, memory.fd)
+    assert runner.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
+    assert runner.graphs is not None
+    assert runner.graphs.sizes == (decode_sizes(64), prefill_sizes(2048))
+    plan: StepPlan = largest_step(settings)[0]
+    assert len(runner.run(plan).tokens) == 64
+    left, _ = torch.cuda.mem_get_info()
+    assert left > free // 3
