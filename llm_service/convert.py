@@ -29,9 +29,6 @@ from llm_service.request import (
 from twinlens.v1 import llm_pb2, media_pb2
 
 _MODALITIES: dict[int, Modality] = {media_pb2.MODALITY_IMAGE: "image", media_pb2.MODALITY_VIDEO: "video"}
-UNIMPLEMENTED_SAMPLING = ("prompt_logprobs",)
-"""Fields of the contract that this release refuses."""
-
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -151,18 +148,16 @@ class Requests:
             )
 
     def _sampling(self, message: llm_pb2.SamplingParams, context: int) -> Sampling:
-        for name in UNIMPLEMENTED_SAMPLING:
-            if message.HasField(name):
-                raise Unsupported(f"{name} is not served in this release", field=f"sampling.{name}")
         values: dict[str, Any] = dict(self._defaults)
-        for name in (*_RANGES, "seed", "ignore_eos", "n", "logprobs"):
+        for name in (*_RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
             if message.HasField(name):
                 values[name] = getattr(message, name)
         for name, (low, high) in _RANGES.items():
             if name in values:
                 self._check_range(name, values[name], low, high)
         self._check_range("n", values.get("n", 1), 1, self._config.max_choices)
-        self._check_range("logprobs", values.get("logprobs", 0), 0, self._config.max_logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_range(name, values.get(name, 0), 0, self._config.max_logprobs)
         self._check_stop(message)
         for field, tokens in (("stop_token_ids", message.stop_token_ids), ("logit_bias", message.logit_bias)):
             if any(token >= self._vocab_size for token in tokens):

@@ -16,7 +16,7 @@ from common.errors import Cancelled, Exhausted, InvalidInput
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
-from llm_service.engine.messages import Add, ItemRows, Started
+from llm_service.engine.messages import Add, ItemRows, Scored, Started
 from llm_service.engine.structure import Structures
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
@@ -33,6 +33,15 @@ class Begun:
 
     laid: Laid
     cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """How likely the prompt's tokens were, from token `first` on."""
+
+    first: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,9 @@ class Ended:
     stop_text: str
     completion_tokens: int
     timings: dict[str, float]
+
+
+Event = Begun | PromptScores | Delta | Ended
 
 
 @dataclass(slots=True)
@@ -137,7 +149,7 @@ class Generator:
             job.abort()
         return len(jobs)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Begun | Delta | Ended, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
         if self.open_requests >= self._max_requests:
             self.outcomes["refused"] += 1
@@ -165,7 +177,7 @@ class Generator:
             if not self._open[request.id]:
                 del self._open[request.id]
 
-    async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Begun | Delta | Ended, None]:
+    async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Event, None]:
         stages = Stages()
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
@@ -265,7 +277,7 @@ class Generator:
 
     async def _follow(
         self, request: Request, laid: Laid, entries: list[RowEntry], ticket: Ticket, stages: Stages
-    ) -> AsyncGenerator[Begun | Delta | Ended, None]:
+    ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
         tokenizer = self._prompts.tokenizer
         open_choices = {n: Choice(n, Detokenizer(tokenizer, request.stop)) for n in range(request.sampling.n)}
@@ -274,6 +286,10 @@ class Generator:
                 if isinstance(event, Started):
                     stages.mark("queue")
                     yield Begun(laid, event.cached)
+                    continue
+                if isinstance(event, Scored):
+                    end = event.first + len(event.logprobs)
+                    yield PromptScores(event.first, laid.ids[event.first : end], event.logprobs)
                     continue
                 choice = open_choices.get(event.choice)
                 if choice is None:

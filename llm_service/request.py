@@ -119,6 +119,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: str = ""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -11,11 +11,12 @@ import grpc
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
-from llm_service.convert import UNIMPLEMENTED_SAMPLING, Requests
+from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
-from llm_service.generate import Begun, Delta, Ended, Generator
+from llm_service.generate import Begun, Delta, Ended, Generator, PromptScores
+from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import MediaItem
 from llm_service.rows import RowStore
@@ -70,6 +71,8 @@ class LlmServicer(LlmServiceServicer):
                     case Begun():
                         begun = event
                         yield llm_pb2.GenerateResponse(started=_started(read.id, event))
+                    case PromptScores():
+                        yield llm_pb2.GenerateResponse(delta=_prompt_delta(event))
                     case Delta():
                         yield llm_pb2.GenerateResponse(delta=_delta(event))
                     case Ended():
@@ -119,7 +122,6 @@ class LlmServicer(LlmServiceServicer):
             vocab_size=parts.prompts.vocab_size,
             tensor_parallel=parts.config.tp,
             devices=ready.devices if ready else [],
-            unimplemented_sampling=UNIMPLEMENTED_SAMPLING,
         )
 
     async def GetLoad(
@@ -194,14 +196,24 @@ def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
 
 
 def _delta(event: Delta) -> llm_pb2.GenerateDelta:
-    logprobs = [
+    return llm_pb2.GenerateDelta(
+        index=event.choice, text=event.text, token_ids=event.tokens, logprobs=_logprobs(event.logprobs)
+    )
+
+
+def _prompt_delta(event: PromptScores) -> llm_pb2.GenerateDelta:
+    prompt = llm_pb2.PromptLogprobs(first=event.first, token_ids=event.tokens, logprobs=_logprobs(event.logprobs))
+    return llm_pb2.GenerateDelta(prompt=prompt)
+
+
+def _logprobs(given: Sequence[TokenLogprobs]) -> list[llm_pb2.TokenLogprobs]:
+    return [
         llm_pb2.TokenLogprobs(
-            logprob=given.chosen,
-            top=[llm_pb2.TopLogprob(token_id=token, logprob=value) for token, value in given.top],
+            logprob=each.chosen,
+            top=[llm_pb2.TopLogprob(token_id=token, logprob=value) for token, value in each.top],
         )
-        for given in event.logprobs
+        for each in given
     ]
-    return llm_pb2.GenerateDelta(index=event.choice, text=event.text, token_ids=event.tokens, logprobs=logprobs)
 
 
 def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:

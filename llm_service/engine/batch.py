@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
+from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
 
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whom it is for: (sequence, tokens computed), and the sequences that get a token, in draw order."""
+    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order; and those
+    whose prompt is scored, in the order of the scores, with the place of the first token scored."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
     drawing: list[Sequence]
+    scoring: list[tuple[Sequence, int]]
 
 
 def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step:
@@ -31,6 +33,8 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
     draws: list[Draw] = []
     carried: list[tuple[int, int]] = []
     drawing: list[Sequence] = []
+    scores: list[Score] = []
+    scoring: list[tuple[Sequence, int]] = []
     for sequence, count in work.items():
         begin, at = sequence.computed, len(token_ids)
         end = begin + count
@@ -42,6 +46,9 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
             positions.window(sequence.window_positions(count))
             token_ids.extend(sequence.tokens[begin:end])
         chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
+        if sequence.scored < sequence.prompt_tokens and (asked := sequence.score(count, at)):
+            scores.append(asked)
+            scoring.append((sequence, begin + asked.at - at + 1))
         drawn = -1
         if end == len(sequence.tokens):
             if sequence.unknown:
@@ -50,8 +57,8 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
             draws.append(sequence.draw(at + count - 1))
             drawing.append(sequence)
         sequence.planned(count, drawn)
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried)
-    return Step(plan, list(work.items()), drawing)
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
+    return Step(plan, list(work.items()), drawing, scoring)
 
 
 class _Positions:

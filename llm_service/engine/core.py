@@ -64,7 +64,10 @@ class EngineCore:
         if not self._under_way:
             return False
         result = self._pipeline.collect()
-        if tokens := self._scheduler.finish(self._under_way.popleft(), result):
+        tokens = self._scheduler.finish(self._under_way.popleft(), result)
+        for scored in self._scheduler.take_scored():
+            self._link.send(scored)
+        if tokens:
             self._link.send(Tokens(tokens))
         return True
 

@@ -27,6 +27,7 @@ from llm_service.engine.messages import (
     Landed,
     Ready,
     Released,
+    Scored,
     Started,
     State,
     Token,
@@ -34,6 +35,8 @@ from llm_service.engine.messages import (
     Unable,
 )
 from llm_service.settings import EngineSettings
+
+Event = Started | Scored | Token
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
@@ -47,11 +50,11 @@ class Ticket:
 
     id: int
     on_released: Callable[[], None]
-    _events: deque[Started | Token] = field(default_factory=deque)
+    _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None
 
-    async def next(self) -> list[Started | Token]:
+    async def next(self) -> list[Event]:
         """The events since the last call, at least one; raises the error that ended the request."""
         while not self._events:
             if self._error is not None:
@@ -62,7 +65,7 @@ class Ticket:
         self._events.clear()
         return events
 
-    def put(self, event: Started | Token) -> None:
+    def put(self, event: Event) -> None:
         self._events.append(event)
         self._news.set()
 
@@ -198,7 +201,7 @@ class EngineFront:
             case Tokens(tokens):
                 for token in tokens:
                     self._tell(token.id, token)
-            case Started(id):
+            case Started(id) | Scored(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text):
                 if ticket := self._tickets.get(id):
@@ -212,7 +215,7 @@ class EngineFront:
             case Ready() | Unable() | Beat():
                 self._take_news(message)
 
-    def _tell(self, id: int, event: Started | Token) -> None:
+    def _tell(self, id: int, event: Event) -> None:
         if ticket := self._tickets.get(id):
             ticket.put(event)
 

@@ -92,6 +92,14 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """How likely tokens of a request's prompt were, from token `first` on. All of them come before its first token."""
+
+    id: int
+    first: int
+    logprobs: list[TokenLogprobs]
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """What one step produced."""
 
@@ -137,4 +145,4 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: int = 0
 
 
-FromEngine = Ready | Unable | Started | Tokens | Failed | Released | Beat | Flushed | State
+FromEngine = Ready | Unable | Started | Scored | Tokens | Failed | Released | Beat | Flushed | State

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from llm_service.engine.batch import Step, build
 from llm_service.engine.blocks import BlockManager
-from llm_service.engine.messages import Add, Failed, Started, State, Token
+from llm_service.engine.messages import Add, Failed, Scored, Started, State, Token
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
@@ -66,6 +66,7 @@ class Scheduler:
         self._match = match
         self._queues = Queues()
         self._planner = Planner(self._queues, blocks, limits)
+        self._scored: list[Scored] = []
         self._failures: list[Failed] = []
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
@@ -140,15 +141,18 @@ class Scheduler:
     def finish(self, step: Step, result: StepResult) -> list[Token]:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
         self.counters.steps += 1
+        for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
+            if not sequence.over:
+                self._scored.append(Scored(sequence.id, first, logprobs))
         tokens: list[Token] = []
-        for sequence, token, logprobs in zip(step.drawing, result.tokens, result.logprobs, strict=True):
+        for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             if sequence.over:
                 continue  # it ended while the step was under way
             sequence.learn(token)
             self.counters.generated_tokens += 1
             ended = self._ending(sequence, token)
             if ended is not None:
-                tokens.append(Token(sequence.id, sequence.choice, token, ended, logprobs))
+                tokens.append(Token(sequence.id, sequence.choice, token, ended, likely))
             if ended:
                 self._end(sequence)
             elif not sequence.over:
@@ -175,6 +179,11 @@ class Scheduler:
         full = min(sequence.computed, sequence.known) // self.blocks.block_size
         for index in range(len(sequence.table.identities), full):
             self.blocks.commit(sequence.table, sequence.identity(index, self.blocks.block_size))
+
+    def take_scored(self) -> list[Scored]:
+        """What has become known of prompts since the last call; it goes out before the tokens of the same step."""
+        scored, self._scored = self._scored, []
+        return scored
 
     def take_failures(self) -> list[Failed]:
         """The requests that failed since the last call; they are among `take_ended` as well."""

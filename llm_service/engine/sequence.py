@@ -12,7 +12,7 @@ import numpy as np
 from llm_service.engine.blocks import BlockTable, block_identity, root_identity
 from llm_service.engine.messages import Add
 from llm_service.engine.structure import Matcher
-from llm_service.plan import Draw, RowSlice
+from llm_service.plan import Draw, RowSlice, Score
 from llm_service.request import Sampling
 
 Order = tuple[int, int, int]
@@ -41,6 +41,7 @@ class Sequence:
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three.
     `order` ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that
     end it. `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land.
+    The prompt's tokens before `scored` have been scored by steps up to the last one planned, or need no score.
     """
 
     id: int
@@ -64,6 +65,7 @@ class Sequence:
     running: bool = False
     started: bool = False
     starved: bool = False
+    scored: int = 0
     over: bool = False
     table: BlockTable = field(default_factory=BlockTable)
     _media_end: int = 0
@@ -94,6 +96,7 @@ class Sequence:
                 most=min(most, len(prompt) + sampling.max_tokens),
                 ends=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 after=sequences[0] if sequences else None,
+                scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
                 _plain=sampling == _plainest(sampling),
                 _media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
             )
@@ -187,9 +190,10 @@ class Sequence:
         return self._chain[index]
 
     def identities(self, block_size: int) -> list[bytes]:
-        """The identities of all full blocks but one that holds the last token, which is always computed, since what
-        comes after it is asked for."""
-        count = (len(self.tokens) - 1) // block_size
+        """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
+        token of which it is asked what comes after it. At the latest that is the last one."""
+        asked = len(self.tokens) if self.scored >= self.prompt_tokens else self.scored
+        count = (asked - 1) // block_size
         if count:
             self.identity(count - 1, block_size)
         return self._chain[:count]
@@ -217,6 +221,19 @@ class Sequence:
                 if low < high:
                     row = first_row + low - start
                     yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
+
+    def score(self, count: int, at: int) -> Score | None:
+        """Asks for the prompt's tokens that follow the next `count` pending ones, at places from `at` on, and have not
+        been scored; they then count as scored.
+
+        With 8 tokens computed and 11 scored, a window of 6 asks for tokens 11 … 14 at places 2 … 5.
+        """
+        begin, last = self.computed, min(self.computed + count + 1, self.prompt_tokens)
+        first = max(begin + 1, self.scored)
+        if first >= last or self.sampling.prompt_logprobs is None:
+            return None
+        self.scored = last
+        return Score(at + first - 1 - begin, self.tokens[first:last].tobytes(), self.sampling.prompt_logprobs)
 
     def draw(self, at: int) -> Draw:
         """How the next token is to be chosen from the logits at place `at`."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from common.graphs import Capture
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.models.decoder import Decoder
-from llm_service.plan import StepPlan, StepResult
+from llm_service.plan import StepPlan, StepResult, TokenLogprobs
 from llm_service.worker.fusion import RowArena, fuse
 from llm_service.worker.graphs import Bounds, GraphRunner, StableBackend
 from llm_service.worker.sampler import sample
+from llm_service.worker.scores import score
 
 
 class Runner:
@@ -46,13 +47,17 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes the KV of every token of the plan and one new token for each draw."""
-        logits = self.forward(plan)
-        return StepResult([], []) if logits is None else sample(logits, plan.draws)
+        """Computes the KV of every token of the plan, one new token for each draw, and the scores."""
+        logits, scores = self.forward(plan)
+        drawn = StepResult([], []) if logits is None else sample(logits, plan.draws)
+        return StepResult(drawn.tokens, drawn.logprobs, scores) if scores else drawn
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Tensor | None:
-        """Computes the KV of every token of the plan; float32 logits [draws, vocabulary], None where none are drawn."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
+        """Computes the KV of every token of the plan.
+
+        Gives float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores.
+        """
         token_ids = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32).to(self._device)
         positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
@@ -62,7 +67,8 @@ class Runner:
         else:
             batch = self._backend.batch(plan.chunks)
             hidden = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack)
+        scores = score(hidden, plan.scores, self._decoder.logits)
         if not plan.draws:
-            return None
+            return None, scores
         places = torch.tensor([draw.at for draw in plan.draws], device=self._device)
-        return self._decoder.logits(hidden[places])
+        return self._decoder.logits(hidden[places]), scores

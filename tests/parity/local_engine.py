@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,12 @@ from PIL import Image
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from llm_service.engine.blocks import BlockManager
-from llm_service.engine.messages import Add, ItemRows, Started
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.messages import Add, ItemRows, Token
+from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
+from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import ChatPrompt, Laid, MediaHeader, MediaItem, Message, Opaque, Sampling
 from llm_service.worker.fusion import RowArena
@@ -45,6 +47,7 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     cached: int = -1
     ended: str = ""
+    prompt: list[TokenLogprobs] = field(default_factory=list)
 
 
 def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder | None = None) -> Prompt:
@@ -113,6 +116,8 @@ class LocalEngine:
         prefix_cache: bool = False,
         device: str = "cpu",
         attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
+        overlap: bool = False,
+        keep_media_whole: bool = False,
     ) -> None:
         checkpoint = Checkpoint(directory)
         decoder = load_decoder(checkpoint, torch.float32, torch.device(device))
@@ -129,10 +134,11 @@ class LocalEngine:
         self.runner = Runner(decoder, arena, shape, backend)
         self.scheduler = Scheduler(
             BlockManager(blocks, block_size, prefix_cache=prefix_cache),
-            Limits(max_running, step_tokens, blocks * block_size),
+            Limits(max_running, step_tokens, blocks * block_size, keep_media_whole),
             frozenset({-1}),
             arena.row_bytes,
         )
+        self._depth = 2 if overlap else 1
         self._arena = arena
         self._free = 0
         self._places: dict[bytes, int] = {}
@@ -171,17 +177,30 @@ class LocalEngine:
     def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Outcome]:
         """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
         outcomes = {self.submit(prompt, sampling): Outcome() for prompt in prompts}
-        while any(not outcome.ended for outcome in outcomes.values()):
+        under_way: deque[Step] = deque()
+        chosen: list[int] = []
+        while True:
             step, started = self.scheduler.schedule()
-            assert step is not None, "the engine has work but plans nothing"
             for event in started:
-                assert isinstance(event, Started)
                 outcomes[event.id].cached = event.cached
-            for token in self.scheduler.finish(step, self.runner.run(step.plan)):
-                if token.choice == 0:
-                    outcomes[token.id].tokens.append(token.token)
-                    outcomes[token.id].ended = token.ended
-        while (step := self.scheduler.schedule()[0]) is not None:
-            self.scheduler.finish(step, self.runner.run(step.plan))
+            if step is not None:
+                under_way.append(step)
+                if len(under_way) < self._depth:
+                    continue
+            if not under_way:
+                break
+            step = under_way.popleft()
+            result = self.runner.run(step.plan.filled(chosen))
+            chosen = result.tokens
+            self._tell(outcomes, self.scheduler.finish(step, result))
+        assert all(outcome.ended for outcome in outcomes.values()), "the engine has work but plans nothing"
         self.scheduler.check_integrity()
         return list(outcomes.values())
+
+    def _tell(self, outcomes: dict[int, Outcome], tokens: Sequence[Token]) -> None:
+        for scored in self.scheduler.take_scored():
+            outcomes[scored.id].prompt.extend(scored.logprobs)
+        for token in tokens:
+            if token.choice == 0:
+                outcomes[token.id].tokens.append(token.token)
+                outcomes[token.id].ended = token.ended

@@ -138,7 +138,12 @@ CASES: dict[str, Case] = {
     # not served yet
     "a schema too deep": (sampled(json_schema="{" * 1000), INVALID, "STRUCTURE_TOO_LARGE", "sampling.json_schema"),
     "a bad grammar": (sampled(grammar="start: nowhere"), INVALID, "BAD_STRUCTURE", "sampling.grammar"),
-    "prompt logprobs": (sampled(prompt_logprobs=1), UNIMPLEMENTED, "UNIMPLEMENTED", "sampling.prompt_logprobs"),
+    "too many prompt logprobs": (
+        sampled(prompt_logprobs=21),
+        INVALID,
+        "OUT_OF_RANGE",
+        "sampling.prompt_logprobs",
+    ),
     "a session": (asked(text(), session_id="s"), UNIMPLEMENTED, "UNIMPLEMENTED", "session_id"),
     "audio": (pictured(modality=v1.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "UNIMPLEMENTED", f"{MEDIA}.modality"),
     # names

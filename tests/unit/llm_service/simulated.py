@@ -18,7 +18,7 @@ from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.engine.sequence import uniform
-from llm_service.plan import Draw, RowSlice, StepPlan, StepResult
+from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Sampling
 
 ROW_BYTES = 64
@@ -89,6 +89,7 @@ class Outcome:
     released: int = 0
     started: int = 0
     cached: int = 0
+    scored: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -123,7 +124,12 @@ class HashExecutor:
                 hashes.append(before)
         assert len(hashes) == len(tokens)
         assert not rows, "rows for places that are not in the batch"
-        return StepResult([_choose(hashes[draw.at], draw) for draw in plan.draws], [None] * len(plan.draws))
+        tokens = [_choose(hashes[draw.at], draw) for draw in plan.draws]
+        scores = [
+            [_likely(hashes[asked.at + n], target) for n, target in enumerate(array("i", asked.targets))]
+            for asked in plan.scores
+        ]
+        return StepResult(tokens, [None] * len(tokens), scores)
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self.block_size] * self.block_size + index % self.block_size
@@ -141,6 +147,10 @@ class HashExecutor:
 
 def _extend(before: int, token: int, row: int) -> int:
     return hash((before, token, row))
+
+
+def _likely(value: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs(float(hash((value, token)) % 1009), [])
 
 
 def _choose(value: int, draw: Draw) -> int:
@@ -200,6 +210,16 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
         value = _extend(value, token, -1)
+
+
+def expected_scores(order: Order) -> list[TokenLogprobs]:
+    """How likely the prompt's tokens must be, from the second on."""
+    rows, value, out = order.rows_at(), 0, []
+    for index, token in enumerate(order.prompt):
+        if index:
+            out.append(_likely(value, token))
+        value = _extend(value, token, rows.get(index, -1))
+    return out
 
 
 class Simulation:
@@ -303,7 +323,14 @@ class Simulation:
         )
         result = self.executor.run(step.plan.filled(self._chosen))
         self._chosen = result.tokens
-        for token in self.scheduler.finish(step, result):
+        tokens = self.scheduler.finish(step, result)
+        for scored in self.scheduler.take_scored():
+            outcome = self.outcomes[scored.id]
+            assert not outcome.over
+            assert not outcome.tokens[0], "a score after the first token"
+            assert scored.first == len(outcome.scored) + 1, "scores come in order, each once"
+            outcome.scored.extend(scored.logprobs)
+        for token in tokens:
             self._take(token)
         self.steps += 1
         self.computed += step.plan.tokens
@@ -347,6 +374,10 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _check_words(self, outcome: Outcome) -> None:
+        if outcome.order.sampling.prompt_logprobs is not None:
+            wanted_scores = expected_scores(outcome.order)
+            assert outcome.scored == wanted_scores[: len(outcome.scored)]
+            assert not outcome.tokens[0] or len(outcome.scored) == len(wanted_scores)
         if not outcome.order.sampling.greedy and outcome.order.sampling.seed is None:
             return
         for choice, said in enumerate(outcome.tokens):

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from llm_service.config import LlmConfig
-from llm_service.convert import UNIMPLEMENTED_SAMPLING, Requests
+from llm_service.convert import Requests
 from llm_service.request import Key, MediaItem, Opaque, Url
 from twinlens import v1
 
@@ -107,14 +107,6 @@ def test_the_largest_values_allowed_are_taken() -> None:
 
 def test_more_least_tokens_than_most_are_refused() -> None:
     assert refusal(message(max_tokens=3, min_tokens=4)).field == "sampling.min_tokens"
-
-
-@pytest.mark.parametrize("name", UNIMPLEMENTED_SAMPLING)
-def test_what_is_not_served_yet_is_refused_by_name(name: str) -> None:
-    value: Any = {"prompt_logprobs": 1, "choice": v1.Choice(options=["a"])}.get(name, "x")
-    error = refusal(message(**{name: value}))
-    assert isinstance(error, Unsupported)
-    assert error.field == f"sampling.{name}"
 
 
 def test_sessions_and_audio_are_not_served_yet() -> None:

@@ -73,6 +73,7 @@ def orders(draw: st.DrawFn, context: int) -> Order:
         "stop_token_ids": tuple(draw(st.lists(st.integers(1, 8), max_size=2))),
         "ignore_eos": draw(st.booleans()),
         "presence_penalty": draw(st.sampled_from([0.0, 0.0, 1.0])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
         "grammar": draw(st.sampled_from(["", "", "", "alternating"])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
     }
@@ -523,6 +524,17 @@ def test_blocks_are_shared_by_text_picture_and_tenant(second: Order, cached: int
     run_until_over(engine, id)
     assert engine.outcomes[id].cached == cached
     engine.check_over()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_are_scored_whole_though_they_are_cached(overlap: bool) -> None:
+    engine = simulation(step_tokens=7, overlap=overlap)
+    for _ in range(3):
+        id = engine.submit(order(text(30), prompt_logprobs=2, n=2))
+        run_until_over(engine, id)
+        assert engine.outcomes[id].cached == 0
+        assert len(engine.outcomes[id].scored) == 29
+    engine.drain()
 
 
 def test_two_pictures_in_swapped_order_share_nothing_past_the_first_place() -> None:

@@ -1,0 +1,85 @@
+"""The engine's own freedoms change nothing that is said: overlap, company, cuts of prefill, cached blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from llm_service.request import Sampling
+from tests import reference
+from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
+
+
+def _picture(seed: int, width: int, height: int) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+PARTS: list[list[Part]] = [
+    ["Tell me about two red circles."],
+    [_picture(1, 120, 90), "What is in the picture?"],
+    [_picture(5, 100, 100), "is left of", _picture(6, 70, 140), "and why?"],
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 17, "temperature": 1.2, "top_p": 0.9},
+    "penalised": {"seed": 3, "temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[Prompt]:
+    return [make_prompt(directory, parts) for parts in PARTS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_overlap_company_chunks_and_preemption_change_no_token(
+    directory: Path, prompts: list[Prompt], kind: str
+) -> None:
+    sampling = Sampling(max_tokens=40, ignore_eos=True, **KINDS[kind])
+    alone = [LocalEngine(directory).run([prompt], sampling)[0].tokens for prompt in prompts]
+    assert len({tuple(said) for said in alone}) == len(alone), "the prompts prove nothing"
+    longest = max(len(prompt.laid.ids) for prompt in prompts)
+    settings: list[dict[str, Any]] = [
+        {"overlap": True},
+        {"overlap": True, "step_tokens": 16, "max_running": 8},
+        {"overlap": True, "step_tokens": 64, "keep_media_whole": True, "prefix_cache": True},
+        {"overlap": True, "blocks": (longest + 40) // 16 + 4, "step_tokens": 64, "prefix_cache": True},
+    ]
+    for given in settings:
+        engine = LocalEngine(directory, **given)
+        for _ in range(2):
+            outcomes = engine.run([*prompts, prompts[0], prompts[1]], sampling)
+            assert [outcome.tokens for outcome in outcomes] == [*alone, alone[0], alone[1]], given
+        if "blocks" in given:
+            assert engine.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
+
+
+@pytest.mark.parametrize("step_tokens", [4096, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_logprobs_are_the_references_however_prefill_is_cut_or_cached(
+    directory: Path, prompts: list[Prompt], step_tokens: int, overlap: bool
+) -> None:
+    engine = LocalEngine(directory, step_tokens=step_tokens, overlap=overlap, prefix_cache=True)
+    asked = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=5)
+    engine.run(prompts, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+    for prompt, outcome in zip(prompts, engine.run(prompts, asked), strict=True):
+        logits = reference.reference_logits(directory, prompt.inputs).double().log_softmax(-1)
+        ids = torch.tensor(prompt.laid.ids)
+        wanted = logits[:-1].gather(1, ids[1:, None])[:, 0]
+        given = torch.tensor([each.chosen for each in outcome.prompt], dtype=torch.float64)
+        assert outcome.cached == 0
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+        top = torch.tensor([[value for _, value in each.top] for each in outcome.prompt], dtype=torch.float64)
+        torch.testing.assert_close(top, logits[:-1].topk(5).values, rtol=1e-4, atol=1e-4)
