@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +16,14 @@ from common.errors import Cancelled, Exhausted, InvalidInput
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
-from llm_service.engine.messages import Add, ItemRows, Scored, Started
+from llm_service.engine.messages import Add, Scored, Started
 from llm_service.engine.structure import Structures
+from llm_service.media_rows import MediaRows
 from llm_service.plan import TokenLogprobs
+from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Laid, Request
-from llm_service.rows import RowEntry, RowStore
+from llm_service.rows import RowStore
 
 _COMPILE_SECONDS = 1.0
 """The longest that a structure may take to compile."""
@@ -124,6 +126,7 @@ class Generator:
         landing: Landing,
         rows: RowStore,
         engine: EngineFront,
+        prefixes: Prefixes,
         *,
         max_requests: int,
     ) -> None:
@@ -131,6 +134,7 @@ class Generator:
         self._landing = landing
         self._rows = rows
         self._engine = engine
+        self._prefixes = prefixes
         self._structures = structures
         self._max_requests = max_requests
         self._open: dict[str, list[Job]] = {}
@@ -183,25 +187,26 @@ class Generator:
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
         stages.mark("prompt")
-        entries = await self._landing.land(request) if request.media else []
-        release = _once(self._rows.release, list(entries))
+        media = MediaRows(self._landing, self._rows, request)
         try:
+            headers = await media.introduce()
             stages.mark("encode_header")
-            laid = await asyncio.to_thread(self._prompts.lay, pieces, [entry.header for entry in entries])
+            laid = await asyncio.to_thread(self._prompts.lay, pieces, headers)
             self._check_length(laid)
-            ticket = job.ticket = self._submit(request, laid, entries, release)
+            await media.take(self._prefixes.covered(laid, request.salt))
+            ticket = job.ticket = self._submit(request, laid, media)
         except BaseException:
-            release()
+            await media.abandon()
             raise
-        unwatch = self._watch(ticket, laid, entries, stages)
+        media.follow(self._engine, ticket, laid, lambda: stages.mark("rows"))
         try:
-            async with aclosing(self._follow(request, laid, entries, ticket, stages)) as events:
+            async with aclosing(self._follow(request, laid, media, ticket, stages)) as events:
                 async for event in events:
                     yield event
         finally:
-            unwatch()
             self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
             self.stage_totals.update(stages.seconds)
+            await media.leave()
 
     async def _with_grammar(self, request: Request) -> Request:
         """The request with its structure compiled, in bounded time and off the event loop."""
@@ -224,59 +229,23 @@ class Generator:
                 field="input",
             )
 
-    def _submit(self, request: Request, laid: Laid, entries: list[RowEntry], release: Callable[[], None]) -> Ticket:
+    def _submit(self, request: Request, laid: Laid, media: MediaRows) -> Ticket:
         """Hands the request to the engine, which from then on says when rows may be released."""
-        items = [
-            ItemRows(
-                span.header.key,
-                entries[span.item].place.offset,
-                [(run.start, run.first_row, run.count) for run in span.runs],
-                entries[span.item].landed,
-            )
-            for span in laid.spans
-        ]
         add = Add(
             id=self._engine.next_id(),
             token_ids=array("i", laid.ids).tobytes(),
             positions=laid.positions,
             delta=laid.delta,
-            items=items,
+            items=media.items(laid),
             sampling=request.sampling,
             salt=request.salt,
             priority=request.priority,
             deadline=request.deadline,
         )
-        return self._engine.submit(add, release)
-
-    def _watch(self, ticket: Ticket, laid: Laid, entries: list[RowEntry], stages: Stages) -> Callable[[], None]:
-        """Passes every landing on to the engine, and the failure of an item to the request; returns how to stop."""
-        watched: list[tuple[RowEntry, Callable[[RowEntry], None]]] = []
-
-        def watcher(number: int) -> Callable[[RowEntry], None]:
-            def tell(entry: RowEntry) -> None:
-                if entry.error is not None:
-                    ticket.fail(entry.error)
-                else:
-                    self._engine.landed(ticket.id, number, entry.landed)
-                    if all(other.complete for other in entries):
-                        stages.mark("rows")
-
-            return tell
-
-        for number, span in enumerate(laid.spans):
-            entry, tell = entries[span.item], watcher(number)
-            entry.watchers.append(tell)
-            watched.append((entry, tell))
-            tell(entry)
-
-        def unwatch() -> None:
-            for entry, tell in watched:
-                entry.watchers.remove(tell)
-
-        return unwatch
+        return self._engine.submit(add, media.release)
 
     async def _follow(
-        self, request: Request, laid: Laid, entries: list[RowEntry], ticket: Ticket, stages: Stages
+        self, request: Request, laid: Laid, media: MediaRows, ticket: Ticket, stages: Stages
     ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
         tokenizer = self._prompts.tokenizer
@@ -294,7 +263,9 @@ class Generator:
                 choice = open_choices.get(event.choice)
                 if choice is None:
                     continue  # computed before the engine heard that its stop text had come
-                stages.mark("first_token")
+                if not choice.tokens:
+                    stages.mark("first_token")
+                    self._prefixes.remember(laid, request.salt)
                 choice.tokens += 1
                 text = choice.text.push(event.token)
                 if event.ended:
@@ -306,24 +277,5 @@ class Generator:
                     if not event.ended:
                         self._engine.abort(ticket.id, event.choice)
                     stages.mark("decode_tokens")
-                    timings = {**stages.seconds, **_encoder_seconds(entries, request.id)}
+                    timings = {**stages.seconds, **media.encoder_seconds()}
                     yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, timings)
-
-
-def _encoder_seconds(entries: list[RowEntry], request_id: str) -> dict[str, float]:
-    """What the encoders spent on the items that this request brought in, by stage, summed over items."""
-    total: Counter[str] = Counter()
-    for entry in entries:
-        if entry.brought_by == request_id:
-            total.update({f"encoder_{stage}": seconds for stage, seconds in entry.timings.items()})
-    return dict(total)
-
-
-def _once(action: Callable[[RowEntry], None], entries: list[RowEntry]) -> Callable[[], None]:
-    """Runs the action on each entry, the first time that it is called only."""
-
-    def run() -> None:
-        while entries:
-            action(entries.pop())
-
-    return run

@@ -22,6 +22,7 @@ from llm_service.engine.structure import Structures
 from llm_service.generate import Generator
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
+from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
 from llm_service.servicer import LlmServicer, Parts
@@ -51,7 +52,8 @@ async def serve(config: LlmConfig) -> None:
         pool = EncoderPool(config.encoders, _link_settings(config, digest, layout))
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
         landing = Landing(pool, rows, config.encoder_wait_seconds)
-        generator = Generator(prompts, structures, landing, rows, engine, max_requests=config.max_requests)
+        prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
+        generator = Generator(prompts, structures, landing, rows, engine, prefixes, max_requests=config.max_requests)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
             config, model, text.architecture, digest, requests, prompts, generator, engine, rows, landing, pool

@@ -88,7 +88,7 @@ def launch(
 @contextlib.contextmanager
 def encoder_server(model: Path, *, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
     """An encoder on a free port; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
-    given = _flags(model=model, listen="127.0.0.1:0", **flags)
+    given = _flags(**{"model": model, "listen": "127.0.0.1:0", **flags})
     with launch("encoder_service", *given, exit_code=exit_code) as service:
         yield service
 

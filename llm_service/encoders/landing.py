@@ -7,7 +7,7 @@ request's deadline does not bound the stream; when it ends, and nobody else wait
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from common.errors import Internal, TwinlensError
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
@@ -34,11 +34,21 @@ class Landing:
 
         The caller owns the entries and releases each once. Raises the error of the first item that fails.
         """
-        fetches = await self._introduced(request)
+        return await self.acquire(request, await self.introduce(request))
+
+    def has_rows(self, fetch: Fetch) -> bool:
+        """Whether the rows of an item are here or on their way."""
+        return fetch.header is not None and self._store.knows(fetch.header.key)
+
+    async def acquire(self, request: Request, fetches: Sequence[Fetch]) -> list[RowEntry]:
+        """Entries for these items of a request, whose rows land in the background; waits until all have room.
+
+        The fetches are used up. The caller owns the entries and releases each once.
+        """
         try:
-            entries = await self._acquire(fetches)
+            entries = await self._room(fetches)
         except BaseException:
-            await _close(fetches)
+            await self.close(fetches)
             raise
         surplus: list[Fetch] = []
         for fetch, entry in zip(fetches, entries, strict=True):
@@ -48,15 +58,18 @@ class Landing:
             else:
                 surplus.append(fetch)  # its rows are here, or another stream brings them
         try:
-            await _close(surplus)
+            await self.close(surplus)
         except BaseException:
             for entry in entries:
                 self._store.release(entry)
             raise
         return entries
 
-    async def _introduced(self, request: Request) -> list[Fetch]:
-        """A fetch for each item, its header known; a stream is open for those whose header had to be asked for."""
+    async def introduce(self, request: Request) -> list[Fetch]:
+        """A fetch for each item, its header known; a stream is open for those whose header had to be asked for.
+
+        The caller hands them to `acquire`, or to `close`. Raises the error of the first item that fails.
+        """
         fetches: list[Fetch | None] = [None] * len(request.media)
 
         async def introduce(item: MediaItem) -> None:
@@ -69,19 +82,19 @@ class Landing:
                 for item in request.media:
                     group.create_task(introduce(item))
         except BaseException as error:
-            await _close([fetch for fetch in fetches if fetch is not None])
+            await self.close([fetch for fetch in fetches if fetch is not None])
             if isinstance(error, ExceptionGroup):
                 raise next(iter(error.exceptions)) from error
             raise
         return [fetch for fetch in fetches if fetch is not None]
 
-    async def _acquire(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
+    async def _room(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
         headers = [await fetch.introduce() for fetch in fetches]
         if (entries := self._store.acquire_now(headers)) is not None:
             return entries
-        await _close(fetches)
+        await self.close(fetches)
         return await self._store.acquire(headers)
 
     async def _fill(self, entry: RowEntry, fetch: Fetch) -> None:
@@ -97,6 +110,6 @@ class Landing:
                 self._store.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
-
-async def _close(fetches: Sequence[Fetch]) -> None:
-    await asyncio.gather(*(fetch.close() for fetch in fetches))
+    async def close(self, fetches: Iterable[Fetch]) -> None:
+        """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
+        await asyncio.gather(*(fetch.close() for fetch in fetches))

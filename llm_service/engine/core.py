@@ -16,6 +16,7 @@ from llm_service.engine.messages import (
     FromEngine,
     Inspect,
     Landed,
+    Placed,
     Released,
     ToEngine,
     Tokens,
@@ -73,8 +74,8 @@ class EngineCore:
 
     def _report_ends(self) -> None:
         """A failure is told before its request is released: nothing is heard of a released one."""
-        for failed in self._scheduler.take_failures():
-            self._link.send(failed)
+        for news in (*self._scheduler.take_failures(), *self._scheduler.take_wanted()):
+            self._link.send(news)
         if ended := self._scheduler.take_ended():
             self._link.send(Released(ended))
 
@@ -97,6 +98,8 @@ class EngineCore:
                 self._scheduler.add(message)
             case Landed(id, item, rows):
                 self._scheduler.landed(id, item, rows)
+            case Placed(id, item, offset, rows):
+                self._scheduler.placed(id, item, offset, rows)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
             case Flush():

@@ -25,6 +25,7 @@ from llm_service.engine.messages import (
     FromEngine,
     Inspect,
     Landed,
+    Placed,
     Ready,
     Released,
     Scored,
@@ -33,6 +34,7 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
     Unable,
+    Wanted,
 )
 from llm_service.settings import EngineSettings
 
@@ -46,10 +48,12 @@ _SILENCE_SECONDS = 4.0
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it."""
+    """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it,
+    `on_wanted` when it needs items after all that were given no place."""
 
     id: int
     on_released: Callable[[], None]
+    on_wanted: Callable[[list[int]], None] | None = None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None
@@ -126,6 +130,11 @@ class EngineFront:
         """Passes on how many rows of an item have landed."""
         if id in self._tickets and self._child is not None:
             self._child.send(Landed(id, item, rows))
+
+    def placed(self, id: int, item: int, offset: int, rows: int) -> None:
+        """Gives an item a place that had none."""
+        if id in self._tickets and self._child is not None:
+            self._child.send(Placed(id, item, offset, rows))
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request or one of its choices; what is unknown is skipped."""
@@ -206,6 +215,9 @@ class EngineFront:
             case Failed(id, code, reason, text):
                 if ticket := self._tickets.get(id):
                     ticket.fail(from_code(code, text, reason=reason))
+            case Wanted(id, items):
+                if (ticket := self._tickets.get(id)) and ticket.on_wanted is not None:
+                    ticket.on_wanted(items)
             case Released(ids):
                 for id in ids:
                     self._let_go(id)

@@ -8,9 +8,12 @@ from llm_service.plan import TokenLogprobs
 from llm_service.request import Sampling
 from llm_service.settings import EngineSettings
 
+NOWHERE = -1
+"""The offset of an item that has no place in the arena: the prefix cache is expected to cover it."""
+
 
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):
-    """An item of a prompt: its content key, where its rows are (or will land) in the row arena, and its runs.
+    """An item of a prompt: its content key, where its rows are (or will land) in the row arena or NOWHERE, its runs.
 
     A run is (first prompt position, first row, count).
     """
@@ -43,6 +46,15 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     rows: int
 
 
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """An item that was nowhere has a place at `offset` now; its first `rows` rows have landed."""
+
+    id: int
+    item: int
+    offset: int
+    rows: int
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a request, or one choice of it (-1: all); no more is to be said of it."""
 
@@ -58,7 +70,7 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
-ToEngine = EngineSettings | Add | Landed | Abort | Flush | Inspect
+ToEngine = EngineSettings | Add | Landed | Placed | Abort | Flush | Inspect
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -80,6 +92,13 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     cached: int
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """The cache does not cover these items of a request, which are nowhere: it waits until they are placed."""
+
+    id: int
+    items: list[int]
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -145,4 +164,4 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: int = 0
 
 
-FromEngine = Ready | Unable | Started | Scored | Tokens | Failed | Released | Beat | Flushed | State
+FromEngine = Ready | Unable | Started | Wanted | Scored | Tokens | Failed | Released | Beat | Flushed | State

@@ -36,11 +36,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Choice:
-    """What a step is to compute: how many tokens of which sequence, and what happened on the way."""
+    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `lacking` are
+    sequences that wait for items which have no place in the row arena, and which of them."""
 
     work: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    lacking: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     closed: bool = False
 
 
@@ -120,6 +122,10 @@ class Planner:
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
         begin = hits * self._blocks.block_size
+        if missing := sequence.missing(begin):
+            sequence.starved = True  # it holds no block while it waits for room, so that no two can hold each other up
+            choice.lacking.append((sequence, missing))
+            return 0
         if not sequence.ready(begin):
             sequence.starved = True  # until its next row lands; others may go first
             return 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from llm_service.engine.batch import Step, build
 from llm_service.engine.blocks import BlockManager
-from llm_service.engine.messages import Add, Failed, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Failed, Scored, Started, State, Token, Wanted
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
@@ -68,6 +68,7 @@ class Scheduler:
         self._planner = Planner(self._queues, blocks, limits)
         self._scored: list[Scored] = []
         self._failures: list[Failed] = []
+        self._wanted: list[Wanted] = []
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
         self._planned_steps = 0
@@ -96,6 +97,12 @@ class Scheduler:
         for sequence in sequences[:1]:  # they share their items
             sequence.items[item].landed = max(sequence.items[item].landed, rows)
 
+    def placed(self, id: int, item: int, offset: int, rows: int) -> None:
+        """An item that was nowhere has a place now."""
+        for sequence in self._queues.requests.get(id, [])[:1]:
+            sequence.items[item].offset = offset
+        self.landed(id, item, rows)
+
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ones are skipped."""
         for sequence in list(self._queues.requests.get(id, ())):
@@ -119,6 +126,7 @@ class Scheduler:
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
+        self._wanted += [Wanted(sequence.id, items) for sequence, items in choice.lacking]
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started
@@ -189,6 +197,11 @@ class Scheduler:
         """The requests that failed since the last call; they are among `take_ended` as well."""
         failures, self._failures = self._failures, []
         return failures
+
+    def take_wanted(self) -> list[Wanted]:
+        """The items that are asked for since the last call."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
 
     def take_ended(self) -> list[int]:
         """The requests that are gone, each told once: no step, not even one under way, reads their rows any more."""

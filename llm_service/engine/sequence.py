@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llm_service.engine.blocks import BlockTable, block_identity, root_identity
-from llm_service.engine.messages import Add
+from llm_service.engine.messages import NOWHERE, Add
 from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice, Score
 from llm_service.request import Sampling
@@ -132,6 +132,14 @@ class Sequence:
     def held(self) -> bool:
         """What may come next depends on a token that is not known yet."""
         return self.matcher is not None and self.unknown > 0
+
+    def missing(self, begin: int) -> list[int]:
+        """The items that have no place in the arena though some of their rows stand at `begin` or after it."""
+        return [
+            number
+            for number, item in enumerate(self.items)
+            if item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
+        ]
 
     def ready(self, begin: int) -> int:
         """How many tokens from `begin` on can be computed now: those before the first media row that has not landed.

@@ -1,0 +1,130 @@
+"""Encoders that die, freeze or are replaced under load: no caller notices anything but time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.faults.replicas import Crowd, Replica, more, question, replicas
+from tests.launch import llm_server
+from tests.rpc.pairs import LLM_FLAGS, answer, asked, idle, usable
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user
+
+# Little room for rows and no prefix cache: nearly every picture has to come from an encoder again.
+FORGETFUL: dict[str, object] = {**LLM_FLAGS, "row_cache_bytes": "400KiB", "prefix_cache": False}
+STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+@contextmanager
+def served(checkpoint: Path, *encoders: str, **flags: object) -> Iterator[LlmClient]:
+    """An LLM service with these encoders, all of them usable; asserts that nothing is held at the end."""
+    with llm_server(checkpoint, *encoders, **{**FORGETFUL, **flags}) as llm, LlmClient(llm.address) as client:
+        until(lambda: usable(client, len(encoders)), "all encoders are usable")
+        yield client
+        until(lambda: idle(client), "nothing is held")
+
+
+def sees(client: LlmClient, replica: Replica) -> bool:
+    """Whether the LLM service takes this encoder for usable."""
+    return any(encoder.address == replica.address and encoder.usable for encoder in client.get_load().encoders)
+
+
+def test_an_encoder_that_is_killed_again_and_again_costs_no_caller_an_error(checkpoint: Path) -> None:
+    with replicas(checkpoint, 2) as both, served(checkpoint, *(each.address for each in both)) as client:
+        crowd = Crowd.taught(client)
+        with crowd.asking(STREAMS):
+            for round_ in range(4):
+                victim = both[round_ % 2]
+                until(more(crowd.answered, 2 * STREAMS), "they are in full swing", 120)
+                victim.kill()
+                until(more(crowd.answered, STREAMS), "the other one serves all", 120)
+                victim.start()
+                until(lambda: usable(client, 2), "it is back")
+        load = client.get_load()
+        assert set(crowd.outcomes) == {"right"}
+        assert load.encode_retries <= 0.2 * load.encode_attempts + 64
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_frozen_encoder_is_noticed_and_taken_back_when_it_thaws(checkpoint: Path, shared_memory: bool) -> None:
+    with (
+        replicas(checkpoint, 2, shared_memory=shared_memory) as both,
+        served(checkpoint, *(each.address for each in both)) as client,
+    ):
+        crowd = Crowd.taught(client)
+        with crowd.asking(STREAMS):
+            until(more(crowd.answered, STREAMS), "they are in full swing", 120)
+            frozen_at = time.monotonic()
+            both[0].freeze()
+            until(lambda: not sees(client, both[0]), "it is noticed")
+            noticed = time.monotonic() - frozen_at
+            until(more(crowd.answered, STREAMS), "the other one serves all", 120)
+            thawed_at = time.monotonic()
+            both[0].thaw()
+            until(lambda: sees(client, both[0]), "it is taken back")
+            readmitted = time.monotonic() - thawed_at
+        assert set(crowd.outcomes) == {"right"}
+        print(f"noticed after {noticed:.1f} s, readmitted after {readmitted:.1f} s")
+        assert noticed < 3 + SLACK
+        assert readmitted < 5 + SLACK
+
+
+SLACK = 5.0
+"""Seconds that a machine which runs other tests as well may take on top of what is promised."""
+
+
+def test_a_rolling_restart_under_load_fails_no_request(checkpoint: Path) -> None:
+    with replicas(checkpoint, 2) as both, served(checkpoint, *(each.address for each in both)) as client:
+        crowd = Crowd.taught(client)
+        with crowd.asking(STREAMS // 2):
+            for replica in both * 2:
+                replica.stop()  # SIGTERM: streams under way end well
+                replica.start()
+                until(lambda: usable(client, 2), "it is back")
+        assert set(crowd.outcomes) == {"right"}
+
+
+def test_the_only_encoder_killed_is_an_honest_answer_and_text_goes_on(checkpoint: Path) -> None:
+    with replicas(checkpoint, 1) as (only,), served(checkpoint, only.address) as client:
+        right = answer(client, question(1)).choices[0].token_ids
+        words = answer(client, asked(user("hello"))).choices[0].token_ids
+        only.kill()
+        for number in (2, 4):
+            with pytest.raises(TwinlensError) as error:
+                answer(client, question(number))
+            assert error.value.code is grpc.StatusCode.UNAVAILABLE
+            assert error.value.retry_after is not None
+        assert answer(client, asked(user("hello"))).choices[0].token_ids == words
+        only.start()
+        until(lambda: usable(client, 1), "it is back")
+        assert answer(client, question(1)).choices[0].token_ids == right
+
+
+def test_encoders_that_come_and_go_serve_every_request_and_move_few_pictures(checkpoint: Path, tmp_path: Path) -> None:
+    """1 → 3 → 1, by a file of addresses that is read again while serving."""
+    listing = tmp_path / "encoders"
+    with ExitStack() as stack:
+        first, *others = stack.enter_context(replicas(checkpoint, 3))
+        listing.write_text(f"{first.address}\n")
+        client = stack.enter_context(served(checkpoint, f"file://{listing}"))
+        crowd = Crowd.taught(client)
+        with crowd.asking(STREAMS // 2):
+            until(more(crowd.answered, STREAMS), "one serves all", 120)
+            listing.write_text("\n".join(each.address for each in (first, *others)))
+            until(lambda: usable(client, 3), "three serve")
+            until(more(crowd.answered, 2 * STREAMS), "three serve all", 120)
+            listing.write_text(f"{first.address}\n")
+            until(lambda: usable(client, 1), "one serves again")
+            until(more(crowd.answered, STREAMS), "one serves all", 120)
+        assert set(crowd.outcomes) == {"right"}
