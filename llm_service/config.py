@@ -60,6 +60,12 @@ class LlmConfig(ServerConfig):
     )
     overlap: bool = option(True, "plan the next step while one is computed; the tokens are the same either way")
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
+    max_waiting: int = option(
+        256, "requests that wait for their first token; further ones are refused at once", minimum=1
+    )
+    max_waiting_tokens: int = option(
+        1 << 20, "prompt tokens of requests that wait; a request that would pass this is refused at once", minimum=1
+    )
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
     max_images: int = option(16, "pictures in one request", minimum=0)
     max_videos: int = option(2, "videos in one request", minimum=0)

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from common.errors import Cancelled, Exhausted, InvalidInput
+from common.errors import Cancelled, InvalidInput
+from llm_service.admission import Admission, Place
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
 from llm_service.engine.messages import Add, Scored, Started
 from llm_service.engine.structure import Structures
 from llm_service.media_rows import MediaRows
+from llm_service.meters import Meters, RequestMeter
 from llm_service.plan import TokenLogprobs
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
@@ -99,8 +101,21 @@ class Job:
     """A request under way: the task that serves it and, as soon as the engine has it, its ticket."""
 
     task: asyncio.Task[object] | None
+    place: Place
     ticket: Ticket | None = None
     aborted: bool = False
+    stages: Stages = field(default_factory=Stages)
+
+    def see(self, event: Event, meter: RequestMeter) -> None:
+        """Takes note of what is told to the caller."""
+        match event:
+            case Begun():
+                self.place.start()
+                meter.prompt(len(event.laid.ids))
+            case Delta():
+                meter.token(event.choice)
+            case Ended():
+                meter.choice(event.reason, event.completion_tokens)
 
     def abort(self) -> None:
         """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
@@ -117,7 +132,7 @@ def _aborted() -> Cancelled:
 
 
 class Generator:
-    """Serves requests of one model; bounds how many there are at once."""
+    """Serves requests of one model; `admission` bounds how many there are at once."""
 
     def __init__(
         self,
@@ -127,8 +142,8 @@ class Generator:
         rows: RowStore,
         engine: EngineFront,
         prefixes: Prefixes,
-        *,
-        max_requests: int,
+        admission: Admission,
+        meters: Meters,
     ) -> None:
         self._prompts = prompts
         self._landing = landing
@@ -136,7 +151,8 @@ class Generator:
         self._engine = engine
         self._prefixes = prefixes
         self._structures = structures
-        self._max_requests = max_requests
+        self._meters = meters
+        self.admission = admission
         self._open: dict[str, list[Job]] = {}
         self.outcomes: Counter[str] = Counter()
         self.stage_totals: Counter[str] = Counter()
@@ -155,15 +171,15 @@ class Generator:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
-        if self.open_requests >= self._max_requests:
-            self.outcomes["refused"] += 1
-            raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
-        job = Job(asyncio.current_task())
+        place = self.admission.enter()
+        meter = self._meters.request()
+        job = Job(asyncio.current_task(), place)
         self._open.setdefault(request.id, []).append(job)
         outcome = "failed"
         try:
             async with aclosing(self._serve(request, job)) as events:
                 async for event in events:
+                    job.see(event, meter)
                     yield event
             outcome = "finished"
         except (GeneratorExit, Cancelled):
@@ -176,13 +192,16 @@ class Generator:
             job.task.uncancel()
             raise _aborted() from None
         finally:
+            place.leave()
+            meter.end(outcome, job.stages.seconds)
             self.outcomes[outcome] += 1
+            self.stage_totals.update(job.stages.seconds)
             self._open[request.id].remove(job)
             if not self._open[request.id]:
                 del self._open[request.id]
 
     async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Event, None]:
-        stages = Stages()
+        stages = job.stages
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
@@ -193,6 +212,7 @@ class Generator:
             stages.mark("encode_header")
             laid = await asyncio.to_thread(self._prompts.lay, pieces, headers)
             self._check_length(laid)
+            job.place.measure(len(laid.ids))
             await media.take(self._prefixes.covered(laid, request.salt))
             ticket = job.ticket = self._submit(request, laid, media)
         except BaseException:

@@ -120,8 +120,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
-    score of the plan, one entry for each of its targets."""
+    score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     scores: list[list[TokenLogprobs]] = []
+    replayed: bool = False

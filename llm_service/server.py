@@ -12,6 +12,7 @@ from common.grpc_server import GrpcServer
 from common.identity import vision_digest
 from common.metrics import Metrics
 from common.wire import DType, RowLayout
+from llm_service.admission import Admission
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
@@ -20,6 +21,7 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
 from llm_service.engine.structure import Structures
 from llm_service.generate import Generator
+from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
 from llm_service.prefixes import Prefixes
@@ -53,14 +55,22 @@ async def serve(config: LlmConfig) -> None:
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
         landing = Landing(pool, rows, config.encoder_wait_seconds)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
-        generator = Generator(prompts, structures, landing, rows, engine, prefixes, max_requests=config.max_requests)
+        admission = Admission(
+            max_requests=config.max_requests,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        metrics = Metrics("twinlens_llm")
+        meters = Meters(metrics)
+        generator = Generator(prompts, structures, landing, rows, engine, prefixes, admission, meters)
+        meters.watch(generator, engine, rows, landing, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
             config, model, text.architecture, digest, requests, prompts, generator, engine, rows, landing, pool
         )
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
         await frame.bind()
-        metrics = await running.enter_async_context(Metrics("twinlens_llm").serve(config.metrics_listen))
+        metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
         running.push_async_callback(pool.stop)
         running.push_async_callback(frame.drain)
@@ -74,7 +84,7 @@ async def serve(config: LlmConfig) -> None:
             return
         stopped.cancel()
         await starting
-        await frame.announce(metrics)
+        await frame.announce(metrics_address)
         await frame.wait()
 
 

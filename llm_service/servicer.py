@@ -153,7 +153,12 @@ class LlmServicer(LlmServiceServicer):
             row_bytes=parts.rows.used_bytes,
             row_capacity_bytes=parts.rows.capacity_bytes,
             finished_requests=outcomes["finished"],
-            failed_requests=outcomes["failed"] + outcomes["refused"],
+            failed_requests=outcomes["failed"] + parts.generator.admission.refused,
+            refused_requests=parts.generator.admission.refused,
+            waiting_tokens=parts.generator.admission.waiting_tokens,
+            kv_blocks_cached=state.kv_blocks_cached,
+            prefix_query_tokens=state.prefix_query_tokens,
+            graph_steps=state.graph_steps,
             cancelled_requests=outcomes["cancelled"],
             stage_totals=_timings(parts.generator.stage_totals),
             encoders=[

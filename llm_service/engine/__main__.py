@@ -90,16 +90,16 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
     )
     devices = [str(device_of(rank, settings.device)) for rank in range(size)]
     link.send(Ready(context=context, kv_blocks=blocks, devices=devices))
-    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()
     pipeline = Pipeline(LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
     return EngineCore(link, scheduler, pipeline, overlap=settings.overlap), pipeline
 
 
-def _beat(link: ParentLink[ToEngine]) -> None:
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler) -> None:
     """Says every second that this process runs, from a thread of its own, since a step may take longer."""
     with contextlib.suppress(EOFError):
         while True:
-            link.send(Beat())
+            link.send(Beat(scheduler.state()))
             time.sleep(BEAT_SECONDS)
 
 

@@ -54,6 +54,7 @@ class BlockManager:
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
         self._by_identity: dict[bytes, int] = {}
+        self._idle_named = 0
 
     @property
     def total(self) -> int:
@@ -69,6 +70,11 @@ class BlockManager:
     def used(self) -> int:
         """Blocks that sequences hold."""
         return self.total - len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that no sequence holds and that `match` can find."""
+        return self._idle_named
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
@@ -89,6 +95,7 @@ class BlockManager:
             block = self._blocks[self._by_identity[identity]]
             if block.refs == 0:
                 del self._free[block.number]
+                self._idle_named -= 1
             block.refs += 1
             table.blocks.append(block.number)
             table.identities.append(identity)
@@ -112,6 +119,7 @@ class BlockManager:
         for _ in range(missing):
             number, _ = self._free.popitem(last=False)
             block = self._blocks[number]
+            self._idle_named -= block.identity is not None
             self._forget(block)
             block.refs = 1
             table.blocks.append(number)
@@ -135,6 +143,7 @@ class BlockManager:
             block.refs -= 1
             if block.refs == 0:
                 self._free[number] = None
+                self._idle_named += block.identity is not None
                 if block.identity is None:
                     self._free.move_to_end(number, last=False)
         table.blocks.clear()
@@ -145,6 +154,7 @@ class BlockManager:
         cached = [number for number in self._free if self._blocks[number].identity is not None]
         for number in cached:
             self._forget(self._blocks[number])
+        self._idle_named = 0
         return len(cached)
 
     def _forget(self, block: Block) -> None:
@@ -162,5 +172,7 @@ class BlockManager:
         for block in self._blocks:
             assert block.refs == held.get(block.number, 0), f"block {block.number} has a wrong count"
             assert (block.refs == 0) == (block.number in self._free), f"block {block.number} is lost"
+        named = sum(self._blocks[number].identity is not None for number in self._free)
+        assert named == self._idle_named, "the count of cached blocks is wrong"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity

@@ -80,7 +80,8 @@ class Ticket:
 
 
 class EngineFront:
-    """One engine process. `on_ready` is told whenever it becomes able, or unable, to serve."""
+    """One engine process. `on_ready` is told whenever it becomes able, or unable, to serve; `latest` is what it last
+    said of its queues and counters by itself, once a second."""
 
     def __init__(self, settings: EngineSettings, arena_fd: int, on_ready: Callable[[bool], None]) -> None:
         self._settings = settings
@@ -93,6 +94,7 @@ class EngineFront:
         self._ids = 0
         self._first: asyncio.Future[Ready] | None = None
         self.ready: Ready | None = None
+        self.latest = State()
 
     async def start(self) -> Ready:
         """Starts the engine and waits until it can serve.
@@ -224,20 +226,22 @@ class EngineFront:
             case State() | Flushed():
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)
-            case Ready() | Unable() | Beat():
+            case Beat(state):
+                self.latest = state
+            case Ready() | Unable():
                 self._take_news(message)
 
     def _tell(self, id: int, event: Event) -> None:
         if ticket := self._tickets.get(id):
             ticket.put(event)
 
-    def _take_news(self, message: Ready | Unable | Beat) -> None:
-        """News of the engine itself. That a beat came is all that it says."""
+    def _take_news(self, message: Ready | Unable) -> None:
+        """Whether the engine can serve."""
         first = self._first if self._first is not None and not self._first.done() else None
         if isinstance(message, Ready):
             self.ready = message
             if first is not None:
                 first.set_result(message)
             self._on_ready(True)
-        elif isinstance(message, Unable) and first is not None:
+        elif first is not None:
             first.set_exception(CheckpointError(message.why))

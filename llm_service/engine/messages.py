@@ -140,16 +140,6 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process runs: sent every second, whatever it computes, so that a frozen one is noticed."""
-
-
-class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """How many blocks were forgotten."""
-
-    blocks: int
-
-
 class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Queues as of now; counters are totals since start."""
 
@@ -162,6 +152,22 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    graph_steps: int = 0
+    kv_blocks_cached: int = 0
+    prefix_query_tokens: int = 0
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs: sent every second, whatever it computes, so that a frozen one is noticed. `state` is
+    read while it computes, each number at its own moment."""
+
+    state: State
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """How many blocks were forgotten."""
+
+    blocks: int
 
 
 FromEngine = Ready | Unable | Started | Wanted | Scored | Tokens | Failed | Released | Beat | Flushed | State

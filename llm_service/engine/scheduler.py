@@ -44,6 +44,8 @@ class Counters:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    graph_steps: int = 0
+    prefix_query_tokens: int = 0
 
 
 class Scheduler:
@@ -141,6 +143,7 @@ class Scheduler:
         if sequence.started:
             return None
         sequence.started = True
+        self.counters.prefix_query_tokens += sequence.prompt_tokens if self.blocks.prefix_cache else 0
         self.counters.prefix_hit_tokens += sequence.computed
         return Started(sequence.id, sequence.computed) if sequence.choice == 0 else None
 
@@ -149,6 +152,7 @@ class Scheduler:
     def finish(self, step: Step, result: StepResult) -> list[Token]:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
         self.counters.steps += 1
+        self.counters.graph_steps += result.replayed
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
             if not sequence.over:
                 self._scored.append(Scored(sequence.id, first, logprobs))
@@ -237,6 +241,9 @@ class Scheduler:
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             steps=counters.steps,
+            graph_steps=counters.graph_steps,
+            kv_blocks_cached=self.blocks.cached,
+            prefix_query_tokens=counters.prefix_query_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -28,6 +28,7 @@ class Runner:
         self.blocks = shape.blocks
         weight = decoder.norm.weight
         self._device = weight.device
+        self._replayed = False
         self._caches = shape.zeros(weight.dtype, weight.device)
         self._shape = shape
         self.graphs: GraphRunner | None = None
@@ -50,7 +51,7 @@ class Runner:
         """Computes the KV of every token of the plan, one new token for each draw, and the scores."""
         logits, scores = self.forward(plan)
         drawn = StepResult([], []) if logits is None else sample(logits, plan.draws)
-        return StepResult(drawn.tokens, drawn.logprobs, scores) if scores else drawn
+        return StepResult(drawn.tokens, drawn.logprobs, scores, self._replayed)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
@@ -64,7 +65,9 @@ class Runner:
         deepstack = fuse(hidden, plan.rows, self._arena)
         if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
             hidden = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
+            self._replayed = True
         else:
+            self._replayed = False
             batch = self._backend.batch(plan.chunks)
             hidden = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack)
         scores = score(hidden, plan.scores, self._decoder.logits)

@@ -1,0 +1,129 @@
+"""What the LLM service tells Prometheus. Names begin with `twinlens_llm_`; docs/OPERATIONS.md explains them.
+
+They are the names that engines of this field use, where they have one for the thing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from common.metrics import Metrics, gauge, total
+
+if TYPE_CHECKING:
+    from llm_service.encoders.landing import Landing
+    from llm_service.encoders.pool import EncoderPool
+    from llm_service.engine.front import EngineFront
+    from llm_service.generate import Generator
+    from llm_service.rows import RowStore
+
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+
+
+class Meters:
+    """Told of events as they happen; `watch` adds the state of the parts that have one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._first = metrics.histogram("time_to_first_token_seconds", "from a request's arrival to its first token")
+        self._between = metrics.histogram(
+            "inter_token_latency_seconds", "between two tokens of a choice", buckets=_TOKEN_SECONDS
+        )
+        self._queue = metrics.histogram("request_queue_time_seconds", "from the engine's taking a request to its start")
+        self._whole = metrics.histogram("e2e_request_latency_seconds", "from a request's arrival to its end")
+        self._stages = metrics.histogram("stage_seconds", "seconds of one request in one stage", ["stage"])
+        self._prompts = metrics.histogram("request_prompt_tokens", "tokens of a prompt", buckets=_TOKENS)
+        self._answers = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
+        self._ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
+        self._outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
+
+    def request(self) -> RequestMeter:
+        """For a request that has just come."""
+        return RequestMeter(self)
+
+    def watch(
+        self, generator: Generator, engine: EngineFront, rows: RowStore, landing: Landing, pool: EncoderPool
+    ) -> None:
+        """Has every scrape read queues, totals and caches."""
+        self._metrics.read(lambda: _engine(engine))
+        self._metrics.read(lambda: _requests(generator))
+        self._metrics.read(lambda: _media(rows, landing, pool))
+
+
+class RequestMeter:
+    """Follows one request."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._begun = time.perf_counter()
+        self._last: dict[int, float] = {}
+
+    def prompt(self, tokens: int) -> None:
+        """Its prompt is laid out and computing has begun."""
+        self._meters._prompts.observe(tokens)
+
+    def token(self, choice: int) -> None:
+        """A choice has a new token."""
+        now = time.perf_counter()
+        before = self._last.get(choice)
+        if before is not None:
+            self._meters._between.observe(now - before)
+        elif not self._last:
+            self._meters._first.observe(now - self._begun)
+        self._last[choice] = now
+
+    def choice(self, reason: str, tokens: int) -> None:
+        """A choice has ended by itself."""
+        self._meters._ends.labels(reason).inc()
+        self._meters._answers.observe(tokens)
+
+    def end(self, outcome: str, stages: dict[str, float]) -> None:
+        """It is over: finished, failed or cancelled; seconds by stage."""
+        self._meters._outcomes.labels(outcome).inc()
+        self._meters._whole.observe(time.perf_counter() - self._begun)
+        for stage, seconds in stages.items():
+            self._meters._stages.labels(stage).observe(seconds)
+        if "queue" in stages:
+            self._meters._queue.observe(stages["queue"])
+
+
+def _engine(engine: EngineFront) -> Iterator[Metric]:
+    """As of the engine's last beat, a second ago at most; its totals begin anew when it is restarted."""
+    state = engine.latest
+    share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0
+    yield gauge("engine_up", "1 while the engine serves", float(engine.ready is not None))
+    yield gauge("num_sequences_running", "choices in prefill or decode", state.running)
+    yield gauge("num_sequences_waiting", "choices that the engine has not begun on, or has put back", state.waiting)
+    yield gauge("kv_cache_usage_ratio", "KV blocks that requests hold, of all", share)
+    yield gauge("kv_blocks_total", "KV blocks in all", state.kv_blocks_total)
+    yield gauge("kv_blocks_used", "KV blocks that requests hold", state.kv_blocks_used)
+    yield gauge("kv_blocks_cached", "KV blocks that no request holds and a prompt can use", state.kv_blocks_cached)
+    yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", state.prefix_query_tokens)
+    yield total("prefix_cache_hits", "prompt tokens found there", state.prefix_hit_tokens)
+    yield total("num_preemptions", "choices put back to waiting since blocks ran out", state.preemptions)
+    yield total("prompt_tokens", "prompt tokens taken in", state.prompt_tokens)
+    yield total("generation_tokens", "tokens generated", state.generated_tokens)
+    yield total("engine_steps", "steps of the engine", state.steps)
+    yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
+
+
+def _requests(generator: Generator) -> Iterator[Metric]:
+    admission = generator.admission
+    yield gauge("num_requests_running", "requests whose first token is computed or further", admission.running)
+    yield gauge("num_requests_waiting", "requests that wait, their media included", admission.waiting)
+    yield gauge("waiting_prompt_tokens", "prompt tokens of requests that wait", admission.waiting_tokens)
+    yield total("requests_refused", "requests refused at once, since too much was under way", admission.refused)
+
+
+def _media(rows: RowStore, landing: Landing, pool: EncoderPool) -> Iterator[Metric]:
+    yield gauge("row_cache_bytes", "bytes of embedding rows held", rows.used_bytes)
+    yield gauge("row_cache_capacity_bytes", "the budget for them", rows.capacity_bytes)
+    yield total("row_cache_hits", "items whose rows were here already", rows.counters.hits)
+    yield total("rows_received", "embedding rows received", rows.counters.received)
+    yield total("encode_attempts", "streams opened at encoders", landing.counters.attempts)
+    yield total("encode_retries", "streams that took the place of one that broke", landing.counters.retries)
+    yield gauge("encoders_usable", "encoders that answer and fit", sum(peer.usable for peer in pool.peers))

@@ -1,0 +1,128 @@
+"""What Prometheus reads of a real LLM service, against what it did; and the bounds on what may wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.launch import Service, llm_server
+from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, tokens
+from tests.scrape import scrape
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user, v1
+
+PREFIX = "twinlens_llm_"
+
+
+@pytest.fixture(scope="module")
+def service(checkpoints: Callable[..., Path]) -> Iterator[Service]:
+    """A service without an encoder that computes two at once, and lets three wait."""
+    flags = {**LLM_FLAGS, "max_running": 2, "max_waiting": 3, "max_waiting_tokens": 600}
+    with llm_server(checkpoints("qwen3_vl"), metrics_listen="127.0.0.1:0", **flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[LlmClient]:
+    with LlmClient(service.address) as calls:
+        yield calls
+
+
+def samples(service: Service) -> dict[str, float]:
+    return {name.removeprefix(PREFIX): value for name, value in scrape(service.metrics).items()}
+
+
+def test_a_request_is_counted_and_timed(service: Service, client: LlmClient) -> None:
+    before = samples(service)
+    begun = time.perf_counter()
+    said = [answer(client, asked(user("What is there? " * 8), greedy(12))) for _ in range(2)]
+    took = time.perf_counter() - begun
+    prompt, cached = said[0].usage.prompt_tokens, said[1].usage.cached_tokens
+    assert cached > 0
+
+    def grown() -> dict[str, float]:
+        return {name: value - before.get(name, 0) for name, value in samples(service).items()}
+
+    until(lambda: grown()["generation_tokens_total"] == 24, "the engine's beat has come")
+    found = grown()
+    assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
+    assert found["inter_token_latency_seconds_count"] == 2 * 11
+    assert found["request_queue_time_seconds_count"] == 2
+    assert 0 < found["time_to_first_token_seconds_sum"] < found["e2e_request_latency_seconds_sum"] < took
+    assert found["inter_token_latency_seconds_sum"] < found["e2e_request_latency_seconds_sum"]
+    assert found['request_success_total{finished_reason="length"}'] == 2
+    assert found['requests_total{outcome="finished"}'] == 2
+    assert found["prompt_tokens_total"] == found["prefix_cache_queries_total"] == 2 * prompt
+    assert found["prefix_cache_hits_total"] == cached
+    assert found["request_prompt_tokens_sum"] == 2 * prompt
+    assert found["request_generation_tokens_sum"] == 24
+    assert found["engine_steps_total"] >= 24
+    assert found["engine_graph_steps_total"] == 0, "there are no graphs on a CPU"
+    now = samples(service)
+    assert (now["num_requests_running"], now["num_requests_waiting"], now["engine_up"]) == (0, 0, 1)
+    assert now["kv_cache_usage_ratio"] == 0
+    assert now["kv_blocks_cached"] > 0
+
+
+def test_what_runs_is_seen_while_it_runs_and_load_says_the_same(service: Service, client: LlmClient) -> None:
+    with ExitStack() as streams:
+        for number in range(3):
+            stream = streams.enter_context(client.generate(asked(user(f"count {number}"), greedy(4000))))
+            if number < 2:
+                assert next(iter(stream)).HasField("started")
+        until(lambda: samples(service)["num_requests_waiting"] == 1, "the third waits")
+        until(lambda: samples(service)["num_sequences_running"] == 2, "two run")
+        until(lambda: 0 < samples(service)["kv_cache_usage_ratio"] <= 1, "they hold blocks")
+        load = client.get_load()
+        assert (load.running, load.waiting) == (2, 1)
+        until(lambda: client.get_load().waiting_tokens > 0, "its prompt is laid out")
+    until(lambda: idle(client), "all were given up")
+    until(lambda: samples(service)["kv_cache_usage_ratio"] == 0, "and the blocks")
+    assert samples(service)['requests_total{outcome="cancelled"}'] == 3
+
+
+def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(client: LlmClient) -> None:
+    refused = client.get_load().refused_requests
+    with ExitStack() as streams:
+        for number in range(2):
+            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), greedy(4000))))
+            assert next(iter(stream)).HasField("started")
+        waiting = [streams.enter_context(client.generate(asked(user(f"wait {n}"), greedy(2)))) for n in range(3)]
+        until(lambda: client.get_load().waiting == 3, "three wait")
+        errors = []
+        with ThreadPoolExecutor(8) as threads:
+            errors = list(threads.map(lambda n: refusal(client, user(f"more {n}")), range(32)))
+        assert {(error.code, error.reason) for error in errors} == {
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITING")
+        }
+        assert all(error.retry_after for error in errors)
+        assert len(waiting) == 3
+    assert client.get_load().refused_requests == refused + 32
+    until(lambda: idle(client), "all were given up")
+    assert len(tokens(client, asked(user("and now?")))) == 8
+
+
+def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) -> None:
+    with ExitStack() as streams:
+        for number in range(2):
+            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), greedy(4000))))
+            assert next(iter(stream)).HasField("started")
+        streams.enter_context(client.generate(asked(user("word " * 150), greedy(2))))
+        until(lambda: client.get_load().waiting_tokens > 100, "one waits")
+        error = refusal(client, user("word " * 500))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITING_TOKENS")
+        assert error.retry_after
+    until(lambda: idle(client), "all were given up")
+    assert len(tokens(client, asked(user("word " * 500)))) == 8, "alone it is taken"
+
+
+def refusal(client: LlmClient, message: v1.ChatMessage) -> TwinlensError:
+    with pytest.raises(TwinlensError) as error:
+        answer(client, asked(message))
+    return error.value
