@@ -20,10 +20,12 @@ EPSILON = 1e-6
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotates [N, heads, head_dim] in float32, the first half of a head against the second."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * rotary.cos + turned * rotary.sin).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, rotary.cos, out=left).addcmul_(second, rotary.sin, value=-1)
+    torch.mul(second, rotary.cos, out=right).addcmul_(first, rotary.sin)
+    return turned.to(x.dtype)
 
 
 def patch_positions(grid: Grid, merge: int) -> Tensor:
@@ -39,11 +41,11 @@ def patch_positions(grid: Grid, merge: int) -> Tensor:
 
 
 def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
-    """Rotary tables of a packed batch: a quarter of each head turns by the row, a quarter by the column, twice over."""
+    """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids])
-    angles = (positions[:, :, None].float() * frequencies).flatten(1).repeat(1, 2)[:, None]
+    angles = (positions[:, :, None].float() * frequencies).flatten(1)[:, None]
     return Rotary(angles.cos().to(device), angles.sin().to(device))
 
 

@@ -87,7 +87,7 @@ class Qwen3VLTower(PackedTower):
 
     def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
         hidden: Tensor = self.patch_embed(patches)
-        return hidden + torch.cat([self._table(grid).to(hidden.dtype).repeat(grid.t, 1) for grid in grids])
+        return hidden + self._table(grids, patches.device).to(hidden.dtype)
 
     def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
         deep = []
@@ -97,26 +97,34 @@ class Qwen3VLTower(PackedTower):
                 deep.append(self.deepstack_merger_list[self.level_of[index]](x))
         return torch.stack([self.merger(x), *deep], dim=1)
 
-    def _table(self, grid: Grid) -> Tensor:
-        """The position table [side², width] stretched to one frame group, [h·w, width], in patch order.
-
-        Corners stay corners; between its entries the table is bilinear.
-        """
-        device = self.pos_embed.weight.device
-        cell = blocks.patch_positions(grid, self.merge).to(device)
-        last = torch.tensor([max(grid.h - 1, 1), max(grid.w - 1, 1)], device=device)
-        at = cell.float() * (self.side - 1) / last
-        low = at.floor()
-        part = at - low
-        near = low.long()
-        far = (near + 1).clamp(max=self.side - 1)
-        total: Tensor | float = 0.0
-        for rows, down in ((near, 1 - part[:, 0]), (far, part[:, 0])):
-            for columns, across in ((near, 1 - part[:, 1]), (far, part[:, 1])):
-                weight = (down * across)[:, None]
-                total = total + self.pos_embed(rows[:, 0] * self.side + columns[:, 1]) * weight
-        assert isinstance(total, Tensor)
+    def _table(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
+        """The position table [side², width], stretched to each grid: [N, width] float32."""
+        entries, weights = (part.to(device) for part in corners(grids, self.merge, self.side))
+        total: Tensor = self.pos_embed(entries[0]) * weights[0]
+        for entry, weight in zip(entries[1:], weights[1:], strict=True):
+            total += self.pos_embed(entry) * weight
         return total
+
+
+def corners(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
+    """For each patch of a packed batch, the four entries of a side × side table around it, and the share of each.
+
+    Entries [4, N] int64, shares [4, N, 1] float32. Corners of a grid stay corners; in between the table is bilinear.
+    All of a batch is worked out at once on the host: a GPU would spend more on launches than on the arithmetic.
+    """
+    cells = torch.cat([blocks.patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).float()
+    counts = torch.tensor([grid.patches for grid in grids])
+    last = torch.tensor([[max(grid.h - 1, 1), max(grid.w - 1, 1)] for grid in grids]).repeat_interleave(counts, 0)
+    at = cells * (side - 1) / last
+    low = at.floor()
+    part, near = at - low, low.long()
+    far = (near + 1).clamp(max=side - 1)
+    entries, shares = [], []
+    for row, down in ((near[:, 0], 1 - part[:, 0]), (far[:, 0], part[:, 0])):
+        for column, across in ((near[:, 1], 1 - part[:, 1]), (far[:, 1], part[:, 1])):
+            entries.append(row * side + column)
+            shares.append((down * across)[:, None])
+    return torch.stack(entries), torch.stack(shares)
 
 
 def _norm(width: int) -> nn.LayerNorm:

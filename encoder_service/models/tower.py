@@ -40,7 +40,7 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosines and sines [N, 1, head_dim] float32 of each patch's row and column."""
+    """Cosines and sines [N, 1, head_dim / 2] float32 of each patch's row and column."""
 
     cos: Tensor
     sin: Tensor

@@ -38,7 +38,7 @@ class GraphsUnavailable(Exception):
 class Buffers:
     """What a replay reads and writes, for all budgets: a smaller one uses the beginning.
 
-    `x` [N, width], `cos` and `sin` [N, 1, head_dim] float32, `rows` [N / merge², levels, out].
+    `x` [N, width], `cos` and `sin` [N, 1, head_dim / 2] float32, `rows` [N / merge², levels, out].
     """
 
     x: Tensor
@@ -51,8 +51,8 @@ class Buffers:
         """Zeros, for a tower and the largest budget."""
         return cls(
             torch.zeros(patches, tower.width, device=device, dtype=dtype),
-            torch.zeros(patches, 1, tower.head_dim, device=device),
-            torch.zeros(patches, 1, tower.head_dim, device=device),
+            torch.zeros(patches, 1, tower.head_dim // 2, device=device),
+            torch.zeros(patches, 1, tower.head_dim // 2, device=device),
             torch.zeros(patches // tower.merge**2, tower.levels, tower.out, device=device, dtype=dtype),
         )
 
