@@ -9,6 +9,7 @@ from common.checkpoint import CheckpointError
 from common.config import load
 from common.errors import TwinlensError
 from llm_service.config import LlmConfig
+from llm_service.node import lend
 from llm_service.server import serve
 
 
@@ -16,7 +17,8 @@ def main() -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
     try:
-        asyncio.run(serve(config))
+        meeting = config.meeting()
+        asyncio.run(lend(config, meeting) if meeting.node_rank else serve(config))
     except (CheckpointError, OSError, TwinlensError) as error:
         sys.exit(f"llm_service: {error}")
 

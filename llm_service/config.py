@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.config import option, size, words
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import ServerConfig, read_token
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How many hosts share the ranks, which one this is, and the first one's address for the others."""
+
+    nodes: int
+    node_rank: int
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """host:port, or nothing where there is one host."""
+        return f"{self.host}:{self.port}" if self.host else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +45,11 @@ class LlmConfig(ServerConfig):
     rank_timeout_seconds: float = option(
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
     )
+    nodes: int = option(
+        0, "hosts that the ranks are spread over; 0: WORLD_SIZE where MASTER_ADDR is set, else 1", minimum=0
+    )
+    node_rank: int = option(-1, "which of them this is, the first one serves; -1: RANK, or 0", minimum=-1)
+    rendezvous: str = option("", "where they meet, host:port of the first one; by default MASTER_ADDR:MASTER_PORT")
     threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
     attention: str = option(
         "auto",
@@ -101,12 +123,33 @@ class LlmConfig(ServerConfig):
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not port.isdecimal():
                 raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
+        self.meeting()
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.encoder_cert and not self.encoder_ca:
             raise ValueError("--encoder-cert needs --encoder-ca")
+
+    def meeting(self, environ: Mapping[str, str] = os.environ) -> Meeting:
+        """Where and with how many hosts the ranks meet, from the options or the variables that launchers set.
+
+        Raises ValueError where they do not make sense together.
+        """
+        launched = environ if "MASTER_ADDR" in environ else {}
+        nodes = self.nodes or int(launched.get("WORLD_SIZE", 1))
+        node_rank = self.node_rank if self.node_rank >= 0 else int(launched.get("RANK", 0))
+        if nodes == 1:
+            return Meeting(1, 0, "", 0)
+        known = f"{launched.get('MASTER_ADDR', '')}:{launched.get('MASTER_PORT', '')}"
+        host, _, port = (self.rendezvous or known).rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError("several --nodes need --rendezvous HOST:PORT, or MASTER_ADDR and MASTER_PORT")
+        if node_rank >= nodes:
+            raise ValueError(f"--node-rank {node_rank} is not below --nodes {nodes}")
+        if self.tp % nodes:
+            raise ValueError(f"--tp {self.tp} cannot be spread evenly over {nodes} --nodes")
+        return Meeting(nodes, node_rank, host, int(port))
 
     def link(self) -> ChannelSecurity:
         """How encoders are spoken to."""

@@ -104,6 +104,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
     if text.architecture not in DECODERS:
         raise CheckpointError(f"{text.architecture} is not supported; these are: {', '.join(DECODERS)}")
     device = config.device or default_device()
+    meeting = config.meeting()
     vision = checkpoint.config.get("vision_config", {})
     return EngineSettings(
         model=str(checkpoint.folder),
@@ -111,6 +112,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         dtype=config.dtype or default_dtype(device),
         threads=config.threads,
         tensor_parallel=config.tp,
+        nodes=meeting.nodes,
+        rendezvous=meeting.address,
         rank_timeout=config.rank_timeout_seconds,
         attention=config.attention,
         graphs=config.graphs,

@@ -16,6 +16,8 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dtype: str
     threads: int
     tensor_parallel: int
+    nodes: int
+    rendezvous: str
     rank_timeout: float
     attention: str
     graphs: str
@@ -32,3 +34,41 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     row_bytes: int
     row_levels: int
     log_level: str
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rank of a tensor-parallel group a process is, and where the group meets.
+
+    `size` ranks are spread evenly over `nodes` hosts, `device` is the first one of each host; a rank that is silent for
+    `timeout` seconds is lost. `model` is the checkpoint's place on this host.
+    """
+
+    rank: int
+    size: int
+    nodes: int
+    host: str
+    port: int
+    timeout: float
+    device: str
+    model: str
+    threads: int
+
+    @property
+    def here(self) -> int:
+        """Ranks of each host."""
+        return self.size // self.nodes
+
+    @property
+    def device_name(self) -> str:
+        """This rank's device.
+
+        >>> place = Place(rank=5, size=8, nodes=2, host="", port=0, timeout=4.0, device="cuda:2", model="", threads=0)
+        >>> place.device_name
+        'cuda:3'
+        """
+        kind, _, first = self.device.partition(":")
+        return kind if kind == "cpu" else f"{kind}:{int(first or 0) + self.rank % self.here}"
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """A rank has joined its group and loaded its share of the model."""

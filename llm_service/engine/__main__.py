@@ -28,8 +28,9 @@ from llm_service.models.config import TextConfig
 from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
 from llm_service.worker.executor import BEAT_SECONDS, GroupExecutor, LoneExecutor
+from llm_service.worker.lead import lead, place_of
 from llm_service.worker.load import load_runner
-from llm_service.worker.ranks import device_of, lead
+from llm_service.worker.ranks import device_of
 
 
 def main() -> None:
@@ -70,11 +71,12 @@ def _log_end() -> None:
 def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -> tuple[EngineCore, Pipeline]:
     """Loads the model on every rank, makes the KV cache, and tells the front how much there is."""
     size = settings.tensor_parallel
-    ranks = lead(size, settings.device, settings.rank_timeout, arena_fd) if size > 1 else None
+    ranks = lead(settings, arena_fd) if size > 1 else None
     if ranks is not None:
         ranks.tell(msgspec.msgpack.encode(settings))
     group = ranks.group if ranks is not None else ALONE
-    runner = load_runner(settings, device_of(0, settings.device), group, arena_fd)
+    places = [place_of(rank, settings, "", 0) for rank in range(size)]
+    runner = load_runner(settings, device_of(places[0]), group, arena_fd)
     if ranks is not None:
         ranks.wait_for_all()
     checkpoint = Checkpoint.resolve(settings.model)
@@ -88,8 +90,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         runner.row_bytes,
         Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)).matcher,
     )
-    devices = [str(device_of(rank, settings.device)) for rank in range(size)]
-    link.send(Ready(context=context, kv_blocks=blocks, devices=devices))
+    link.send(Ready(context=context, kv_blocks=blocks, devices=[place.device_name for place in places]))
     threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()
     pipeline = Pipeline(LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
     return EngineCore(link, scheduler, pipeline, overlap=settings.overlap), pipeline

@@ -1,7 +1,8 @@
-"""A rank beside rank 0, started by it: `python -m llm_service.worker RANK SIZE PORT TIMEOUT DEVICE ARENA_FD`."""
+"""A rank beside rank 0, started by it or by `llm_service.node`: `python -m llm_service.worker SOCKET_FD ARENA_FD`."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -9,31 +10,39 @@ import msgspec
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.processes import die_with_parent
-from llm_service.settings import EngineSettings
+from common.processes import ParentLink, die_with_parent
+from llm_service.settings import EngineSettings, Joined, Place
 from llm_service.worker.executor import follow
 from llm_service.worker.load import load_runner
 from llm_service.worker.ranks import device_of, join
+
+_log = log.get("rank")
 
 
 def main() -> None:
     """Follows rank 0 until it is gone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank, size, port = (int(word) for word in sys.argv[1:4])
-    timeout, device, arena_fd = float(sys.argv[4]), sys.argv[5], int(sys.argv[6])
-    ranks = join(rank, size, port, device, timeout)
-    settings = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
-    log.configure(settings.log_level, service=f"llm-rank-{rank}")
+    link: ParentLink[Place] = ParentLink(int(sys.argv[1]), Place)
+    place, arena_fd = link.receive(), int(sys.argv[2])
+    log.configure("info", service=f"llm-rank-{place.rank}")
+    ranks = join(place)
+    told = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
+    settings = msgspec.structs.replace(told, model=place.model, device=place.device, threads=place.threads)
+    log.configure(settings.log_level, service=f"llm-rank-{place.rank}")
+    if place.rank >= place.here:  # this host has an arena of its own, as large as the first one's
+        os.ftruncate(arena_fd, settings.row_bytes)
     try:
-        runner = load_runner(settings, device_of(rank, device), ranks.group, arena_fd)
-    except CheckpointError:
-        return  # rank 0 meets the same, and says so
+        runner = load_runner(settings, device_of(place), ranks.group, arena_fd)
+    except CheckpointError as error:
+        _log.error("this rank cannot serve the checkpoint", cause=str(error))
+        return  # rank 0 of the same host meets the same, and says so
     ranks.wait_for_all()
+    link.send(Joined())
     try:
         follow(runner, ranks)
     except RuntimeError as error:
-        log.get("rank").info("the group has ended", cause=str(error))
+        _log.info("the group has ended", cause=str(error))
 
 
 if __name__ == "__main__":

@@ -39,12 +39,13 @@ class GroupExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step on all ranks; raises RuntimeError where one is gone or frozen."""
+        """Computes one step on all ranks; raises RuntimeError where one is gone."""
         self._ranks.tell(self._encode(plan))
+        self._ranks.share_rows(plan.rows, self._runner.arena)
         return self._runner.run(plan)
 
     def beat(self) -> None:
-        """Shows the other ranks that this one lives, and finds out whether they do."""
+        """Finds out at once, while there is nothing to compute, whether a rank has ended."""
         self._ranks.tell(b"")
 
 
@@ -53,4 +54,6 @@ def follow(runner: Runner, ranks: Ranks) -> None:
     decode = msgspec.msgpack.Decoder(StepPlan).decode
     while True:
         if message := ranks.hear():
-            runner.forward(decode(message))
+            plan = decode(message)
+            ranks.share_rows(plan.rows, runner.arena)
+            runner.forward(plan)

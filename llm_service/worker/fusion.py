@@ -23,10 +23,13 @@ class RowArena:
         """Bytes of one row."""
         return self.levels * self.width * self.dtype.itemsize
 
+    def bytes_of(self, rows: RowSlice) -> Tensor:
+        """A view uint8 [count · row_bytes] of a run of rows."""
+        return self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
+
     def read(self, rows: RowSlice) -> Tensor:
         """A view [count, levels, width] of a run of rows."""
-        run = self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
-        return run.view(self.dtype).view(rows.count, self.levels, self.width)
+        return self.bytes_of(rows).view(self.dtype).view(rows.count, self.levels, self.width)
 
 
 def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | None:

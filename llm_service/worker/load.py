@@ -29,14 +29,15 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
 
     `blocks` of the runner says how much that is, the same on all ranks.
     """
-    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // group.size))
+    here = group.size // settings.nodes
+    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // here))
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = load_decoder(checkpoint, dtype, device, group)
     arena = RowArena(memory.view, settings.row_levels, decoder.config.hidden_size, dtype)
     group.least(0)  # every rank has its weights: what is free now stays free
-    gauge = Gauge(device, group.size)
+    gauge = Gauge(device, here)
     plan, blocks = largest_step(settings)
     _runner(decoder, arena, settings, group, blocks).run(plan)
     context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)

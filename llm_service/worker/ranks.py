@@ -1,16 +1,22 @@
 """The ranks of a tensor-parallel group: how they meet, how a step plan reaches them, how a lost one is noticed.
 
-Rank 0 lives in the engine process and starts the others on its own host. Plans travel as msgpack over a Gloo group of
-their own; layers sum over a second one (NCCL on GPUs). A rank that dies breaks the next collective at once; one that is
-frozen breaks it after `timeout`. While there is nothing to compute, rank 0 sends empty plans, so that both also hold
-for an idle group.
+Rank 0 lives in the engine process and starts the other ranks of its own host; those of other hosts are started there
+(`llm_service.node`). They meet at a store that rank 0 keeps. Plans travel as msgpack over Gloo; layers sum over a group
+of their own (NCCL on GPUs, Gloo on CPUs).
+
+The row arena is shared memory, so every rank of the first host has the rows when they land. Other hosts have an arena
+of their own, at the same offsets: with a plan that needs rows, rank 0 sends those to the first rank of each other host,
+once for the host and not for each rank.
+
+Every rank sets a beat in the store and watches the others' (`Pulse`); one that is frozen, dead or cut off ends the
+group, whatever the others are waiting in at that moment, a captured collective included.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,72 +24,98 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
 from llm_service.layers.group import TensorGroup
+from llm_service.plan import RowSlice
+from llm_service.settings import Place
+from llm_service.worker.fusion import RowArena
+from llm_service.worker.network import interface_towards
+from llm_service.worker.pulse import Process, Pulse
 
-_HOST = "127.0.0.1"
 _LOAD_SECONDS = 1800.0
+"""Longest that ranks wait for each other: loading takes as long as it takes, and a lost rank is noticed by its beat."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosts:
+    """Groups that rows travel over: the first ranks of all hosts, and the ranks of this one."""
+
+    leaders: dist.ProcessGroup
+    local: dist.ProcessGroup
+    is_leader: bool
+    is_first: bool
 
 
 class Ranks:
     """This process's membership of a group; `group` is what layers get."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        if device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        else:
+    def __init__(self, place: Place, store: Store, children: Sequence[Process] = ()) -> None:
+        """Waits until all ranks are here. `children` are those that this process has started."""
+        device = device_of(place)
+        if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_LOAD_SECONDS)
-        )
-        limit = timedelta(seconds=timeout)
-        self._plans = dist.new_group(backend="gloo", timeout=limit)
-        self.group = TensorGroup(
-            rank, size, dist.new_group(backend="gloo" if device.type == "cpu" else "nccl", timeout=limit)
-        )
+        interface = interface_towards(place.host, place.port)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface)
+        limit = timedelta(seconds=_LOAD_SECONDS)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
+        if device.type == "cuda":
+            layers = dist.new_group(backend="nccl", timeout=limit, device_id=device)
+        else:
+            layers = dist.new_group(backend="gloo", timeout=limit)
+        self.group = TensorGroup(place.rank, place.size, layers)
+        self._hosts = _hosts(place) if place.nodes > 1 else None
+        pulse = Pulse(place, children)
+        dist.barrier()  # every rank has its beat in the store
+        pulse.start()
 
     def wait_for_all(self) -> None:
         """Returns when every rank has called it: after loading, which may take long."""
         dist.barrier()
 
     def tell(self, message: bytes) -> None:
-        """Rank 0: sends a message to all others. Raises RuntimeError where one is gone or frozen."""
-        dist.broadcast(torch.tensor([len(message)]), 0, group=self._plans)
+        """Rank 0: sends a message to all others. Raises RuntimeError where one is gone."""
+        dist.broadcast(torch.tensor([len(message)]), 0)
         if message:
-            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._plans)
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
     def hear(self) -> bytes:
         """The others: waits for rank 0's next message, which may be empty. Raises RuntimeError where it is gone."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._plans)
+        dist.broadcast(length, 0)
         message = torch.empty(int(length), dtype=torch.uint8)
         if len(message):
-            dist.broadcast(message, 0, group=self._plans)
+            dist.broadcast(message, 0)
         return message.numpy().tobytes()
 
-
-def lead(size: int, device: str, timeout: float, arena_fd: int) -> Ranks:
-    """Rank 0: starts the other ranks, which inherit the row arena, and waits until they have joined.
-
-    They are killed by the kernel when this process ends.
-    """
-    store = TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
-    for rank in range(1, size):
-        command = [
-            sys.executable,
-            "-m",
-            "llm_service.worker",
-            *map(str, (rank, size, store.port, timeout, device, arena_fd)),
-        ]
-        environ = {**os.environ, "TWINLENS_PARENT": str(os.getpid())}
-        subprocess.Popen(command, pass_fds=(arena_fd,), stdin=subprocess.DEVNULL, env=environ)
-    return Ranks(store, 0, size, device_of(0, device), timeout)
+    def share_rows(self, rows: list[RowSlice], arena: RowArena) -> None:
+        """Every rank: brings the rows that a plan needs to the hosts that do not have them. Nothing on one host."""
+        if self._hosts is None or not rows:
+            return
+        if self._hosts.is_leader:
+            packed = torch.cat([arena.bytes_of(piece) for piece in rows])
+            dist.broadcast(packed, 0, group=self._hosts.leaders)
+            if not self._hosts.is_first:
+                sizes = [piece.count * arena.row_bytes for piece in rows]
+                for piece, part in zip(rows, packed.split(sizes), strict=True):
+                    arena.bytes_of(piece).copy_(part)
+        if not self._hosts.is_first:
+            dist.barrier(group=self._hosts.local)
 
 
-def join(rank: int, size: int, port: int, device: str, timeout: float) -> Ranks:
-    """Another rank: joins the group whose store is at `port`."""
-    return Ranks(TCPStore(_HOST, port, size, is_master=False), rank, size, device_of(rank, device), timeout)
+def _hosts(place: Place) -> _Hosts:
+    """Makes the groups; every rank makes all of them, in the same order."""
+    here = place.here
+    firsts = list(range(0, place.size, here))
+    leaders = dist.new_group(firsts, backend="gloo")
+    locals_ = [dist.new_group(list(range(first, first + here)), backend="gloo") for first in firsts]
+    return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.rank < here)
 
 
-def device_of(rank: int, device: str) -> torch.device:
-    """Each rank has a GPU of its own, counted on from the first; all share the CPU."""
-    first = torch.device(device)
-    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+def join(place: Place) -> Ranks:
+    """A rank that is not the first: joins the group, as soon as its store is there."""
+    limit = timedelta(seconds=_LOAD_SECONDS)
+    return Ranks(place, TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit))
+
+
+def device_of(place: Place) -> torch.device:
+    """Each rank of a host has a GPU of its own, counted on from the first; all share the CPU."""
+    return torch.device(place.device_name)

@@ -23,7 +23,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder, arena: RowArena, shape: CacheShape, backend: AttentionBackend) -> None:
         self._decoder = decoder
-        self._arena = arena
+        self.arena = arena
         self._backend = backend
         self.blocks = shape.blocks
         weight = decoder.norm.weight
@@ -36,7 +36,7 @@ class Runner:
     @property
     def row_bytes(self) -> int:
         """Bytes of one embedding row in the arena."""
-        return self._arena.row_bytes
+        return self.arena.row_bytes
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds, capture: Capture, *, most_bytes: int, agree: Callable[[int], int]) -> None:
@@ -62,7 +62,7 @@ class Runner:
         token_ids = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32).to(self._device)
         positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
-        deepstack = fuse(hidden, plan.rows, self._arena)
+        deepstack = fuse(hidden, plan.rows, self.arena)
         if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
             hidden = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
             self._replayed = True

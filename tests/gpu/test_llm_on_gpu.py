@@ -79,7 +79,7 @@ def test_flash_attn_computes_the_same_where_it_is_installed(counts: tuple[int, .
 
 def graphed(folder: Path, step_tokens: int) -> LocalEngine:
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=6, blocks=256, device="cuda:0")
-    bounds = Bounds(6, 64, 4096, engine.runner._arena.levels)
+    bounds = Bounds(6, 64, 4096, engine.runner.arena.levels)
     engine.runner.capture(bounds, CudaCapture(CUDA), most_bytes=1 << 30, agree=lambda number: number)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(6), prefill_sizes(64))

@@ -51,7 +51,7 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
     chosen = attention or PlainTables
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, attention=chosen)
     capture = Again(room)
-    levels = engine.runner._arena.levels
+    levels = engine.runner.arena.levels
     engine.runner.capture(Bounds(PEOPLE, 64, 4096, levels), capture, most_bytes=0, agree=lambda number: number)
     graphs = engine.runner.graphs
     assert graphs is not None

@@ -1,0 +1,83 @@
+"""A host that lends its devices to an LLM service on another one: it keeps its share of the ranks running.
+
+It has no gRPC port: requests go to the first host. When the group ends, because a rank or the engine was lost, this
+host's ranks end with it, and are started again to join the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import msgspec
+
+from common import log
+from common.checkpoint import Checkpoint
+from common.devices import default_device
+from common.processes import Child, ChildDied
+from llm_service.config import LlmConfig, Meeting
+from llm_service.settings import Joined, Place
+
+_RESTART_SECONDS = 0.5
+_log = log.get("node")
+
+
+async def lend(config: LlmConfig, meeting: Meeting) -> None:
+    """Runs this host's ranks until SIGTERM or SIGINT."""
+    log.configure(config.log_level, service="llm-node")
+    here = config.tp // meeting.nodes
+    first = Place(
+        rank=meeting.node_rank * here,
+        size=config.tp,
+        nodes=meeting.nodes,
+        host=meeting.host,
+        port=meeting.port,
+        timeout=config.rank_timeout_seconds,
+        device=config.device or default_device(),
+        model=str(Checkpoint.resolve(config.model).folder),
+        threads=config.threads,
+    )
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    keeping = asyncio.create_task(_keep(first, here))
+    await stop.wait()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _keep(first: Place, here: int) -> None:
+    while True:
+        try:
+            await _run(first, here)
+        except ChildDied as error:
+            _log.warning("the group has ended; this host joins the next one", cause=str(error))
+        await asyncio.sleep(_RESTART_SECONDS)
+
+
+async def _run(first: Place, here: int) -> None:
+    """One life of this host's ranks; raises ChildDied when one of them has ended, and takes the others with it."""
+    arena_fd = os.memfd_create("twinlens-rows")
+    children: list[Child[Joined]] = []
+    try:
+        for rank in range(first.rank, first.rank + here):
+            child: Child[Joined] = await Child.start("llm_service.worker", receives=Joined, fds=(arena_fd,))
+            children.append(child)
+            child.send(msgspec.structs.replace(first, rank=rank))
+        for child in children:
+            await child.receive()
+        print(f"ready ranks={first.rank}-{first.rank + here - 1}", flush=True)  # noqa: T201 - what it prints when it serves
+        ends = [asyncio.ensure_future(child.receive()) for child in children]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        done.pop().result()
+    finally:
+        for child in children:
+            child.kill()
+            await child.stop()
+        os.close(arena_fd)

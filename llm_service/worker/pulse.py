@@ -1,0 +1,80 @@
+"""How a rank of a group knows that the others live: beats in the store that they met at.
+
+A collective that waits for a lost rank cannot tell; within a captured graph it would wait for ever. So a thread of each
+rank counts a beat up every half second: rank 0 watches everybody's, everybody watches rank 0's. A beat that stands
+still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
+
+from common import log
+from llm_service.settings import Place
+
+_BEAT_SECONDS = 0.5
+_log = log.get("pulse")
+
+
+class Process(Protocol):
+    """A child process of this one."""
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        ...
+
+
+class Pulse:
+    """A connection of its own to the store, so that a beat never waits behind another question."""
+
+    def __init__(self, place: Place, children: Sequence[Process] = ()) -> None:
+        """`children` are processes that are watched as well: one that ends by a signal or an error is lost at once."""
+        self._limit = place.timeout
+        self._children = children
+        self._own = _key(place.rank)
+        self._others = [_key(rank) for rank in range(1, place.size)] if place.rank == 0 else [_key(0)]
+        self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=place.timeout))
+        self._store.set(self._own, "0")
+
+    def start(self, die: Callable[[], None] = lambda: os._exit(1)) -> None:
+        """Begins to beat and to watch, in a thread; to be called when every rank has joined. `die` ends the process."""
+        threading.Thread(target=self._run, args=(die,), name="pulse", daemon=True).start()
+
+    def _run(self, die: Callable[[], None]) -> None:
+        try:
+            self._watch()
+        except RuntimeError as error:  # the store's own errors are such
+            _log.error("the group has ended", cause=str(error).partition("\n")[0])
+        die()
+
+    def _watch(self) -> None:
+        """Returns when another rank is lost."""
+        seen: dict[str, tuple[bytes, float]] = {}
+        before = time.monotonic()
+        for count in range(1, 1 << 62):
+            self._store.set(self._own, str(count))
+            if any(child.poll() for child in self._children):
+                _log.error("a rank of this host has ended")
+                return
+            now = time.monotonic()
+            if now - before > 2 * _BEAT_SECONDS:  # this process was held up itself, so it judges no one by the time
+                seen.clear()
+            before = now
+            for key, beat in zip(self._others, self._store.multi_get(self._others), strict=True):
+                if key not in seen or seen[key][0] != beat:
+                    seen[key] = (beat, now)
+                elif now - seen[key][1] > self._limit:
+                    _log.error("a rank is frozen or cut off", rank=key)
+                    return
+            time.sleep(_BEAT_SECONDS)
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"

@@ -1,0 +1,117 @@
+"""A group whose ranks are spread over two hosts: two launches that share nothing but the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests import pictures
+from tests.launch import ROOT, command_line, descendants, llm_server
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user
+
+PROMPTS = [
+    about(pictures.encoded(pictures.photograph("coffee").resize((160, 120)))),
+    user("Tell me about two red circles."),
+]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The second host, for the length of the block; it has to end on SIGTERM and leave no process behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llm_service", "--model", str(model), "--threads=1", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environ},
+    )
+    known: set[int] = set()
+    try:
+        yield process
+        known = set(descendants(process.pid))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        until(lambda: not any(map(command_line, known)), "its ranks are gone")
+    finally:
+        for pid in {*known, *descendants(process.pid)}:
+            if command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, checkpoints: Callable[..., Path]) -> None:
+    """With four ranks there is a second one on each host, which has its rows from the first."""
+    folder, address = checkpoints("qwen3_vl"), f"127.0.0.1:{free_port()}"
+    spread = {"tp": ranks, "nodes": 2, "rendezvous": address}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in spread.items()]
+    with pair(folder) as one:
+        expected = [tokens(one.text, asked(prompt, greedy(32))) for prompt in PROMPTS]
+        with (
+            other_host(folder, *flags, "--node-rank=1") as second,
+            llm_server(folder, one.encoder.address, **LLM_FLAGS, **spread) as service,
+            LlmClient(service.address) as two,
+        ):
+            assert second.stdout is not None
+            here = ranks // 2
+            assert second.stdout.readline() == f"ready ranks={here}-{ranks - 1}\n"
+            assert [tokens(two, asked(prompt, greedy(32))) for prompt in PROMPTS] == expected
+            assert len(two.get_info().devices) == ranks
+            assert len(service.children("llm_service.worker")) == here - 1
+
+
+def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(checkpoints: Callable[..., Path]) -> None:
+    """The hosts are told of each other by the variables that launchers set."""
+    folder = checkpoints("qwen3_vl")
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    first = {**LLM_FLAGS, "tp": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launcher.items():
+            patch.setenv(name, value)
+        with (
+            other_host(folder, "--tp=2", RANK="1") as second,
+            llm_server(folder, **first) as service,
+            LlmClient(service.address) as client,
+        ):
+            expected = tokens(client, asked(PROMPTS[1]))
+            for fault in (signal.SIGKILL, signal.SIGSTOP):
+                (rank,) = [pid for pid, line in descendants(second.pid).items() if "llm_service.worker" in line]
+                stream = client.generate(asked(user("count"), greedy(4000)))
+                assert next(iter(stream)).HasField("started")
+                os.kill(rank, fault)
+                with pytest.raises(TwinlensError) as error:
+                    for _ in stream:
+                        pass
+                assert error.value.code is grpc.StatusCode.UNAVAILABLE
+                if fault is signal.SIGSTOP:  # nothing on its host can tell that it is frozen: its own connection does
+                    os.kill(rank, signal.SIGCONT)
+                until(lambda: _serves(client), "the group is back")
+                assert tokens(client, asked(PROMPTS[1])) == expected
+
+
+def _serves(client: LlmClient) -> bool:
+    try:
+        client.get_load()
+    except TwinlensError:
+        return False
+    return True
