@@ -34,15 +34,35 @@ class Linear(nn.Module):
         if not shared:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, inputs] → […, outputs]."""
+    def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+        """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""
         if self._blocked is None:
-            return functional.linear(x, self.weight, self.bias)
+            out = functional.linear(x, self.weight, self.bias)
+        elif fused := _fused(activation):
+            return self._product(x, self._blocked, fused)
+        else:
+            out = self._product(x, self._blocked, _NONE)
+        return out if activation is None else activation(out)
+
+    def _product(self, x: Tensor, blocked: Tensor, fused: tuple[str, str]) -> Tensor:
         rows = x.shape[0] if x.dim() == 2 else 0
         if rows in (1, 2):
             x = functional.pad(x, (0, 0, 0, _PADDED - rows))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
+        name, variant = fused
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, self.bias, name, [], variant)
         return out[:rows] if rows in (1, 2) else out
+
+
+_NONE = ("none", "")
+
+
+def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
+    """oneDNN's name for an activation, and its variant; None where it has none."""
+    if activation is None:
+        return _NONE
+    if isinstance(activation, nn.GELU):
+        return "gelu", activation.approximate
+    return ("swish", "") if isinstance(activation, nn.SiLU) else None
 
 
 def settle_linears(module: nn.Module) -> None:

@@ -110,7 +110,8 @@ class Merger(nn.Module):
         self.mlp = nn.Sequential(Linear(self.joined, self.joined), nn.GELU(), Linear(self.joined, out))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows: Tensor = self.mlp(self.ln_q(x).view(-1, self.joined))
+        first, act, second = self.mlp
+        rows: Tensor = second(first(self.ln_q(x).view(-1, self.joined), act))
         return rows
 
 

@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
         self.act = blocks.activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.gate_proj(x, self.act) * self.up_proj(x))
         return out
 
 

@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         self.fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        out: Tensor = self.fc2(self.fc1(x, self.act))
         return out
 
 

@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
         self.linear_fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_fc2(self.act(self.linear_fc1(x)))
+        out: Tensor = self.linear_fc2(self.linear_fc1(x, self.act))
         return out
 
 
@@ -47,7 +47,7 @@ class Merger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         joined = self.norm(x.view(-1, self.joined)) if self.norm_joined else self.norm(x).view(-1, self.joined)
-        out: Tensor = self.linear_fc2(self.act(self.linear_fc1(joined)))
+        out: Tensor = self.linear_fc2(self.linear_fc1(joined, self.act))
         return out
 
 

@@ -31,6 +31,27 @@ def test_every_number_of_rows_gives_the_plain_product(bias: bool, dtype: torch.d
         torch.testing.assert_close(out, functional.linear(x, weight, layer.bias), rtol=tolerance, atol=tolerance)
 
 
+class Halved(nn.Module):
+    """An activation that oneDNN does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), Halved()])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_an_activation_in_the_same_pass_is_the_same(
+    activation: nn.Module, dtype: torch.dtype, tolerance: float
+) -> None:
+    layer = filled(48, 33, dtype=dtype)
+    for rows in (1, 2, 17):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        expected = activation(layer(x).float()).to(dtype)
+        torch.testing.assert_close(layer(x, activation), expected, rtol=tolerance, atol=tolerance)
+    layer.settle()
+    torch.testing.assert_close(layer(x, activation), expected, rtol=tolerance, atol=tolerance)
+
+
 def test_a_batch_of_any_shape_is_taken() -> None:
     layer = filled(16, 8)
     x = torch.randn(2, 3, 16)
