@@ -21,6 +21,9 @@ from twinlens.v1 import encoder_pb2
 _PIECE = 8 << 20
 """Bytes copied by one call of a thread: prefill may begin with them while the rest is being copied."""
 
+_BLOCK = 256 << 10
+"""Bytes that are copied, and then checked, while they are in a core's cache."""
+
 _AT_ONCE = 256 << 10
 """Bytes that are copied faster than a thread is asked to."""
 
@@ -114,11 +117,15 @@ class Region:
             raise DataLoss("the encoder whose memory it was is gone")
 
     def _copy(self, source: memoryview, target: memoryview) -> None:
-        """Copies without holding the interpreter; the check reads what the cache still has."""
+        """Copies without holding the interpreter, in blocks that the cache still has when they are checked."""
         with source, target:
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-            if not all_finite(target, self._dtype):
-                raise DataLoss("an encoder sent numbers that are not finite")
+            there, here = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+            for start in range(0, len(here), _BLOCK):
+                block = here[start : start + _BLOCK]
+                np.copyto(block, there[start : start + _BLOCK])
+                if not all_finite(block.data, self._dtype):
+                    raise DataLoss("an encoder sent numbers that are not finite")
+            del there, here, block  # they hold the views
 
     def _release(self, number: int) -> None:
         try:
