@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from common.config import option, size, words
 from common.grpc_server import ServerConfig
+from encoder_service.engine.tier_client import SCHEMES
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
@@ -49,6 +50,18 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         minimum=1,
     )
     store_bytes: int = option(1 << 30, "memory for computed rows", parse=size, minimum=1 << 16)
+    shared_store: str = option(
+        "",
+        "Redis or Valkey server that replicas share rows through, as redis://, rediss:// (TLS), valkey(s):// or unix://",
+        secret=True,
+    )
+    shared_store_seconds: float = option(
+        0.5, "longest that a look-up there may take, rows included; what is slower is a miss", minimum=0.01
+    )
+    shared_store_ttl_seconds: float = option(3600.0, "how long rows stay there after they were last used", minimum=1)
+    shared_wait_seconds: float = option(
+        5.0, "longest wait for rows that another replica is computing, before they are computed here too", minimum=0.1
+    )
     staging_bytes: int = option(1 << 30, "memory for media on the way to a worker", parse=size, minimum=1 << 16)
     max_patches_per_call: int = option(
         65_536, "most patches of one picture or frame group; bounds a worker's memory", minimum=4
@@ -69,6 +82,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         """Raises ValueError where options contradict each other."""
         if not self.model:
             raise ValueError("--model is needed")
+        if self.shared_store and not self.shared_store.startswith(SCHEMES):
+            raise ValueError(f"--shared-store must begin with one of {' '.join(SCHEMES)}")
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         self.graph_budgets()

@@ -14,6 +14,7 @@ from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
 KEY_BYTES = 32
+_MOST_KEYS = 1024
 
 _MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
 MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
@@ -76,6 +77,21 @@ def key(value: bytes, field: str) -> bytes:
     if len(value) != KEY_BYTES:
         raise InvalidInput(f"a content key has {KEY_BYTES} bytes", reason="BAD_KEY", field=field)
     return value
+
+
+def keys(request: encoder_pb2.ProbeRequest) -> list[bytes]:
+    """The keys that are asked about; raises InvalidInput for too many, or one of another length."""
+    if len(request.keys) > _MOST_KEYS:
+        raise InvalidInput(f"more than {_MOST_KEYS} keys", reason="TOO_MANY_KEYS", field="keys")
+    return [key(value, f"keys[{index}]") for index, value in enumerate(request.keys)]
+
+
+def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad | None:
+    """What the shared store did, as it travels; None where there is none."""
+    if counts is None:
+        return None
+    names = ("hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
+    return encoder_pb2.SharedStoreLoad(**{name: counts[name] for name in names})
 
 
 def header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> encoder_pb2.EncodeHeader:

@@ -81,6 +81,10 @@ def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:
     yield gauge("store_bytes", "bytes of rows in the store", store.used)
     yield gauge("store_capacity_bytes", "the store's budget", store.capacity)
     yield gauge("store_entries", "entries of the store", len(store))
+    if (shared := encoder.tier_counts) is not None:
+        about = "what the shared store did for this replica"
+        events = _by(shared, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
+        yield total("shared_store_events", about, events, ["event"])
     yield gauge("leases", "entries that readers hold in shared memory", link.leases)
     yield total("rows_out", "rows that were sent", convert.by_transport(link.sent.rows), ["transport"])
     yield total("bytes_out", "bytes of rows that were sent", convert.by_transport(link.sent.bytes), ["transport"])

@@ -20,8 +20,10 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
+from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.workers import WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
@@ -99,7 +101,10 @@ async def serve(config: EncoderConfig) -> None:
         fetcher = Fetcher(config)
         running.callback(fetcher.close)
         contents = Contents(fetcher, config, digest)
-        encoder = Encoder(pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes)
+        tier = _tier(config, rows, layout)
+        encoder = Encoder(
+            pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes, tier=tier
+        )
         link = await running.enter_async_context(
             Link.open(
                 rows,
@@ -117,7 +122,19 @@ async def serve(config: EncoderConfig) -> None:
         await dispatcher.stop()
         async with asyncio.timeout(_LAST_SECONDS):
             await encoder.stop()
+            if tier is not None:
+                await tier.stop()
         encoder.check_integrity(idle=True)
+
+
+def _tier(config: EncoderConfig, store: Store, layout: RowLayout) -> SharedTier | None:
+    """The shared tier, at work, where there is one. It need not answer, now or ever."""
+    if not config.shared_store:
+        return None
+    client = TierClient(config.shared_store, seconds=config.shared_store_seconds)
+    tier = SharedTier(client, store, layout, ttl=config.shared_store_ttl_seconds, wait=config.shared_wait_seconds)
+    tier.start()
+    return tier
 
 
 async def _start(decoders: DecoderPool, dispatcher: Dispatcher) -> None:

@@ -91,12 +91,8 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.ProbeRequest, encoder_pb2.ProbeResponse],
     ) -> encoder_pb2.ProbeResponse:
         """Says which keys are here."""
-        store = self._ready().encoder.pipeline.store
-        present = [
-            store.has(convert.key(value, f"keys[{index}]"), request.cache_salt)
-            for index, value in enumerate(request.keys)
-        ]
-        return encoder_pb2.ProbeResponse(present=present)
+        encoder = self._ready().encoder
+        return encoder_pb2.ProbeResponse(present=await encoder.has(convert.keys(request), request.cache_salt))
 
     async def Release(
         self,
@@ -160,6 +156,7 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
                 for number, rows in link.sent.rows.items()
             ],
+            shared=convert.shared_load(encoder.tier_counts),
             stage_totals=convert.timings(
                 {
                     **encoder.pipeline.seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -18,8 +18,10 @@ from common.errors import Internal, NotFound, TwinlensError
 from encoder_service.engine.admission import Admission, Seat
 from encoder_service.engine.content import Contents
 from encoder_service.engine.flight import Flight, Ticket
+from encoder_service.engine.journey import Journey, not_found
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.item import Header, Item, Key, Modality, Plan, Url
+from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.item import Header, Item, Key, Modality, Url
 
 FlightKey = tuple[bytes, str, Modality]
 """A key of content stands for its salt and modality as well; one that a caller made up need not."""
@@ -33,12 +35,23 @@ class Encoder:
     At most `items` items and `size` bytes of media are held at once. `counts` are totals since start.
     """
 
-    def __init__(self, pipeline: Pipeline, contents: Contents, digest: str, *, items: int, size: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        contents: Contents,
+        digest: str,
+        *,
+        items: int,
+        size: int,
+        tier: SharedTier | None = None,
+    ) -> None:
         self.pipeline = pipeline
         self.digest = digest
         self.counts: Counter[str] = Counter()
         self._store = pipeline.store
         self._contents = contents
+        self._tier = tier
+        self._journey = Journey(pipeline, tier, self.counts)
         self._admission = Admission(items, size)
         self._flights: dict[FlightKey, Flight] = {}
         self._warming: set[asyncio.Task[None]] = set()
@@ -66,6 +79,20 @@ class Encoder:
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
         return await asyncio.shield(known)
+
+    async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
+        """Which keys have rows, here or in the shared tier, that were made under this salt."""
+        here = [self._store.has(key, salt) for key in keys]
+        elsewhere = [key for key, present in zip(keys, here, strict=True) if not present]
+        if self._tier is None or not elsewhere:
+            return here
+        found = dict(zip(elsewhere, await self._tier.find_all(elsewhere, salt), strict=True))
+        return [present or found[key] is not None for key, present in zip(keys, here, strict=True)]
+
+    @property
+    def tier_counts(self) -> Mapping[str, int] | None:
+        """What the shared tier did; None where there is none."""
+        return None if self._tier is None else self._tier.counts
 
     @property
     def queued(self) -> int:
@@ -96,7 +123,7 @@ class Encoder:
         """Learns what an item is, and finds its entry or its flight."""
         item = ticket.item
         if isinstance(item.source, Url):
-            if item.source.key and self._known(ticket, item.source.key, rows=rows):
+            if item.source.key and await self._known(ticket, item.source.key, rows=rows):
                 return
             with ticket.timed("fetch", self.pipeline.seconds):
                 item = await self._contents.fetched(item, mime_type)
@@ -109,11 +136,14 @@ class Encoder:
         if ticket.flight is not None and ticket.flight.item is item:
             seat.weigh(item.size)
 
-    def _known(self, ticket: Ticket, key: bytes, *, rows: bool) -> bool:
+    async def _known(self, ticket: Ticket, key: bytes, *, rows: bool) -> bool:
         """What an address gave before is still here, so that it need not be fetched."""
         try:
             self._seek(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
+            if ticket.flight is not None:
+                await asyncio.shield(ticket.flight.header)
         except NotFound:
+            self._disembark(ticket)
             return False
         return True
 
@@ -125,23 +155,25 @@ class Encoder:
             self._store.pin(entry)
             ticket.found = entry
             return
-        if isinstance(item.source, Key) and (key, item.salt, item.modality) not in self._flights:
-            raise NotFound("no such key is in the store", reason="KEY_NOT_FOUND", field=f"{item.field}.key")
+        if isinstance(item.source, Key) and self._tier is None and _name(key, item) not in self._flights:
+            raise not_found(f"{item.field}.key")
         ticket.flight = self._board(item, key, rows=rows)
 
     def _disembark(self, ticket: Ticket) -> None:
-        if ticket.flight is not None:
-            self._leave(ticket.flight)
-        elif ticket.found is not None:
-            self._store.unpin(ticket.found)
+        flight, found, ticket.flight, ticket.found = ticket.flight, ticket.found, None, None
+        if flight is not None:
+            self._leave(flight)
+        elif found is not None:
+            self._store.unpin(found)
 
     def _board(self, item: Item, key: bytes, *, rows: bool) -> Flight:
-        name = (key, item.salt, item.modality)
+        name = _name(key, item)
         flight = self._flights.get(name)
-        if rows:
-            self.counts["hits" if flight and flight.wanted.is_set() else "misses"] += 1
+        if flight is not None and flight.wanted.is_set():
+            self.counts["hits"] += rows
+        if flight is not None and isinstance(flight.item.source, Key):
+            flight.item = item  # it may bring the content, should the rows not be found
         if flight is None:
-            self.pipeline.dispatcher.check(key)
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
             self._flights[name] = flight
@@ -164,23 +196,18 @@ class Encoder:
 
     def _forget(self, flight: Flight) -> None:
         """Lets no one join any more."""
-        name = (flight.key, flight.item.salt, flight.item.modality)
+        name = _name(flight.key, flight.item)
         if self._flights.get(name) is flight:
             del self._flights[name]
 
     async def _fly(self, flight: Flight) -> None:
         """The flight's one task. It ends with both futures settled, or cancelled with no one waiting."""
         try:
-            plan = await self.pipeline.plan(flight)
-            header = _header(flight, plan)
-            flight.header.set_result(header)
-            await flight.wanted.wait()
-            entry = await self.pipeline.compute(flight, plan, header)
+            entry = await self._journey.go(flight)
         except TwinlensError as error:
             self.counts["failed"] += 1
             flight.fail(error)
         else:
-            self.counts["encoded"] += 1
             flight.entry.set_result(entry)
             if not flight.tickets:
                 self._store.unpin(entry)
@@ -202,12 +229,5 @@ class Encoder:
             known.cancel()
 
 
-def _header(flight: Flight, plan: Plan) -> Header:
-    return Header(
-        key=flight.key,
-        modality=flight.item.modality,
-        grid=plan.grid,
-        tokens=plan.tokens,
-        timestamps=plan.timestamps,
-        seconds_per_grid=plan.seconds_per_grid,
-    )
+def _name(key: bytes, item: Item) -> FlightKey:
+    return key, item.salt, item.modality

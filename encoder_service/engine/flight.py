@@ -33,6 +33,8 @@ class Flight:
     units: list[Unit] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
+    found: bool = False
+    """The rows were in the shared tier, so that nothing is computed."""
 
     @property
     def started(self) -> bool:
@@ -77,7 +79,7 @@ class Ticket:
     @property
     def cached(self) -> bool:
         """The rows were here when the caller asked, after `header`."""
-        return self.flight is None
+        return self.flight is None or self.flight.found
 
     @property
     def stage(self) -> str:

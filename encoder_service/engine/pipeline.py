@@ -89,13 +89,13 @@ class Pipeline:
         Room is made only for what could be decoded, so that broken media push nothing out of the store.
         """
         if isinstance(source := flight.item.source, Embedding):
-            return await self._keep(flight, header, lambda rows: _fill(self.store.buffer, rows, source.data))
+            return await self.keep(flight, header, lambda rows: _fill(self.store.buffer, rows, source.data))
         async with self._decoded(flight, plan) as pixels:
-            return await self._keep(flight, header, lambda rows: self._run(flight, plan, pixels, rows))
+            return await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, rows))
 
-    async def _keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
+    async def keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
         """Makes room, has the rows written there, and turns them into an entry."""
-        with self._stage(flight, "room"):
+        with self.timed(flight, "room"):
             rows = await self.store.reserve(header.tokens)
         try:
             await write(rows)
@@ -107,7 +107,7 @@ class Pipeline:
     async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
-        with self._stage(flight, "inspect"):
+        with self.timed(flight, "inspect"):
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
                 return await self._decoders.inspect(lease.ranges[0], video=video, field=flight.item.field)
@@ -124,7 +124,7 @@ class Pipeline:
         assert isinstance(source, bytes | bytearray)
         async with self._room(flight, len(source), plan.pixel_bytes) as lease:
             encoded, pixels = lease.ranges
-            with self._stage(flight, "decode"):
+            with self.timed(flight, "decode"):
                 await _fill(buffer, encoded, source)
                 video = flight.item.modality is Modality.VIDEO
                 await self._decoders.decode(encoded, pixels, plan, video=video, field=flight.item.field)
@@ -176,7 +176,7 @@ class Pipeline:
         )
 
     @contextmanager
-    def _stage(self, flight: Flight, name: str) -> Iterator[None]:
+    def timed(self, flight: Flight, name: str) -> Iterator[None]:
         started, flight.stage = time.perf_counter(), name
         try:
             yield

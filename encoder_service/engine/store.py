@@ -64,6 +64,10 @@ class Store:
         entry = self._entries.get(key)
         return entry is not None and entry.salt == salt_hash(salt)
 
+    def peek(self, key: bytes, salt: str) -> Entry | None:
+        """As `find`, without counting as use."""
+        return self._entries[key] if self.has(key, salt) else None
+
     def find(self, key: bytes, salt: str) -> Entry | None:
         """The entry of a key, if it was made under this salt; it becomes the most recently used."""
         if not self.has(key, salt):

@@ -252,7 +252,7 @@ class EncoderServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetLoadResponse(_message.Message):
-    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent", "estimated_milliseconds")
+    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent", "estimated_milliseconds", "shared")
     QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITEMS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class EncoderServiceGetLoadResponse(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     ROWS_SENT_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     queued_items: int
     running_items: int
     queued_patches: int
@@ -289,7 +290,8 @@ class EncoderServiceGetLoadResponse(_message.Message):
     leases: int
     rows_sent: _containers.RepeatedCompositeFieldContainer[RowsSent]
     estimated_milliseconds: int
-    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ..., estimated_milliseconds: _Optional[int] = ...) -> None: ...
+    shared: SharedStoreLoad
+    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ..., estimated_milliseconds: _Optional[int] = ..., shared: _Optional[_Union[SharedStoreLoad, _Mapping]] = ...) -> None: ...
 
 class RowsSent(_message.Message):
     __slots__ = ("transport", "rows", "bytes")
@@ -300,6 +302,22 @@ class RowsSent(_message.Message):
     rows: int
     bytes: int
     def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class SharedStoreLoad(_message.Message):
+    __slots__ = ("hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    GARBAGE_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_IN_VAIN_FIELD_NUMBER: _ClassVar[int]
+    hits: int
+    errors: int
+    garbage: int
+    written: int
+    dropped: int
+    waits_in_vain: int
+    def __init__(self, hits: _Optional[int] = ..., errors: _Optional[int] = ..., garbage: _Optional[int] = ..., written: _Optional[int] = ..., dropped: _Optional[int] = ..., waits_in_vain: _Optional[int] = ...) -> None: ...
 
 class EncoderServiceFlushCacheRequest(_message.Message):
     __slots__ = ()

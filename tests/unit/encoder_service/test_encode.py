@@ -16,8 +16,10 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
+from encoder_service.engine.tier_client import TierClient
 from encoder_service.item import Inspection, Item, Key, Modality, Pixels
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
@@ -57,6 +59,7 @@ async def encoder(
     answers=lambda _: DONE,
     decoders=None,
     fetcher=None,
+    shared=None,
     items=64,
     store_bytes=8192,
     staging=1 << 16,
@@ -86,12 +89,19 @@ async def encoder(
         batch_patches=4096,
     )
     fetcher = fetcher or Fetcher(FetchConfig())
-    made = Encoder(pipeline, Contents(fetcher, MediaLimits(), "digest"), "digest", items=items, size=1 << 20)
+    contents, tier = Contents(fetcher, MediaLimits(), "digest"), None
+    if shared:
+        tier = SharedTier(TierClient(shared, seconds=5.0), pipeline.store, LAYOUT, ttl=60, wait=5.0)
+        tier.start()
+    made = Encoder(pipeline, contents, "digest", items=items, size=1 << 20, tier=tier)
     try:
         yield made, children[0]
     finally:
         await dispatcher.stop()
         await made.stop()
+        if tier:
+            await tier.stop()
+            tier.check_integrity()
         await turns()
         made.check_integrity(idle=True)
         for arena in arenas:

@@ -1,0 +1,246 @@
+"""The shared tier: rows in a Redis or Valkey server that all replicas ask before they compute.
+
+An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`). The header is written last, so
+that an item is either whole or not there. Beside it lies, for as long as some replica computes the item, a lock with
+that replica's token and an expiry: the others wait for the rows within a bound, then compute for themselves. So a lost
+replica, a lost server or a lost key cost time, never an item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from common import log, tasks
+from common.wire import RowLayout
+from encoder_service.engine import tier_format
+from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.tier_client import TierClient
+from encoder_service.engine.tier_format import Garbage
+from encoder_service.item import Header
+
+_PREFIX = "twinlens:rows:"
+_LOCKS = "twinlens:lock:"
+_HEADER = b"h"
+_AT_ONCE = 4
+"""Chunks that are asked for together."""
+
+_WRITES = 256
+"""Items that wait to be written; further ones are not."""
+
+_WRITE_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+_UNLOCK = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+
+_log = log.get("shared store")
+
+
+class TierMiss(Exception):
+    """The rows are not in the tier after all."""
+
+
+class Turn:
+    """A replica's turn to compute an item. `found` is set where another replica has put it into the tier."""
+
+    def __init__(self, found: Header | None) -> None:
+        self.found = found
+        self.entry: Entry | None = None
+
+
+class SharedTier:
+    """Rows of `layout`, `ttl` seconds after they were last asked for. `start` and `stop` are its owner's.
+
+    `wait` is how many seconds a replica waits for another's rows. No method raises because of the server.
+    """
+
+    def __init__(self, client: TierClient, store: Store, layout: RowLayout, *, ttl: float, wait: float) -> None:
+        self.client = client
+        self.counts = client.counts
+        self._store = store
+        self._layout = layout
+        self._ttl = max(1, round(ttl))
+        self._wait = wait
+        self._queue: asyncio.Queue[tuple[bytes, str, bytes]] = asyncio.Queue(_WRITES)
+        self._writer: asyncio.Task[None] | None = None
+        self._unlocking: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begins to write what is offered."""
+        self._writer = tasks.start(self._write_all(), "shared store writer")
+
+    async def stop(self) -> None:
+        """Ends writing, and lets go of the server; what has not been written is not."""
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        while not self._queue.empty():
+            key, _, token = self._queue.get_nowait()
+            self._unlock_soon(key, token)
+        await asyncio.gather(*self._unlocking)
+        await self.client.close()
+
+    async def find(self, key: bytes, salt: str) -> Header | None:
+        """The header of an item that is in the tier under this salt."""
+        return (await self.find_all([key], salt))[0]
+
+    async def find_all(self, keys: Sequence[bytes], salt: str) -> list[Header | None]:
+        """As `find`, for several keys at once."""
+
+        async def get(server: Any) -> list[Any]:
+            async with server.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.hget(_name(key), _HEADER).expire(_name(key), self._ttl)
+                answers: list[Any] = await pipe.execute(raise_on_error=False)
+                return answers
+
+        answers = await self.client.ask(get) or [None] * (2 * len(keys))
+        return [self._header(key, salt, found) for key, found in zip(keys, answers[::2], strict=True)]
+
+    async def load(self, header: Header, into: memoryview) -> None:
+        """Copies an item's rows to `into`; raises TierMiss where they cannot be had whole and in time."""
+        chunks = list(enumerate(self._layout.chunks(0, header.tokens)))
+
+        async def get(server: Any) -> Garbage | bool:
+            for at in range(0, len(chunks), _AT_ONCE):
+                some = chunks[at : at + _AT_ONCE]
+                found = await server.hmget(_name(header.key), [str(number) for number, _ in some])
+                try:
+                    for data, (number, run) in zip(found, some, strict=True):
+                        tier_format.read_chunk(data, header.key, number, self._place(into, run))
+                except Garbage as why:
+                    return why
+            return True
+
+        got = await self.client.ask(get)
+        if isinstance(got, Garbage):
+            await self._discard(header.key, got)
+        if got is not True:
+            raise TierMiss
+        self.counts["hits"] += 1
+
+    @asynccontextmanager
+    async def turn(self, key: bytes, salt: str) -> AsyncIterator[Turn]:
+        """This replica's turn to compute an item, or another's rows.
+
+        The block sets `entry` once it has computed; it is then written behind the caller's back, and the lock goes when
+        it is. On every other way out the lock goes at once.
+        """
+        token = secrets.token_bytes(16)
+        found, locked = await self._settle(key, salt, token)
+        turn = Turn(found)
+        try:
+            yield turn
+        finally:
+            if turn.entry is not None:
+                self._offer(key, salt, token)
+            elif locked:
+                self._unlock_soon(key, token)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where, once stopped, something is under way."""
+        assert not self._unlocking, "a lock is being given back"
+
+    async def _settle(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
+        """Waits until an item is in the tier, or its lock is ours, or it is not worth waiting any more."""
+        pause, end = _FIRST_PAUSE, time.monotonic() + self._wait
+        expiry = max(1, round(1000 * self._wait))
+
+        async def look(server: Any) -> list[Any]:
+            async with server.pipeline(transaction=False) as pipe:
+                pipe.set(_lock(key), token, nx=True, px=expiry).hget(_name(key), _HEADER)
+                answers: list[Any] = await pipe.execute(raise_on_error=False)
+                return answers
+
+        while True:
+            answers = await self.client.ask(look)
+            if answers is None:
+                return None, False
+            locked, data = answers
+            if (found := self._header(key, salt, data)) is not None or locked is not None:
+                return found, locked is True  # else an error, as of a server that may only be read
+            if time.monotonic() >= end:
+                self.counts["waits_in_vain"] += 1
+                return None, False
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _header(self, key: bytes, salt: str, data: Any) -> Header | None:
+        if not isinstance(data, bytes):
+            return None
+        try:
+            return tier_format.read_header(data, key, salt, self._layout)
+        except Garbage as why:
+            self._start(self._discard(key, why))
+            return None
+
+    async def _discard(self, key: bytes, why: Garbage) -> None:
+        _log.warning("the shared store holds something else", why=str(why))
+        self.counts["garbage"] += 1
+        await self.client.ask(lambda server: server.unlink(_name(key)))
+
+    def _offer(self, key: bytes, salt: str, token: bytes) -> None:
+        """Has an entry written when there is time; at once dropped where too many wait."""
+        try:
+            self._queue.put_nowait((key, salt, token))
+        except asyncio.QueueFull:
+            self.counts["dropped"] += 1
+            self._unlock_soon(key, token)
+
+    async def _write_all(self) -> None:
+        while True:
+            key, salt, token = await self._queue.get()
+            try:
+                entry = self._store.peek(key, salt)
+                if entry is not None and await self._write(entry, salt):
+                    self.counts["written"] += 1
+                else:
+                    self.counts["dropped"] += 1
+            finally:
+                self._unlock_soon(key, token)
+
+    async def _write(self, entry: Entry, salt: str) -> bool:
+        """Writes an entry, chunk by chunk and the header last. The entry is pinned meanwhile."""
+        header, name = entry.header, _name(entry.header.key)
+
+        async def put(server: Any) -> bool:
+            await server.unlink(name)
+            for number, run in enumerate(self._layout.chunks(0, header.tokens)):
+                chunk = tier_format.pack_chunk(header.key, number, self._place(rows, run))
+                await self._set(server, name, str(number), chunk)
+            await self._set(server, name, _HEADER, tier_format.pack_header(header, salt, self._layout))
+            return True
+
+        with self._store.pinned(entry) as rows:
+            return bool(await self.client.ask(put, seconds=_WRITE_SECONDS))
+
+    async def _set(self, server: Any, name: str, field: str | bytes, value: bytes) -> None:
+        """Sets one field; each time with the expiry, so that nothing stays for ever when we are cut off."""
+        async with server.pipeline(transaction=True) as pipe:
+            await pipe.hset(name, field, value).expire(name, self._ttl).execute()
+
+    def _place(self, rows: memoryview, run: tuple[int, int]) -> memoryview:
+        first, count = run
+        return rows[first * self._layout.row_bytes : (first + count) * self._layout.row_bytes]
+
+    def _unlock_soon(self, key: bytes, token: bytes) -> None:
+        self._start(self._unlock(key, token))
+
+    async def _unlock(self, key: bytes, token: bytes) -> None:
+        await self.client.ask(lambda server: server.eval(_UNLOCK, 1, _lock(key), token))
+
+    def _start(self, work: Any) -> None:
+        task = tasks.start(work, "shared store")
+        self._unlocking.add(task)
+        task.add_done_callback(self._unlocking.discard)
+
+
+def _name(key: bytes) -> str:
+    return _PREFIX + key.hex()
+
+
+def _lock(key: bytes) -> str:
+    return _LOCKS + key.hex()

@@ -1,0 +1,102 @@
+"""How an item's rows lie in the shared tier: a header that describes itself, and chunks of rows, each with a checksum.
+
+Whatever is read back is checked against its checksum, its key, and the layout of the model that is served; anything
+that does not fit raises `Garbage`. The checksums find damage, not forgery: who may write to the tier is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+import google_crc32c
+import msgspec
+
+from common.wire import RowLayout
+from encoder_service.item import Grid, Header, Modality
+
+MAGIC = b"TLR1"
+_CRC = struct.Struct("<I")
+
+
+class Garbage(Exception):
+    """What lies in the tier under a key is not what we would have put there."""
+
+
+class _Stored(msgspec.Struct, array_like=True):
+    """The header's body: what is known of the item, and the layout of its rows."""
+
+    key: bytes
+    owner: bytes
+    modality: Modality
+    grid: tuple[int, int, int]
+    tokens: int
+    timestamps: tuple[float, ...]
+    seconds_per_grid: float
+    levels: int
+    width: int
+    dtype: str
+
+
+def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
+    """The header's bytes: magic, body, CRC-32C of both."""
+    stored = _Stored(
+        key=header.key,
+        owner=owner(header.key, salt),
+        modality=header.modality,
+        grid=(header.grid.t, header.grid.h, header.grid.w),
+        tokens=header.tokens,
+        timestamps=header.timestamps,
+        seconds_per_grid=header.seconds_per_grid,
+        levels=layout.levels,
+        width=layout.width,
+        dtype=layout.dtype.value,
+    )
+    body = MAGIC + msgspec.msgpack.encode(stored)
+    return body + _CRC.pack(google_crc32c.value(body))
+
+
+def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header | None:
+    """The header of a key; None where it belongs to another tenant. Raises Garbage."""
+    body, crc = data[: -_CRC.size], data[-_CRC.size :]
+    if not body.startswith(MAGIC) or crc != _CRC.pack(google_crc32c.value(body)):
+        raise Garbage("a header is damaged")
+    try:
+        stored = msgspec.msgpack.decode(body[len(MAGIC) :], type=_Stored)
+    except msgspec.MsgspecError as error:
+        raise Garbage("a header cannot be read") from error
+    if stored.key != key or (stored.levels, stored.width, stored.dtype) != (layout.levels, layout.width, layout.dtype):
+        raise Garbage("a header is another item's, or another model's")
+    if min(*stored.grid, stored.tokens) < 1:
+        raise Garbage("a header makes no sense")
+    if not hmac.compare_digest(stored.owner, owner(key, salt)):
+        return None
+    return Header(key, stored.modality, Grid(*stored.grid), stored.tokens, stored.timestamps, stored.seconds_per_grid)
+
+
+def owner(key: bytes, salt: str) -> bytes:
+    """What shows that a caller knows the salt under which a key was made, and nothing else about it."""
+    return hmac.digest(salt.encode(), key, hashlib.sha256)
+
+
+def pack_chunk(key: bytes, number: int, rows: memoryview) -> bytes:
+    """Rows behind a CRC-32C that also covers where they belong."""
+    data = bytes(rows)
+    return _CRC.pack(_checksum(key, number, data)) + data
+
+
+def read_chunk(data: bytes | None, key: bytes, number: int, into: memoryview) -> None:
+    """Copies a chunk's rows to where they belong; raises Garbage where they are missing or damaged."""
+    if data is None or len(data) != _CRC.size + len(into):
+        raise Garbage("a chunk is missing, or has another size")
+    rows = data[_CRC.size :]
+    if data[: _CRC.size] != _CRC.pack(_checksum(key, number, rows)):
+        raise Garbage("a chunk is damaged")
+    into[:] = rows
+
+
+def _checksum(key: bytes, number: int, rows: bytes) -> int:
+    start: int = google_crc32c.value(key + number.to_bytes(4, "little"))
+    value: int = google_crc32c.extend(start, rows)
+    return value

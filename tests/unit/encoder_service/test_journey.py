@@ -1,0 +1,116 @@
+"""Replicas over one real shared store, with fake decoders and workers: who computes, who loads, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from common.errors import InvalidInput, NotFound, TwinlensError
+from encoder_service.item import Key
+from encoder_service.worker.messages import BatchFailed
+from tests import valkey_server
+from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
+from tests.unit.encoder_service.test_encode import LAYOUT, SEEN, encoder, item, rows
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def running():
+    with valkey_server.server() as made:
+        yield made
+
+
+@pytest.fixture
+def server(running):
+    with running.client() as client:
+        client.flushall()
+    return running
+
+
+async def written(made, count: int) -> None:
+    await asyncio.to_thread(until, lambda: made.tier_counts["written"] >= count, "the rows are shared")
+
+
+async def test_replicas_compute_an_item_once_between_them(monkeypatch, server):
+    async with (
+        encoder(monkeypatch, shared=server.url) as (one, first),
+        encoder(monkeypatch, shared=server.url) as (two, second),
+        encoder(monkeypatch, shared=server.url) as (three, third),
+    ):
+        await asyncio.gather(*(rows(each, item(n)) for n in range(3) for each in (one, two, three) for _ in range(5)))
+        assert sum(len(batch.pieces) for each in (first, second, third) for batch in each.batches) == 3
+        counts = one.counts + two.counts + three.counts
+        assert (counts["encoded"], counts["misses"], counts["hits"]) == (3, 3, 42)
+
+
+async def test_what_is_in_the_shared_store_is_neither_decoded_nor_computed(monkeypatch, server):
+    decoders = FakeDecoders(SEEN)
+    async with (
+        encoder(monkeypatch, shared=server.url) as (one, _),
+        encoder(monkeypatch, shared=server.url, decoders=decoders) as (two, worker),
+    ):
+        await rows(one, item(salt="mine"))
+        await written(one, 1)
+        async with two.ticket(item(salt="mine"), "", rows=False) as ticket:
+            header = await ticket.header()
+            assert ticket.cached
+        assert await two.has([header.key], "theirs") == [False]
+        assert await two.has([header.key, b"x" * 32], "mine") == [True, False]
+        assert await rows(two, item(source=Key(header.key), salt="mine"))
+        for source, salt in ((Key(header.key), "theirs"), (Key(b"x" * 32), "mine")):
+            with pytest.raises(NotFound, match="no such key is in the store"):
+                await rows(two, item(source=source, salt=salt))
+        assert (decoders.jobs, worker.batches, two.counts["encoded"]) == (0, [], 0)
+
+
+async def test_content_that_comes_while_its_key_is_looked_for_is_used(monkeypatch, server):
+    async with encoder(monkeypatch, shared=server.url) as (one, worker):
+        async with one.ticket(item(), "", rows=False) as ticket:
+            key = (await ticket.header()).key
+        by_key = asyncio.create_task(rows(one, item(source=Key(key))))
+        by_content = asyncio.create_task(rows(one, item()))
+        await asyncio.gather(by_content, return_exceptions=True)
+        assert await by_key in (True, False)
+        assert len(worker.batches) == 1
+
+
+async def test_rows_that_are_spoilt_on_the_way_are_computed(monkeypatch, server):
+    async with (
+        encoder(monkeypatch, shared=server.url) as (one, _),
+        encoder(monkeypatch, shared=server.url) as (two, worker),
+    ):
+        await rows(one, item())
+        await written(one, 1)
+        with server.client() as client:
+            (name,) = client.keys("twinlens:rows:*")
+            client.hset(name, "0", b"\0" * (4 * LAYOUT.row_bytes + 4))
+        assert not await rows(two, item())
+        assert (len(worker.batches), two.tier_counts["garbage"], two.counts["hits"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_leaving_at_any_moment_leaves_nothing_here_or_there(monkeypatch, server, seed):
+    """As in test_encode, with two replicas: no lock, no pin and no flight is left, whoever went when."""
+    chance = random.Random(seed)
+    decoders = FakeDecoders(SEEN, turns=chance.randint(0, 4))
+
+    def answers(_):
+        return chance.choice([DONE, DONE, BatchFailed(why="chance")])
+
+    settings = {"answers": answers, "decoders": decoders, "store_bytes": 1024, "shared": server.url}
+    async with encoder(monkeypatch, **settings) as (one, _), encoder(monkeypatch, **settings) as (two, _):
+        tasks = [asyncio.create_task(rows(chance.choice((one, two)), item(chance.randrange(4)))) for _ in range(30)]
+        for task in chance.sample(tasks, 18):
+            await turns(chance.randint(0, 4))
+            await asyncio.sleep(chance.choice((0, 0, 0.001)))
+            task.cancel()
+            one.check_integrity()
+            two.check_integrity()
+            decoders.failure = InvalidInput("chance") if chance.random() < 0.2 else None
+        decoders.failure = None
+        for each in await asyncio.gather(*tasks, return_exceptions=True):
+            assert not isinstance(each, BaseException) or isinstance(each, TwinlensError | asyncio.CancelledError)
+    with server.client() as client:
+        assert client.keys("twinlens:lock:*") == []
