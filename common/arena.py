@@ -137,6 +137,11 @@ class RangeAllocator:
         """The greatest size that `allocate` can serve now."""
         return max(self._sizes.values(), default=0)
 
+    @property
+    def gaps(self) -> list[Range]:
+        """What is not given out, in order."""
+        return [Range(start, self._sizes[start]) for start in self._starts]
+
     def allocate(self, size: int) -> Range | None:
         """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""
         if size <= 0:

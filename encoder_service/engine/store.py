@@ -129,11 +129,13 @@ class Store:
         self._serve()
 
     def flush(self) -> tuple[int, int]:
-        """Forgets every entry that no one is reading: how many, and their bytes."""
+        """Forgets every entry that no one is reading: how many, and their bytes. Their memory goes back to the system."""
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             del self._entries[entry.header.key]
             self._ranges.free(entry.span)
+        for gap in self._ranges.gaps:
+            self.buffer.discard(gap)
         self._serve()
         return len(gone), sum(entry.span.size for entry in gone)
 
