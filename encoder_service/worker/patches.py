@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from encoder_service.models.config import PixelSettings
+from encoder_service.worker import fixed_point
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -18,8 +19,7 @@ def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
         return frames
     if frames.device.type == "cpu":  # here torch has a kernel for 8-bit values
         return F.interpolate(frames, size, mode="bicubic", align_corners=False, antialias=True)
-    wide = F.interpolate(frames.float(), size, mode="bicubic", align_corners=False, antialias=True)
-    return wide.clamp_(0, 255).round_().to(torch.uint8)
+    return fixed_point.resize(frames, size)
 
 
 def normalise(frames: Tensor, settings: PixelSettings) -> Tensor:
