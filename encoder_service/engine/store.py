@@ -129,7 +129,7 @@ class Store:
         self._serve()
 
     def flush(self) -> tuple[int, int]:
-        """Forgets every entry that no one is reading: how many, and their bytes. Their memory goes back to the system."""
+        """Forgets every entry that no one is reading, and gives its memory back: how many, and their bytes."""
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             del self._entries[entry.header.key]
