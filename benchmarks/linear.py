@@ -1,7 +1,7 @@
-"""`python -m benchmarks.linear`: a linear layer of few rows, torch's own against the blocked one of `common.linear`.
+"""`python -m benchmarks.linear`: a linear layer of few rows, torch's own against those of `common.linear`.
 
-Prints GB/s of weights read, the best of many passes over more weights than the cache holds; for the largest number of
-rows, where arithmetic decides, GFLOP/s.
+Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
+the largest number of rows, where arithmetic decides, GFLOP/s.
 """
 
 from __future__ import annotations
@@ -39,27 +39,31 @@ def _blocked(x: torch.Tensor, layers: list[Linear]) -> None:
         layer(x)
 
 
+def _settled(weight: torch.Tensor, *, int8: bool = False) -> Linear:
+    layer = Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data.copy_(weight)
+    layer.settle(int8=int8)
+    return layer
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measures and prints a table."""
-    print("| outputs × inputs | rows | torch | blocked | ratio of times |\n|---|---:|---:|---:|---:|")
+    print("| outputs × inputs | rows | torch | blocked | int8 | blocked ÷ torch | int8 ÷ torch |\n" + "|---" * 7 + "|")
     for outputs, inputs in _SHAPES:
         weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
-        layers = []
-        for weight in weights:
-            layer = Linear(inputs, outputs, bias=False)
-            layer.weight.data.copy_(weight)
-            layer.settle()
-            layers.append(layer)
+        layers = [_settled(weight) for weight in weights]
+        rounded = [_settled(weight, int8=True) for weight in weights]
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
             passes = 10 if rows < 100 else 3
             plain = _best(partial(_plain, x, weights), passes)
             blocked = _best(partial(_blocked, x, layers), passes)
+            small = _best(partial(_blocked, x, rounded), passes)
             size = outputs * inputs * len(weights)
             work, unit = (2 * rows * size, "GFLOP/s") if rows == _ROWS[-1] else (4 * size, "GB/s")
-            figures = " | ".join(f"{work / seconds / 1e9:.1f} {unit}" for seconds in (plain, blocked))
-            print(f"| {outputs} × {inputs} | {rows} | {figures} | {blocked / plain:.2f} |")
+            figures = " | ".join(f"{work / seconds / 1e9:.1f} {unit}" for seconds in (plain, blocked, small))
+            print(f"| {outputs} × {inputs} | {rows} | {figures} | {blocked / plain:.2f} | {small / plain:.2f} |")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.int8 import Int8Weight
+
 _HINT = 8
 """The number of rows that the layout is chosen for; other numbers are computed right as well."""
 _PADDED = 4
@@ -25,24 +27,36 @@ class Linear(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
         self._blocked: Tensor | None = None
+        self._int8: Int8Weight | None = None
 
-    def settle(self, *, shared: bool = False) -> None:
-        """Lays the weight out for speed and lets go of the plain one, unless it is `shared` with another module."""
-        if self.weight.device.type != "cpu" or not _available(self.weight.dtype):
+    def settle(self, *, shared: bool = False, int8: bool = False) -> None:
+        """Lays the weight out for speed, or rounds it to 8 bits, and lets go of the plain one, unless it is `shared`
+        with another module."""
+        if int8:
+            self._int8 = Int8Weight.of(self.weight.detach())
+        elif not self._lay_out():
             return
-        self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _HINT)
         if not shared:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
+    def _lay_out(self) -> bool:
+        if self.weight.device.type != "cpu" or not _available(self.weight.dtype):
+            return False
+        self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _HINT)
+        return True
+
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
         """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""
-        if self._blocked is None:
+        if self._int8 is not None:
+            out = self._int8.product(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
+        elif self._blocked is None:
             out = functional.linear(x, self.weight, self.bias)
         elif fused := _fused(activation):
             return self._product(x, self._blocked, fused)
         else:
             out = self._product(x, self._blocked, _NONE)
-        return out if activation is None else activation(out)
+        activated: Tensor = out if activation is None else activation(out)
+        return activated
 
     def _product(self, x: Tensor, blocked: Tensor, fused: tuple[str, str]) -> Tensor:
         rows = x.shape[0] if x.dim() == 2 else 0
@@ -65,15 +79,15 @@ def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
     return ("swish", "") if isinstance(activation, nn.SiLU) else None
 
 
-def settle_linears(module: nn.Module) -> None:
-    """Settles every `Linear` in a module whose weights are final."""
+def settle_linears(module: nn.Module, *, int8: type[Linear] | None = None) -> None:
+    """Settles every `Linear` in a module whose weights are final; those of the class `int8` are rounded to 8 bits."""
     owners: dict[int, int] = {}
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for part in module.modules():
         if isinstance(part, Linear):
-            part.settle(shared=owners[id(part.weight)] > 1)
+            part.settle(shared=owners[id(part.weight)] > 1, int8=int8 is not None and isinstance(part, int8))
 
 
 def _available(dtype: torch.dtype) -> bool:

@@ -41,6 +41,9 @@ class LlmConfig(ServerConfig):
         "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
         choices=("", "float32", "bfloat16", "float16"),
     )
+    weight_dtype: str = option(
+        "", "int8 rounds matrices to 8 bits when they are loaded; by default they are as --dtype", choices=("", "int8")
+    )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
     rank_timeout_seconds: float = option(
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1

@@ -110,6 +110,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         model=str(checkpoint.folder),
         device=device,
         dtype=config.dtype or default_dtype(device),
+        weight_dtype=config.weight_dtype,
         threads=config.threads,
         tensor_parallel=config.tp,
         nodes=meeting.nodes,

@@ -14,6 +14,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str
     device: str
     dtype: str
+    weight_dtype: str
     threads: int
     tensor_parallel: int
     nodes: int

@@ -1,1 +1,1 @@
-"""Kernels in Triton. Imported where they are used, never by what must run without a GPU."""
+"""Kernels, in Triton for GPUs and in numba for CPUs. Imported where they are used, and nowhere else."""

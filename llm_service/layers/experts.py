@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.int8 import Int8Weight
 from common.linear import Linear
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Stored
@@ -20,6 +21,7 @@ class Experts(nn.Module):
     def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self._inner, self._share = inner, group.share(inner)
+        self._int8: list[tuple[Int8Weight, Int8Weight]] = []
         share = self._share.stop - self._share.start
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
@@ -49,8 +51,21 @@ class Experts(nn.Module):
         gate, up = functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         return functional.grouped_mm(functional.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
 
+    def round(self) -> None:
+        """Rounds all weights, which are final, to 8 bits. For CPUs: `run_grouped` needs the plain ones."""
+        self._int8 = [(Int8Weight.of(up), Int8Weight.of(down)) for up, down in zip(*self._weights(), strict=True)]
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj.detach(), self.down_proj.detach()
+
     def run(self, expert: int, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
+        if self._int8:
+            gate_up, down = self._int8[expert]
+            gate, up = gate_up.product(x).chunk(2, dim=-1)
+            return down.product(functional.silu(gate) * up)
         gate, up = functional.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, self.down_proj[expert])
 

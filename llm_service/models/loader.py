@@ -32,13 +32,21 @@ _PACKED = {
 
 
 def load_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup = ALONE
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorGroup = ALONE,
+    *,
+    weight_dtype: str = "",
 ) -> Decoder:
     """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone.
 
-    Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
+    `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
+    stay. Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
     """
     config = TextConfig.of(checkpoint.config)
+    if weight_dtype and config.experts and device.type != "cpu":
+        raise CheckpointError("--weight-dtype int8 with a mixture of experts is computed on CPUs alone")
     try:
         decoder = decoder_class(config.architecture)(config, group, dtype, device)
     except ValueError as error:
@@ -52,7 +60,10 @@ def load_decoder(
         missing.discard(name)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
-    settle_linears(decoder)
+    settle_linears(decoder, int8=PackedLinear if weight_dtype else None)
+    for module in decoder.modules():
+        if weight_dtype and isinstance(module, Experts):
+            module.round()
     return decoder.eval()
 
 

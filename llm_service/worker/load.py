@@ -10,6 +10,7 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
+from common.kernels.jit import use_threads
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
@@ -31,10 +32,12 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     """
     here = group.size // settings.nodes
     torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // here))
+    if device.type == "cpu":
+        use_threads(torch.get_num_threads())
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
-    decoder = load_decoder(checkpoint, dtype, device, group)
+    decoder = load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
     arena = RowArena(memory.view, settings.row_levels, decoder.config.hidden_size, dtype)
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)

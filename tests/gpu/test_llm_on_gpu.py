@@ -13,6 +13,7 @@ import torch
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
+from common.int8 import Int8Weight
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash import find
@@ -148,6 +149,17 @@ def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Calla
             logits.append(decoder.logits(hidden).cpu())
     cosine = torch.nn.functional.cosine_similarity(*logits, dim=-1)
     assert cosine.min() > (0.999999 if dtype == torch.float32 else 0.99)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 4096, 1024), (7, 300, 1000), (16, 64, 4096), (40, 512, 512)]
+)
+def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int) -> None:
+    rounded = Int8Weight.of(torch.randn(outputs, inputs, device=CUDA))
+    x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
+    expected = x.float() @ rounded.wide(torch.float32).T
+    error = (rounded.product(x).float() - expected).norm() / expected.norm()
+    assert error < 0.01
 
 
 def test_the_sampler_draws_there_as_on_the_cpu() -> None:

@@ -39,7 +39,6 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "numba is not installed"
     from llm_service.layers.attention import numba_decode
 
-    numba_decode.use_threads(torch.get_num_threads())
     return PlainBackend(shape, device, numba_decode.decode)
 
 

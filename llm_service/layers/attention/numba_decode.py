@@ -6,21 +6,13 @@ for every token, and one operator for each sequence costs more in starting than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
-
-def _compiled(function: Callable[..., None]) -> Any:
-    """Compiled for this processor at its first call, and kept on disk where a folder for that can be written."""
-    try:
-        return numba.njit(parallel=True, fastmath=True, nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to keep it in
-        return numba.njit(parallel=True, fastmath=True, nogil=True)(function)
+from common.kernels.jit import compiled
 
 
 def _decode(out: Any, query: Any, keys: Any, values: Any, table: Any, lengths: Any, scale: Any) -> None:
@@ -59,7 +51,7 @@ def _decode(out: Any, query: Any, keys: Any, values: Any, table: Any, lengths: A
                     out[sequence, head * group + member, place] += weight * value[place]
 
 
-_kernel = _compiled(_decode)
+_kernel = compiled(_decode)
 
 
 def decode(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> None:
@@ -67,13 +59,3 @@ def decode(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, table: Tens
     scale = np.float32(query.shape[-1] ** -0.5)
     tensors = (out, query, keys, values, table, lengths)
     _kernel(*(tensor.numpy() for tensor in tensors), scale)
-
-
-def use_threads(count: int) -> None:
-    """How many threads the kernel takes at most."""
-    numba.set_num_threads(min(count, numba.get_num_threads()))
-
-
-def supports(dtype: torch.dtype) -> bool:
-    """Whether the kernel computes in this type."""
-    return dtype == torch.float32

@@ -1,0 +1,49 @@
+"""A model with 8-bit weights is nearly the model that it was rounded from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.plan import Chunk
+from tests.checkpoints import Family
+
+CPU = torch.device("cpu")
+TOKENS = 120
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    """Of a random prompt, at every place of it."""
+    config = decoder.config
+    shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
+    batch = choose("torch", shape, torch.float32, CPU).batch([Chunk(0, TOKENS, list(range(8)))])
+    ids = torch.randint(0, 500, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
+    with torch.inference_mode():
+        hidden = decoder(decoder.embed_tokens(ids), positions, shape.zeros(torch.float32, CPU), batch, None)
+        return decoder.logits(hidden)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_logits_and_greedy_tokens_are_near_those_of_the_whole_weights(
+    family: Family, checkpoints: Callable[..., Path]
+) -> None:
+    checkpoint = Checkpoint(checkpoints(family))
+    whole = logits(load_decoder(checkpoint, torch.float32, CPU))
+    decoder = load_decoder(checkpoint, torch.float32, CPU, weight_dtype="int8")
+    rounded = logits(decoder)
+    assert not torch.equal(whole, rounded)
+    assert (whole - rounded).norm() / whole.norm() < 0.06
+    assert (whole.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.85
+    matrices = [
+        p for name, p in decoder.named_parameters() if p.dim() > 1 and "embed" not in name and "gate." not in name
+    ]
+    assert not sum(parameter.numel() for parameter in matrices), "no plain matrix is kept"
