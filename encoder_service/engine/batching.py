@@ -17,8 +17,8 @@ from encoder_service.worker.messages import Piece
 class Unit:
     """Something to compute. `done` is settled once, when no worker can write its rows any more.
 
-    `number` says how old it is; `started_at` when a worker first got it, 0 before. One that is `alone` shares a batch
-    with nothing: it was there when a worker died.
+    `number` says how old it is; `started_at` when a worker first got it, 0 before; `passed` how often others went while
+    it waited. One that is `alone` shares a batch with nothing: it was there when a worker died.
     """
 
     key: bytes
@@ -30,11 +30,16 @@ class Unit:
     alone: bool = False
     started_at: float = 0.0
     attempts: int = 0
+    passed: int = 0
 
 
-def order(unit: Unit) -> tuple[int, int]:
-    """Higher priority first, then older first."""
-    return (-unit.priority, unit.number)
+_OVERDUE = 32
+"""Times that a unit may be passed over by a higher priority; then it goes before any."""
+
+
+def order(unit: Unit) -> tuple[bool, int, int]:
+    """Overdue first, then higher priority, then older."""
+    return (unit.passed < _OVERDUE, 0 if unit.passed >= _OVERDUE else -unit.priority, unit.number)
 
 
 def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int) -> list[list[Unit]]:

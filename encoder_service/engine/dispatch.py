@@ -161,6 +161,9 @@ class Dispatcher:
         batches = assemble(self._waiting, len(idle), self._budget, self._most_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
+        if batches:
+            for unit in self._waiting:
+                unit.passed += 1
 
     def _send(self, slot: Slot, batch: list[Unit]) -> None:
         assert slot.child is not None

@@ -95,6 +95,30 @@ def test_everything_is_served_in_the_end(patches, workers, budget, most):
     assert not waiting
 
 
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 5))
+def test_each_unit_went_to_the_worker_with_the_least(patches, workers):
+    """So no worker has more than another but for the last unit that it got."""
+    batches = assemble(units(patches), workers, sum(patches), len(patches))
+    loads = [sum(unit.patches for unit in batch) for batch in batches] + [0] * (workers - len(batches))
+    assert sum(loads) == sum(patches), "with room for all, all go"
+    for batch, load in zip(batches, loads, strict=False):
+        assert load - batch[-1].patches <= min(loads)
+        assert [unit.patches for unit in batch[1:]] == sorted((unit.patches for unit in batch[1:]), reverse=True)
+
+
+@given(st.integers(1, 100), st.integers(50, 100), st.integers(1, 2**31 - 1))
+def test_a_flood_of_higher_priority_passes_a_unit_so_often_and_no_more(patches, flood, priority):
+    patient, budget = units([patches], [-priority])[0], 100
+    for number in range(1, 1000):
+        rival = units([flood], [priority])[0]
+        rival.number = number
+        (batch,) = assemble([patient, rival], 1, budget, 1)
+        if batch == [patient]:
+            break
+        patient.passed += 1
+    assert patient.passed == 32
+
+
 def test_a_video_is_cut_at_frame_groups():
     assert cut(Grid(5, 10, 10), 250, 1, 2048) == [(0, 2), (2, 4), (4, 5)]
     assert cut(Grid(8, 10, 10), 16384, 2, 300) == [(0, 4), (4, 8)]

@@ -67,6 +67,22 @@ async def test_what_comes_together_goes_together_and_what_comes_later_waits(star
     assert (dispatcher.counters.vit_calls, dispatcher.counters.vit_patches) == (1, 30)
 
 
+async def test_who_waits_while_others_go_is_counted_and_goes_before_any_priority_in_the_end(start):
+    dispatcher, (worker,), _ = await start(budget=10)
+    patient = submit(dispatcher, b"patient", at=1000)
+    dispatcher.withdraw(patient)
+    submit(dispatcher, b"first", at=0)
+    await turns()
+    patient = submit(dispatcher, b"patient", at=1000)
+    for at in range(1, 60):
+        submit(dispatcher, b"urgent", at=at).priority = 7
+        worker.say(DONE)
+        await turns()
+        if patient.started_at:
+            break
+    assert marks(worker) == [[at] for at in range(33)] + [[1000]]
+
+
 async def test_a_unit_can_be_withdrawn_until_a_worker_has_it(start):
     dispatcher, (worker,), _ = await start()
     first = submit(dispatcher, b"a")
