@@ -32,18 +32,20 @@ class Experts(nn.Module):
         Published checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape fits
         both ways, it is that one.
         """
-        target = getattr(self, kind)
-        whole = stored[:]
+        target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
-            published = whole.shape[1:] == (target.shape[2], 2 * self._inner)
-            rows = whole.transpose(1, 2) if published else whole  # [experts, 2 · all inner, hidden]
-            gate, up = rows.chunk(2, dim=1)
-            source = torch.cat([gate[:, self._share], up[:, self._share]], dim=1)
+            up = slice(self._inner + share.start, self._inner + share.stop)
+            if shape[1:] == (target.shape[2], 2 * self._inner):  # as published
+                parts = [stored[:, :, part].transpose(1, 2) for part in (share, up)]
+            else:
+                parts = [stored[:, part] for part in (share, up)]
+            source = torch.cat(parts, dim=1)
+        elif shape[1:] == (self._inner, target.shape[1]):  # as published
+            source = stored[:, share].transpose(1, 2)
         else:
-            published = whole.shape[1:] == (self._inner, target.shape[1])
-            source = (whole.transpose(1, 2) if published else whole)[:, :, self._share]
+            source = stored[:, :, share]
         if source.shape != target.shape:
-            raise ValueError(f"it is {tuple(whole.shape)}, which does not fit {tuple(target.shape)}")
+            raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:

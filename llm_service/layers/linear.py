@@ -20,6 +20,8 @@ class Stored(Protocol):
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
+    def get_shape(self) -> list[int]: ...
+
 
 class PackedLinear(Linear):
     """y = x Wᵀ + b, where W stacks parts that the checkpoint keeps apart (q, k and v; gate and up).

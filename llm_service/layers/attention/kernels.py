@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_kernel(  # type: ignore[no-untyped-def]
-    key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr
-):
+@triton.jit
+def store_kernel(key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr):
     """Puts one token's keys and values, `width` = kv_heads · head_dim numbers each, into its slot. Grid [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -27,16 +25,16 @@ def store_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + slot * width + place, tl.load(value + token * value_stride + place, inside), inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where the rows of some positions of a sequence begin; int64, since a cache may hold more than 2³¹ numbers."""
     block = tl.load(table + positions // BLOCK_SIZE, inside, 0).to(tl.int64)
     slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
     return (slot * kv_heads + head) * HEAD_DIM
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def decode_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def decode_kernel(
     out,
     parts,
     maxima,
@@ -109,8 +107,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums + part, total, rows < GROUP)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def combine_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def combine_kernel(
     out,
     parts,
     maxima,
@@ -140,8 +138,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), dims < HEAD_DIM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def prefill_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def prefill_kernel(
     out,
     query,
     keys,

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.weights import load_slices
+from llm_service.layers.group import TensorGroup
+from llm_service.models import loader
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 from tests.checkpoints import FAMILIES, Family
@@ -111,6 +114,70 @@ def test_a_shape_that_cannot_be_served_is_refused_by_name(copied: Path, change: 
         said = "num_hidden_layers"
     with pytest.raises(CheckpointError, match=said):
         TextConfig.of(config)
+
+
+class Counted:
+    """A stored tensor that adds up how many numbers are read of it."""
+
+    def __init__(self, stored: Any, read: list[int]) -> None:
+        self._stored, self._read = stored, read
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._stored.get_shape()
+        return shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._stored[index]
+        self._read.append(part.numel())
+        return part
+
+
+@pytest.mark.parametrize("layout", ["hub", "saved"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_reads_what_it_holds_and_nothing_else(
+    checkpoints: Callable[..., Path], family: Family, layout: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        return ((name, Counted(stored, read)) for name, stored in load_slices(*given))
+
+    monkeypatch.setattr(loader, "load_slices", counted)
+    monkeypatch.setattr(loader, "settle_linears", lambda module, **_: None)
+    whole = 0
+    for rank in range(ranks):
+        read.clear()
+        decoder = load_decoder(
+            Checkpoint(checkpoints(family, layout=layout)), torch.float32, CPU, TensorGroup(rank, ranks)
+        )
+        held = sum(parameter.numel() for parameter in decoder.parameters())  # a shared one counts once
+        assert sum(read) == held
+        whole = whole or sum(parameter.numel() for parameter in load_decoder_alone(checkpoints, family, layout))
+        assert held < 0.8 * whole
+
+
+def load_decoder_alone(checkpoints: Callable[..., Path], family: Family, layout: str) -> list[torch.Tensor]:
+    return list(load_decoder(Checkpoint(checkpoints(family, layout=layout)), torch.float32, CPU).parameters())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
+def test_ranks_hold_the_whole_between_them(
+    checkpoints: Callable[..., Path], family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their partial sums are the one rank's products."""
+    monkeypatch.setattr(TensorGroup, "sum", lambda self, x: x)
+    checkpoint = Checkpoint(checkpoints(family))
+    whole = load_decoder(checkpoint, torch.float32, CPU)
+    parts = [load_decoder(checkpoint, torch.float32, CPU, TensorGroup(rank, 2)) for rank in range(2)]
+    x = torch.randn(5, whole.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        for index in range(whole.config.layers):
+            expected = whole.layers[index].mlp(x)
+            torch.testing.assert_close(sum(part.layers[index].mlp(x) for part in parts), expected, rtol=1e-4, atol=1e-4)
+        expected = whole.logits(x)
+        both = torch.cat([part.lm_head(x) for part in parts], dim=1)
+        torch.testing.assert_close(both[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(copied: Path) -> None:
