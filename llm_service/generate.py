@@ -18,7 +18,7 @@ from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
 from llm_service.engine.messages import Add, Scored, Started
-from llm_service.engine.structure import Structures
+from llm_service.grammar.compiler import Compiler
 from llm_service.media_rows import MediaRows
 from llm_service.meters import Meters, RequestMeter
 from llm_service.plan import TokenLogprobs
@@ -137,7 +137,7 @@ class Generator:
     def __init__(
         self,
         prompts: PromptBuilder,
-        structures: Structures,
+        compiler: Compiler,
         landing: Landing,
         rows: RowStore,
         engine: EngineFront,
@@ -150,7 +150,7 @@ class Generator:
         self._rows = rows
         self._engine = engine
         self._prefixes = prefixes
-        self._structures = structures
+        self._compiler = compiler
         self._meters = meters
         self.admission = admission
         self._open: dict[str, list[Job]] = {}
@@ -232,12 +232,7 @@ class Generator:
         """The request with its structure compiled, in bounded time and off the event loop."""
         if request.structure is None:
             return request
-        compiling = asyncio.to_thread(self._structures.grammar, request.structure)
-        try:
-            grammar = await asyncio.wait_for(compiling, _COMPILE_SECONDS)
-        except TimeoutError:
-            field = f"sampling.{request.structure.kind}"
-            raise InvalidInput("the structure takes too long to compile", reason="BAD_STRUCTURE", field=field) from None
+        grammar = await self._compiler.grammar(request.structure)
         return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
     def _check_length(self, laid: Laid) -> None:

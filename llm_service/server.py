@@ -19,7 +19,8 @@ from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
-from llm_service.engine.structure import Structures
+from llm_service.grammar.compiler import Compiler
+from llm_service.grammar.messages import Vocabulary
 from llm_service.generate import Generator
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
@@ -33,6 +34,8 @@ from llm_service.tokens import end_tokens
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
 SERVICE = "twinlens.v1.LlmService"
+_COMPILE_SECONDS = 0.7
+"""The longest that a structure may take to compile: its caller has an answer within a second."""
 
 
 async def serve(config: LlmConfig) -> None:
@@ -44,7 +47,7 @@ async def serve(config: LlmConfig) -> None:
     layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
     digest = await asyncio.to_thread(vision_digest, checkpoint, layout.dtype)
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
-    structures = await asyncio.to_thread(Structures, checkpoint, prompts.vocab_size, end_tokens(checkpoint))
+    vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
 
     async with AsyncExitStack() as running:
@@ -62,7 +65,9 @@ async def serve(config: LlmConfig) -> None:
         )
         metrics = Metrics("twinlens_llm")
         meters = Meters(metrics)
-        generator = Generator(prompts, structures, landing, rows, engine, prefixes, admission, meters)
+        compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
+        running.push_async_callback(compiler.stop)
+        generator = Generator(prompts, compiler, landing, rows, engine, prefixes, admission, meters)
         meters.watch(generator, engine, rows, landing, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(

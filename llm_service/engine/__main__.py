@@ -22,7 +22,7 @@ from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
-from llm_service.engine.structure import Structures
+from llm_service.engine.structure import Matchers, Structures
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.settings import EngineSettings
@@ -88,7 +88,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         Limits(settings.max_running, settings.max_step_tokens, context, settings.keep_media_whole),
         end_tokens(checkpoint),
         runner.row_bytes,
-        Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)).matcher,
+        Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint))),
     )
     link.send(Ready(context=context, kv_blocks=blocks, devices=[place.device_name for place in places]))
     threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()

@@ -28,6 +28,10 @@ _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
 
 
+_FORMING_SECONDS = 0.005
+"""How often it is looked whether a grammar is there when nothing else is to be done."""
+
+
 class EngineCore:
     """Drives a scheduler and a pipeline from the front's messages. With `overlap` the next step is planned and handed
     over while one is computed; without it, when its result is in. The tokens are the same."""
@@ -88,6 +92,7 @@ class EngineCore:
         deadline = self._scheduler.next_deadline()
         waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         waits += [] if self._pipeline.beat_seconds is None else [self._pipeline.beat_seconds]
+        waits += [_FORMING_SECONDS] if self._scheduler.forming else []
         if not select.select([self._link.fileno()], [], [], min(waits, default=None))[0]:
             self._pipeline.beat()
 

@@ -117,7 +117,7 @@ class Planner:
     def _admit(self, sequence: Sequence, choice: Choice, most: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
         full = choice.closed or len(self._queues.running) >= self._limits.max_running
-        if full or sequence.starved or sequence.blocked or sequence.held:
+        if full or sequence.starved or sequence.blocked or sequence.held or not sequence.formed():
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)

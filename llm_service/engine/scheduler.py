@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from llm_service.engine.batch import Step, build
@@ -50,7 +51,7 @@ class Counters:
 
 class Scheduler:
     """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens, `row_bytes` the
-    bytes of one row in the arena; `match` gives a matcher for a grammar."""
+    bytes of one row in the arena; `match` gives a matcher for a grammar, in its time."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Scheduler:
         limits: Limits,
         eos: frozenset[int],
         row_bytes: int,
-        match: Callable[[str], Matcher] | None = None,
+        match: Callable[[str], Future[Matcher]] | None = None,
     ) -> None:
         self.blocks = blocks
         self.limits = limits
@@ -86,7 +87,7 @@ class Scheduler:
         )
         if add.sampling.grammar and self._match is not None:
             for sequence in sequences:
-                sequence.matcher = self._match(add.sampling.grammar)
+                sequence.forming = self._match(add.sampling.grammar)
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self.counters.prompt_tokens += sequences[0].prompt_tokens
@@ -221,10 +222,15 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
-        self._matching -= sequence.matcher is not None
+        self._matching -= bool(sequence.sampling.grammar) and self._match is not None
         self.blocks.free(sequence.table)
         if self._queues.remove(sequence):
             self._ended.append((self._planned_steps, sequence.id))
+
+    @property
+    def forming(self) -> bool:
+        """A sequence waits for its grammar alone, and no message will say when it is there."""
+        return self._matching > 0 and any(sequence.forming is not None for sequence in self._queues.waiting)
 
     # --- what others may know ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,7 @@ class Sequence:
     order: Order
     most: int
     ends: tuple[int, ...]
+    forming: Future[Matcher] | None = None
     matcher: Matcher | None = None
     after: Sequence | None = None
     computed: int = 0
@@ -140,6 +142,12 @@ class Sequence:
             for number, item in enumerate(self.items)
             if item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
         ]
+
+    def formed(self) -> bool:
+        """Its matcher is there, if it needs one."""
+        if self.forming is not None and self.forming.done():
+            self.matcher, self.forming = self.forming.result(), None
+        return self.forming is None
 
     def ready(self, begin: int) -> int:
         """How many tokens from `begin` on can be computed now: those before the first media row that has not landed.

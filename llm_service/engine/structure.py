@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
@@ -66,7 +67,8 @@ class Structures:
         return grammar
 
     def matcher(self, grammar: str) -> Matcher:
-        """A new matcher for a grammar; the compiled form is kept for the next request with the same one."""
+        """A new matcher for a grammar; the compiled form is kept for the next request with the same one. To be called
+        by one thread at a time."""
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -75,6 +77,18 @@ class Structures:
             self._compiled.popitem(last=False)
         matcher: Matcher = compiled.deep_copy()
         return matcher
+
+
+class Matchers:
+    """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second."""
+
+    def __init__(self, structures: Structures) -> None:
+        self._structures = structures
+        self._thread = ThreadPoolExecutor(1, "matchers")
+
+    def __call__(self, grammar: str) -> Future[Matcher]:
+        """A new matcher, soon."""
+        return self._thread.submit(self._structures.matcher, grammar)
 
 
 def _grammar(structure: Structure) -> str:

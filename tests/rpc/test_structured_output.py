@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -85,16 +86,41 @@ def test_what_cannot_be_followed_is_refused_by_its_field(
     assert (error.value.reason, error.value.field) == (reason, f"sampling.{next(iter(structure))}")
 
 
-def code(both: Pair, request: v1.GenerateRequest) -> grpc.StatusCode:
-    """How a request ends."""
-    try:
-        answer(both.text, request)
-    except TwinlensError as error:
-        return error.code
-    return grpc.StatusCode.OK
+EXPLODING = {
+    "a multiple that needs a state for each remainder": {
+        "json_schema": json.dumps({"type": "integer", "multipleOf": 99_999_989})
+    },
+    "alternatives under a star, thousands of times": {"regex": "(?i)" + "(é|ü|ß|ſ)*" * 3000},
+}
 
 
-@pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}b", "(.*a){20}.{300}"])
-def test_an_exploding_regex_is_answered_or_refused_but_never_hangs(qwen3: Pair, pattern: str) -> None:
-    assert code(qwen3, shaped(qwen3, 20, regex=pattern)) in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+@pytest.mark.parametrize("name", EXPLODING)
+def test_an_exploding_structure_is_refused_in_bounded_time_and_holds_nobody_up(qwen3: Pair, name: str) -> None:
+    with pytest.raises(TwinlensError):  # the processes that compile are started by the first structure
+        answer(qwen3.text, shaped(qwen3, regex="(("))
+    with qwen3.text.generate(asked(user("count"), greedy(3000))) as other, ThreadPoolExecutor(1) as thread:
+        events = iter(other)
+        next(events)
+        refused = thread.submit(refusal, qwen3, shaped(qwen3, 20, **EXPLODING[name]))
+        said = 0
+        while not refused.done():
+            said += next(events).HasField("delta")
+        assert said > 0, "the others went on meanwhile"
+    error = refused.result()
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_STRUCTURE")
+    for choice in answer(qwen3.text, shaped(qwen3, regex="(yes|no)!")).choices:
+        assert choice.text in ("yes!", "no!")
+
+
+def refusal(both: Pair, request: v1.GenerateRequest) -> TwinlensError:
+    """How a request is refused."""
+    with pytest.raises(TwinlensError) as error:
+        answer(both.text, request, timeout=20)
+    return error.value
+
+
+@pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}b", "(.*a){20}.{300}", ".{0,60000}"])
+def test_a_large_regex_that_can_be_followed_is(qwen3: Pair, pattern: str) -> None:
+    for choice in answer(qwen3.text, shaped(qwen3, 20, regex=pattern)).choices:
+        assert choice.token_ids
     assert len(tokens(qwen3.text, asked(QUESTION))) == 8

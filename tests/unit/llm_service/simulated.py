@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.engine.sequence import uniform
+from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Sampling
 
@@ -181,6 +183,12 @@ class Alternating:
         return self.last == 11
 
 
+def _alternating(_: str) -> Future[Matcher]:
+    made: Future[Matcher] = Future()
+    made.set_result(Alternating())
+    return made
+
+
 def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
     """What a choice must say, and why it ends; for greedy or seeded requests."""
     sampling, rows = order.sampling, order.rows_at()
@@ -238,7 +246,7 @@ class Simulation:
     ) -> None:
         self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole)
         manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, lambda _: Alternating())
+        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, _alternating)
         self.executor = HashExecutor(block_size)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0

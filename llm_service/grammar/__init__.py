@@ -1,0 +1,1 @@
+"""Structures that answers must have: compiled in processes that may be killed."""

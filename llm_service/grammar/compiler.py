@@ -1,0 +1,113 @@
+"""Compiles structures for the front, in bounded time: in processes of their own, which are killed when time is over.
+
+Answers are remembered, refusals among them, so that a structure that takes too long does so once. The processes are
+started when the first structure comes; of two, one can serve while the other is being replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from common import log
+from common.errors import InvalidInput, Unavailable
+from common.processes import Child, ChildDied
+from llm_service.grammar.messages import Compile, Compiled, FromCompiler, Prepared, Refused, Vocabulary
+from llm_service.request import Structure
+
+_PROCESSES = 2
+_REMEMBERED = 256
+"""Answers kept: a grammar may be as large as its structure, 64 KiB by default."""
+_START_SECONDS = 30.0
+
+T = TypeVar("T")
+
+_log = log.get("grammar")
+
+
+class Compiler:
+    """Owns the processes. `seconds` is the longest that a structure may take."""
+
+    def __init__(self, vocabulary: Vocabulary, *, seconds: float) -> None:
+        self._vocabulary = vocabulary
+        self._seconds = seconds
+        self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
+        self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
+        self._children: set[Child[FromCompiler]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._started = False
+
+    async def grammar(self, structure: Structure) -> str:
+        """The structure in llguidance's form. Raises InvalidInput where it makes no sense or takes too long,
+        Unavailable where no process can be started."""
+        answer = self._known.get(structure)
+        if answer is None:
+            # In a task of its own: a caller who leaves does not leave a process in the middle of a conversation.
+            answer = await asyncio.shield(self._spawn(self._ask(structure), "compile a structure"))
+        if isinstance(answer, Refused):
+            raise InvalidInput(answer.why, reason="BAD_STRUCTURE", field=f"sampling.{structure.kind}")
+        return answer.grammar
+
+    async def stop(self) -> None:
+        """Ends the processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(child.stop(grace=0.0) for child in self._children))
+
+    async def _ask(self, structure: Structure) -> Compiled | Refused:
+        if not self._started:
+            self._started = True
+            for _ in range(_PROCESSES):
+                self._spawn(self._start(), "start a compiler")
+        child = await self._idle.get()
+        if child is None:
+            self._spawn(self._start(), "start a compiler")
+            raise Unavailable("structures cannot be compiled now", reason="STRUCTURE_UNAVAILABLE")
+        answer: FromCompiler
+        try:
+            child.send(Compile(structure.kind, structure.text))
+            async with asyncio.timeout(self._seconds):
+                answer = await child.receive()
+        except (ChildDied, TimeoutError):
+            answer = Refused(f"the {structure.kind} takes too long to compile")
+            self._spawn(self._replace(child), "replace a compiler")
+        else:
+            self._idle.put_nowait(child)
+        assert isinstance(answer, Compiled | Refused)
+        self._known[structure] = answer
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return answer
+
+    async def _start(self) -> None:
+        """Adds a process to those that are idle, or None for one that could not be started."""
+        child = await Child.start("llm_service.grammar", receives=FromCompiler)
+        self._children.add(child)
+        try:
+            child.send(self._vocabulary)
+            async with asyncio.timeout(_START_SECONDS):
+                assert isinstance(await child.receive(), Prepared)
+        except (ChildDied, TimeoutError) as error:
+            _log.error("a process that compiles structures could not be started", cause=str(error))
+            await self._end(child)
+            self._idle.put_nowait(None)
+        else:
+            self._idle.put_nowait(child)
+
+    async def _replace(self, child: Child[FromCompiler]) -> None:
+        await self._end(child)
+        await self._start()
+
+    async def _end(self, child: Child[FromCompiler]) -> None:
+        child.kill()
+        await child.stop()
+        self._children.discard(child)
+
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
