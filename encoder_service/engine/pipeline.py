@@ -110,7 +110,9 @@ class Pipeline:
         with self.timed(flight, "inspect"):
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
-                return await self._decoders.inspect(lease.ranges[0], video=video, field=flight.item.field)
+                return await self._decoders.inspect(
+                    lease.ranges[0], key=flight.key, video=video, field=flight.item.field
+                )
 
     @asynccontextmanager
     async def _decoded(self, flight: Flight, plan: Plan) -> AsyncIterator[Range]:
@@ -127,7 +129,7 @@ class Pipeline:
             with self.timed(flight, "decode"):
                 await _fill(buffer, encoded, source)
                 video = flight.item.modality is Modality.VIDEO
-                await self._decoders.decode(encoded, pixels, plan, video=video, field=flight.item.field)
+                await self._decoders.decode(encoded, pixels, plan, key=flight.key, video=video, field=flight.item.field)
             lease.free(encoded)
             yield pixels
 

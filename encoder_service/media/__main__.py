@@ -63,29 +63,55 @@ def main(link_fd: int, staging_fd: int) -> None:
     _restrict(begin.staging_bytes + begin.memory_bytes)
     video.prepare()
     link.send(Ready())
+    desk = Desk(staging, begin.threads)
     while True:
         try:
             job = link.receive()
         except EOFError:
             return
-        link.send(_answer(job, staging, begin.threads))
+        link.send(desk.answer(job))
 
 
-def _answer(job: Inspect | Decode, staging: SharedBuffer, threads: int) -> FromDecoder:
-    try:
-        data = bytes(staging.slice(Range(job.offset, job.size)))
-        if isinstance(job, Inspect):
-            seen = video.inspect(data, threads) if job.video else image.inspect(data)
-            return Inspected(seen.width, seen.height, seen.frames, seen.fps)
-        shape = (len(job.frames), job.height, job.width, 3)
-        out = np.frombuffer(staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
+class Desk:
+    """Does one job after the other. Of videos that were looked at, the last is kept open until it is decoded."""
+
+    def __init__(self, staging: SharedBuffer, threads: int) -> None:
+        self._staging = staging
+        self._threads = threads
+        self._open: tuple[bytes, Any] | None = None
+
+    def answer(self, job: Inspect | Decode) -> FromDecoder:
+        """What comes of a job."""
+        try:
+            return self._inspect(job) if isinstance(job, Inspect) else self._decode(job)
+        except _UNREADABLE as error:
+            self._open = None
+            return Refused(f"{type(error).__name__}: {error}")
+
+    def _inspect(self, job: Inspect) -> Inspected:
         if job.video:
-            video.decode(data, job.frames, out, threads)
+            reader = self._reader(job)
+            seen = video.inspect(reader)
+            self._open = (job.key, reader)
         else:
-            image.decode(data, out)
-    except _UNREADABLE as error:
-        return Refused(f"{type(error).__name__}: {error}")
-    return Decoded()
+            seen = image.inspect(self._data(job))
+        return Inspected(seen.width, seen.height, seen.frames, seen.fps)
+
+    def _decode(self, job: Decode) -> Decoded:
+        shape = (len(job.frames), job.height, job.width, 3)
+        out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
+        if job.video:
+            video.decode(self._reader(job), job.frames, out)
+        else:
+            image.decode(self._data(job), out)
+        return Decoded()
+
+    def _reader(self, job: Inspect | Decode) -> Any:
+        kept, self._open = self._open, None
+        return kept[1] if kept and kept[0] == job.key else video.open_reader(self._data(job), self._threads)
+
+    def _data(self, job: Inspect | Decode) -> bytes:
+        return bytes(self._staging.slice(Range(job.offset, job.size)))
 
 
 def _hush() -> None:

@@ -46,7 +46,7 @@ class DecoderPool:
         self._count = processes
         self._videos = asyncio.Semaphore(max(1, processes - 1))
         self._children: set[Child[FromDecoder]] = set()
-        self._idle: asyncio.Queue[Child[FromDecoder]] = asyncio.Queue()
+        self._idle = _Idle()
         self._tasks: set[asyncio.Task[None]] = set()
         self.restarts = 0
 
@@ -62,16 +62,20 @@ class DecoderPool:
         await asyncio.gather(*(child.stop(grace=1.0) for child in self._children))
         self._children.clear()
 
-    async def inspect(self, data: Range, *, video: bool, field: str) -> Inspection:
-        """Parses the header of encoded bytes; raises InvalidInput where they cannot be read."""
-        answer = await self._job(Inspect(video=video, offset=data.offset, size=data.size), field)
+    async def inspect(self, data: Range, *, key: bytes, video: bool, field: str) -> Inspection:
+        """Parses the header of encoded bytes; raises InvalidInput where they cannot be read.
+
+        A video's process keeps it open under `key`, until it has another one to look at.
+        """
+        answer = await self._job(Inspect(key=key, video=video, offset=data.offset, size=data.size), field)
         if not isinstance(answer, Inspected):
             raise ChildDied("an answer to another question")
         return Inspection(answer.width, answer.height, answer.frames, answer.fps)
 
-    async def decode(self, data: Range, pixels: Range, plan: Plan, *, video: bool, field: str) -> None:
+    async def decode(self, data: Range, pixels: Range, plan: Plan, *, key: bytes, video: bool, field: str) -> None:
         """Decodes the plan's frames into `pixels`; raises InvalidInput where they cannot be read."""
         job = Decode(
+            key=key,
             video=video,
             offset=data.offset,
             size=data.size,
@@ -86,7 +90,7 @@ class DecoderPool:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 async with self._lane(job):
-                    answer = await self._ask(await self._idle.get(), job)
+                    answer = await self._ask(await self._idle.get(job.key), job)
             except ChildDied:
                 _log.warning("a decode process died", attempt=attempt)
                 continue
@@ -104,6 +108,7 @@ class DecoderPool:
 
     async def _ask(self, child: Child[FromDecoder], job: Inspect | Decode) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""
+        self._idle.opened(child, job.key if job.video and isinstance(job, Inspect) else b"")
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
@@ -112,20 +117,21 @@ class DecoderPool:
         except asyncio.CancelledError:
             await asyncio.wait({asked}, timeout=_PATIENCE)
             if asked.done() and not asked.cancelled() and asked.exception() is None:
-                self._idle.put_nowait(child)
+                self._idle.put(child)
             else:
                 await self._replace(child, asked)
             raise
         except (ChildDied, TimeoutError):
             await self._replace(child, asked)
             raise
-        self._idle.put_nowait(child)
+        self._idle.put(child)
         return answer
 
     async def _replace(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
         child.kill()
         await asyncio.gather(asked, return_exceptions=True)
         await child.stop(grace=1.0)
+        self._idle.opened(child, b"")
         self._children.discard(child)
         self.restarts += 1
         task = asyncio.create_task(self._revive())
@@ -148,7 +154,34 @@ class DecoderPool:
         child.send(self._begin)
         if not isinstance(await child.receive(), Ready):
             raise ChildDied("a decode process did not start")
-        self._idle.put_nowait(child)
+        self._idle.put(child)
+
+
+class _Idle:
+    """Processes without a job, and which video each of them has open."""
+
+    def __init__(self) -> None:
+        self.children: list[Child[FromDecoder]] = []
+        self._count = asyncio.Semaphore(0)
+        self._open: dict[Child[FromDecoder], bytes] = {}
+
+    def put(self, child: Child[FromDecoder]) -> None:
+        """A process has nothing to do."""
+        self.children.append(child)
+        self._count.release()
+
+    async def get(self, key: bytes) -> Child[FromDecoder]:
+        """A process for a job: the one that has its content open, else one that has nothing open, else any."""
+        await self._count.acquire()
+        child = min(self.children, key=lambda child: (self._open.get(child) != key, child in self._open))
+        self.children.remove(child)
+        return child
+
+    def opened(self, child: Child[FromDecoder], key: bytes) -> None:
+        """A process now has this video open; with an empty key, none that is worth waiting for."""
+        self._open.pop(child, None)
+        if key:
+            self._open[child] = key
 
 
 def _unreadable(field: str) -> TwinlensError:

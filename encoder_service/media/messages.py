@@ -17,16 +17,25 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Inspect(msgspec.Struct, tag=True):
-    """Parse the header of the encoded bytes at [offset, offset + size)."""
+    """Parse the header of the encoded bytes at [offset, offset + size).
 
+    `key` names the content: a video that was opened to look at it is kept open under its key, in the place of the last
+    one, so that it need not be opened again to decode it.
+    """
+
+    key: bytes
     video: bool
     offset: int
     size: int
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, 3] uint8."""
+    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, 3] uint8.
 
+    `key` as in `Inspect`.
+    """
+
+    key: bytes
     video: bool
     offset: int
     size: int

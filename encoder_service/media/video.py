@@ -21,27 +21,8 @@ def prepare() -> None:
     importlib.import_module("decord")
 
 
-def inspect(data: bytes, threads: int = 1) -> Inspection:
-    """A video's frame size, number of frames and frames per second. One frame is decoded, for its size."""
-    reader = _open(data, threads)
-    frames = len(reader)
-    if frames < 1:
-        raise ValueError("the video has no frames")
-    height, width = reader[0].shape[:2]
-    return Inspection(width=int(width), height=int(height), frames=frames, fps=float(reader.get_avg_fps()))
-
-
-def decode(data: bytes, frames: Sequence[int], out: np.ndarray, threads: int = 1) -> None:
-    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8."""
-    reader = _open(data, threads)
-    for start in range(0, len(frames), _AT_ONCE):
-        batch = reader.get_batch(list(frames[start : start + _AT_ONCE])).asnumpy()
-        if batch.shape[1:] != out.shape[1:]:
-            raise ValueError("a frame's size changed in the middle of the video")
-        out[start : start + len(batch)] = batch
-
-
-def _open(data: bytes, threads: int) -> Any:
+def open_reader(data: bytes, threads: int = 1) -> Any:
+    """A reader of the video's frames; raises ValueError where it cannot be read."""
     if video_format(data[:512]) is None:
         raise ValueError("not a video of a supported format")
     import decord
@@ -50,3 +31,21 @@ def _open(data: bytes, threads: int) -> Any:
         return decord.VideoReader(io.BytesIO(data), num_threads=threads)
     except decord.DECORDError as error:
         raise ValueError("the video cannot be opened") from error
+
+
+def inspect(reader: Any) -> Inspection:
+    """A video's frame size, number of frames and frames per second. One frame is decoded, for its size."""
+    frames = len(reader)
+    if frames < 1:
+        raise ValueError("the video has no frames")
+    height, width = reader[0].shape[:2]
+    return Inspection(width=int(width), height=int(height), frames=frames, fps=float(reader.get_avg_fps()))
+
+
+def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> None:
+    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8."""
+    for start in range(0, len(frames), _AT_ONCE):
+        batch = reader.get_batch(list(frames[start : start + _AT_ONCE])).asnumpy()
+        if batch.shape[1:] != out.shape[1:]:
+            raise ValueError("a frame's size changed in the middle of the video")
+        out[start : start + len(batch)] = batch

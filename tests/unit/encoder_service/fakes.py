@@ -60,11 +60,11 @@ class FakeDecoders:
         self.failure = failure
         self.jobs = 0
 
-    async def inspect(self, data: Any, *, video: bool, field: str) -> Inspection:
+    async def inspect(self, data: Any, *, key: bytes, video: bool, field: str) -> Inspection:
         await self._work()
         return self.seen
 
-    async def decode(self, data: Any, pixels: Any, plan: Any, *, video: bool, field: str) -> None:
+    async def decode(self, data: Any, pixels: Any, plan: Any, *, key: bytes, video: bool, field: str) -> None:
         await self._work()
 
     async def _work(self) -> None:

@@ -56,18 +56,18 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
     frames = pictures.frames(12)
     async with pool() as (decoders, staging, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
         plan = geometry.plan_image(Inspection(50, 40), CONFIG.image, Options())
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(40, 50, 3)
         assert np.array_equal(shown, np.asarray(pictures.noise(50, 40)))
         del shown
 
         data = stage(pictures.video(frames, fps=5))
-        seen = await decoders.inspect(data, video=True, field="x")
+        seen = await decoders.inspect(data, key=b"x", video=True, field="x")
         assert seen == Inspection(128, 96, 12, 5.0)
         plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=True, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
         assert apart.argmin(1).tolist() == list(plan.frames)
@@ -80,10 +80,10 @@ async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
         data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
         _limit(processes()[0], 20 << 20)
         with pytest.raises(InvalidInput) as refused:
-            await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, video=False, field="x")
+            await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
 
 
 def _limit(pid: int, more: int) -> None:
@@ -98,14 +98,14 @@ async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         for pid in processes():
             os.kill(pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoders.inspect(data, video=False, field="x"))
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
         for pid in processes():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(InvalidInput) as refused:
             await job
         assert refused.value.reason == "MEDIA_UNREADABLE"
         assert decoders.restarts == 2
-        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
 
 
 async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
@@ -113,26 +113,28 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         (pid,) = processes()
         os.kill(pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoders.inspect(data, video=False, field="x"))
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
         await asyncio.sleep(0)
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
         assert not command_line(pid), "it is gone before the caller's memory is"
-        assert await decoders.inspect(data, video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
 
 
 async def test_videos_leave_a_process_for_everything_else():
     async with pool(processes=2) as (decoders, _, stage):
         data = stage(pictures.video(pictures.frames(12), fps=5))
         plan = geometry.plan_video(Inspection(128, 96, 12, 5.0), CONFIG.video, Options(), 768)
-        stuck = decoders._idle._queue[0].process.pid
+        stuck = decoders._idle.children[0].process.pid
         os.kill(stuck, signal.SIGSTOP)
         videos = [
-            asyncio.create_task(decoders.decode(data, Range(at, plan.pixel_bytes), plan, video=True, field="x"))
+            asyncio.create_task(
+                decoders.decode(data, Range(at, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
+            )
             for at in (PIXELS_AT, 2 * PIXELS_AT)
         ]
         await asyncio.sleep(0)
-        assert await decoders.inspect(data, video=True, field="x") == Inspection(128, 96, 12, 5.0)
+        assert await decoders.inspect(data, key=b"x", video=True, field="x") == Inspection(128, 96, 12, 5.0)
         os.kill(stuck, signal.SIGCONT)
         await asyncio.gather(*videos)
 
@@ -143,6 +145,36 @@ async def test_a_job_that_takes_too_long_is_the_media_s_fault():
         (pid,) = processes()
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(InvalidInput) as refused:
-            await decoders.inspect(data, video=False, field="x")
+            await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert not command_line(pid)
+
+
+async def test_a_video_that_was_looked_at_is_still_open_when_it_is_decoded():
+    """The bytes are spoilt in between, so that a second opening would fail."""
+    frames = pictures.frames(12)
+    async with pool(processes=3) as (decoders, staging, stage):
+        data = stage(pictures.video(frames, fps=5))
+        seen = await decoders.inspect(data, key=b"film", video=True, field="x")
+        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        pixels = Range(PIXELS_AT, plan.pixel_bytes)
+        good = bytes(staging.slice(data))
+        staging.slice(data)[:] = bytes(data.size)
+        await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+        first = bytes(staging.slice(pixels))
+        with pytest.raises(InvalidInput):
+            await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+        staging.slice(data)[:] = good
+        await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+        assert bytes(staging.slice(pixels)) == first
+
+
+async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_gone():
+    async with pool() as (decoders, _, stage):
+        data = stage(pictures.video(pictures.frames(12), fps=5))
+        seen = await decoders.inspect(data, key=b"film", video=True, field="x")
+        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        (pid,) = processes()
+        os.kill(pid, signal.SIGKILL)
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", video=True, field="x")
+        assert decoders.restarts == 1
