@@ -60,6 +60,7 @@ proto-lint:  ## buf's standard rules for the contract; needs npm
 
 bench: $(STAMP)  ## the same workload here and on the peers, side by side
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.encoder
 
 gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks import twinlens_side
-from benchmarks.checkpoint import bench_checkpoint
+from benchmarks.checkpoint import CACHE, bench_checkpoint
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "twinlens" / "bench-250m"
 _ROWS = (
     ("ttft_cold", "TTFT, new picture", "ttft_cold"),
     ("ttft_same_picture", "TTFT, same picture, other question", "ttft_cold"),
@@ -35,7 +33,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
     parser.add_argument("--only", choices=("twinlens", "transformers"), help="measure one side alone")
     given = parser.parse_args()
-    folder = given.model or bench_checkpoint(_CACHE)
+    folder = given.model or bench_checkpoint(CACHE)
     theirs: dict[str, float] = {}
     ours: dict[str, float] = {}
     if given.only != "twinlens":

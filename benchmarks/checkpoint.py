@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from tests.checkpoints import SPECIAL_IDS, make_checkpoint, redraw
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "twinlens" / "bench-250m"
+"""Where it is kept from one run to the next."""
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32_000,

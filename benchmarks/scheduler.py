@@ -1,7 +1,7 @@
 """`python -m benchmarks.scheduler`: what the engine spends on deciding, for each step, without any model.
 
 Requests with prompts of 256 tokens decode side by side; the executor answers at once. *plan* is choosing and writing
-the step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes. """
+the step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes."""
 
 from __future__ import annotations
 

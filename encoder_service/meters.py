@@ -76,8 +76,8 @@ def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
 
 def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:
     store = encoder.pipeline.store
-    about = "items whose rows were in the store or on their way (hits), or had to be computed"
-    yield total("store_lookups", about, _by(encoder.counts, "hits", "misses"), ["outcome"])
+    yield total("store_hits", "items whose rows were in either store, or on their way", encoder.counts["hits"])
+    yield total("store_misses", "items whose rows had to be computed", encoder.counts["misses"])
     yield gauge("store_bytes", "bytes of rows in the store", store.used)
     yield gauge("store_capacity_bytes", "the store's budget", store.capacity)
     yield gauge("store_entries", "entries of the store", len(store))

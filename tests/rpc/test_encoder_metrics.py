@@ -42,8 +42,8 @@ def test_a_new_picture_and_a_repeat_are_counted_where_they_were_served(service, 
     first, again = client.one(image(PICTURE)), client.one(image(PICTURE))
     grown = change(before, scrape(service.metrics))
     size = first.rows.size * 4
-    assert grown['store_lookups_total{outcome="misses"}'] == 1
-    assert grown['store_lookups_total{outcome="hits"}'] == 1
+    assert grown["store_misses_total"] == 1
+    assert grown["store_hits_total"] == 1
     assert grown['items_total{outcome="encoded"}'] == 1
     assert grown['vit_calls_total{mode="eager"}'] == 1
     assert grown['vit_calls_total{mode="graph"}'] == 0

@@ -1,0 +1,74 @@
+"""What the encoder is compared with, in a process of its own: `python -m benchmarks.encoder_peers MODEL THREADS`.
+
+Each line on standard input, `PEER SIDE NUMBER`, is answered by a JSON object of seconds by stage. The peers take turns
+with the service, so that what else the machine does falls on all alike.
+
+- `transformers`: a JPEG file through Pillow, the library's image processor and its vision tower;
+- `bare`: our tower alone, on patches that are there already.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from benchmarks.workload import jpeg, photograph
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
+from tests import reference
+
+
+class Peers:
+    """Both peers over one checkpoint, in float32 on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self._processor = reference.processor(folder).image_processor
+        self._visual = reference.model(folder).model.visual
+        checkpoint = Checkpoint(folder)
+        self._tower = registry.load_tower(checkpoint, config.read(checkpoint), torch.device("cpu"), torch.float32)
+
+    @torch.inference_mode()
+    def transformers(self, data: bytes) -> dict[str, float]:
+        """Seconds from a file to rows."""
+        marks = [time.perf_counter()]
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        marks.append(time.perf_counter())
+        inputs = self._processor(images=[image], return_tensors="pt")
+        marks.append(time.perf_counter())
+        self._visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        marks.append(time.perf_counter())
+        decode, preprocess, vit = (end - begin for begin, end in itertools.pairwise(marks))
+        return {"decode": decode, "preprocess": preprocess, "vit": vit, "all": marks[-1] - marks[0]}
+
+    @torch.inference_mode()
+    def bare(self, data: bytes) -> dict[str, float]:
+        """Seconds of the forward pass."""
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        inputs = self._processor(images=[image], return_tensors="pt")
+        grids = [Grid(*grid) for grid in inputs["image_grid_thw"].tolist()]
+        started = time.perf_counter()
+        self._tower(inputs["pixel_values"], grids)
+        return {"vit": time.perf_counter() - started}
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    torch.set_num_threads(int(sys.argv[2]))
+    peers = Peers(Path(sys.argv[1]))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        peer, side, number = line.split()
+        data = jpeg(photograph(int(number), int(side)))
+        print(json.dumps(getattr(peers, peer)(data)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
