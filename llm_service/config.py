@@ -101,6 +101,7 @@ class LlmConfig(ServerConfig):
     max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
+    early_prefill: bool = option(True, "prefill up to the first row that is missing; off: wait for all rows")
     encoder_silence_seconds: float = option(
         2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
     )

@@ -25,10 +25,6 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Laid, Request
-from llm_service.rows import RowStore
-
-_COMPILE_SECONDS = 1.0
-"""The longest that a structure may take to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,6 @@ class Generator:
         prompts: PromptBuilder,
         compiler: Compiler,
         landing: Landing,
-        rows: RowStore,
         engine: EngineFront,
         prefixes: Prefixes,
         admission: Admission,
@@ -147,7 +142,6 @@ class Generator:
     ) -> None:
         self._prompts = prompts
         self._landing = landing
-        self._rows = rows
         self._engine = engine
         self._prefixes = prefixes
         self._compiler = compiler
@@ -206,14 +200,15 @@ class Generator:
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
         stages.mark("prompt")
-        media = MediaRows(self._landing, self._rows, request)
+        media = MediaRows(self._landing, request)
         try:
             headers = await media.introduce()
             stages.mark("encode_header")
             laid = await asyncio.to_thread(self._prompts.lay, pieces, headers)
             self._check_length(laid)
             job.place.measure(len(laid.ids))
-            await media.take(self._prefixes.covered(laid, request.salt))
+            alone = request.sampling.n == 1  # choices share their rows, and one of them may always be reading
+            await media.take(self._prefixes.covered(laid, request.salt) if alone else ())
             ticket = job.ticket = self._submit(request, laid, media)
         except BaseException:
             await media.abandon()
@@ -225,7 +220,6 @@ class Generator:
                     yield event
         finally:
             self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
-            self.stage_totals.update(stages.seconds)
             await media.leave()
 
     async def _with_grammar(self, request: Request) -> Request:

@@ -96,7 +96,7 @@ class RowStore:
 
         One that is new has no filler yet: the caller starts it. Raises Exhausted where they can never fit.
         """
-        self._check_size(headers)
+        self.check_size(headers)
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
             while (entries := self._try_acquire(headers)) is None:
                 if not any(entry.refs for entry in self._entries.values()) and self.flush():
@@ -107,10 +107,11 @@ class RowStore:
 
     def acquire_now(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
         """As `acquire`, but None where that would have to wait."""
-        self._check_size(headers)
+        self.check_size(headers)
         return None if self._turn.locked() else self._try_acquire(headers)
 
-    def _check_size(self, headers: Sequence[MediaHeader]) -> None:
+    def check_size(self, headers: Sequence[MediaHeader]) -> None:
+        """Raises Exhausted where these could never be here together."""
         sizes = {header.key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
             raise Exhausted(

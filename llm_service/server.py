@@ -19,9 +19,9 @@ from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
+from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
-from llm_service.generate import Generator
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
@@ -56,7 +56,7 @@ async def serve(config: LlmConfig) -> None:
         running.callback(rows.close)
         pool = EncoderPool(config.encoders, _link_settings(config, digest, layout))
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
-        landing = Landing(pool, rows, config.encoder_wait_seconds)
+        landing = Landing(pool, rows, config.encoder_wait_seconds, early=config.early_prefill)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
         admission = Admission(
             max_requests=config.max_requests,
@@ -67,7 +67,7 @@ async def serve(config: LlmConfig) -> None:
         meters = Meters(metrics)
         compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        generator = Generator(prompts, compiler, landing, rows, engine, prefixes, admission, meters)
+        generator = Generator(prompts, compiler, landing, engine, prefixes, admission, meters)
         meters.watch(generator, engine, rows, landing, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(

@@ -60,6 +60,7 @@ class Fetch:
         self.header: MediaHeader | None = links.known.find(identity.key, request.salt, item.modality)
         self._links = links
         self._identity = identity
+        self._request = request
         self._salt = request.salt
         self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
         self._patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
@@ -69,7 +70,12 @@ class Fetch:
         self._stream: EncodeStream | None = None
         self._opened = 0.0
         self._holds = AsyncExitStack()
-        links.counters.headers_known += self.header is not None
+
+    def renewed(self) -> Fetch:
+        """The same item to be fetched once more, whatever becomes of this fetch."""
+        again = Fetch(self._links, self.item, self._identity, self._request)
+        again.header = self.header
+        return again
 
     async def introduce(self) -> MediaHeader:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
@@ -78,6 +84,8 @@ class Fetch:
         """
         if self.header is None:
             await self._persistently(self._open)
+        else:
+            self._links.counters.headers_known += 1
         assert self.header is not None
         return self.header
 

@@ -13,14 +13,16 @@ from common.errors import Internal, TwinlensError
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import identify
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import MediaItem, Request
+from llm_service.request import MediaHeader, MediaItem, Request
 from llm_service.rows import RowEntry, RowStore
 
 
 class Landing:
-    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders."""
+    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders;
+    `early` says whether prefill may begin before all rows of a request are here."""
 
-    def __init__(self, pool: EncoderPool, store: RowStore, patience: float) -> None:
+    def __init__(self, pool: EncoderPool, store: RowStore, patience: float, *, early: bool = True) -> None:
+        self.early = early
         self._links = Links(pool, patience)
         self._store = store
 
@@ -39,6 +41,14 @@ class Landing:
     def has_rows(self, fetch: Fetch) -> bool:
         """Whether the rows of an item are here or on their way."""
         return fetch.header is not None and self._store.knows(fetch.header.key)
+
+    def check_size(self, fetches: Sequence[Fetch]) -> None:
+        """Raises Exhausted where the rows of these items could never be here together."""
+        self._store.check_size(headers(fetches))
+
+    def release(self, entry: RowEntry) -> None:
+        """Gives an entry back; where nobody else waits for its rows, they are no longer fetched."""
+        self._store.release(entry)
 
     async def acquire(self, request: Request, fetches: Sequence[Fetch]) -> list[RowEntry]:
         """Entries for these items of a request, whose rows land in the background; waits until all have room.
@@ -91,11 +101,11 @@ class Landing:
     async def _room(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
-        headers = [await fetch.introduce() for fetch in fetches]
-        if (entries := self._store.acquire_now(headers)) is not None:
+        wanted = headers(fetches)
+        if (entries := self._store.acquire_now(wanted)) is not None:
             return entries
         await self.close(fetches)
-        return await self._store.acquire(headers)
+        return await self._store.acquire(wanted)
 
     async def _fill(self, entry: RowEntry, fetch: Fetch) -> None:
         """Lands every row of an entry, or says why not."""
@@ -113,3 +123,8 @@ class Landing:
     async def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
         await asyncio.gather(*(fetch.close() for fetch in fetches))
+
+
+def headers(fetches: Sequence[Fetch]) -> list[MediaHeader]:
+    """The headers of items that were introduced."""
+    return [fetch.header for fetch in fetches if fetch.header is not None]

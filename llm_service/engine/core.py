@@ -103,8 +103,8 @@ class EngineCore:
                 self._scheduler.add(message)
             case Landed(id, item, rows):
                 self._scheduler.landed(id, item, rows)
-            case Placed(id, item, offset, rows):
-                self._scheduler.placed(id, item, offset, rows)
+            case Placed(id, places):
+                self._scheduler.placed(id, places)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
             case Flush():

@@ -49,11 +49,11 @@ _SILENCE_SECONDS = 4.0
 @dataclass(eq=False)
 class Ticket:
     """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it,
-    `on_wanted` when it needs items after all that were given no place."""
+    `on_wanted` when it needs places for items after all."""
 
     id: int
     on_released: Callable[[], None]
-    on_wanted: Callable[[list[int]], None] | None = None
+    on_wanted: Callable[[], None] | None = None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None
@@ -133,10 +133,10 @@ class EngineFront:
         if id in self._tickets and self._child is not None:
             self._child.send(Landed(id, item, rows))
 
-    def placed(self, id: int, item: int, offset: int, rows: int) -> None:
-        """Gives an item a place that had none."""
+    def placed(self, id: int, places: list[tuple[int, int]]) -> None:
+        """Gives all items of a request their places, which it has asked for: (offset, rows that have landed there)."""
         if id in self._tickets and self._child is not None:
-            self._child.send(Placed(id, item, offset, rows))
+            self._child.send(Placed(id, places))
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request or one of its choices; what is unknown is skipped."""
@@ -217,9 +217,9 @@ class EngineFront:
             case Failed(id, code, reason, text):
                 if ticket := self._tickets.get(id):
                     ticket.fail(from_code(code, text, reason=reason))
-            case Wanted(id, items):
+            case Wanted(id):
                 if (ticket := self._tickets.get(id)) and ticket.on_wanted is not None:
-                    ticket.on_wanted(items)
+                    ticket.on_wanted()
             case Released(ids):
                 for id in ids:
                     self._let_go(id)

@@ -47,12 +47,10 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """An item that was nowhere has a place at `offset` now; its first `rows` rows have landed."""
+    """What `Wanted` asked for: each item of the request has a place, as (offset, rows that have landed there)."""
 
     id: int
-    item: int
-    offset: int
-    rows: int
+    places: list[tuple[int, int]]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -95,10 +93,10 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """The cache does not cover these items of a request, which are nowhere: it waits until they are placed."""
+    """The cache does not cover items of a request that are nowhere. The request waits until all of its items are
+    placed; until then no step reads any of their rows, wherever they were before."""
 
     id: int
-    items: list[int]
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -36,13 +36,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Choice:
-    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `lacking` are
-    sequences that wait for items which have no place in the row arena, and which of them."""
+    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `asking` are
+    sequences whose items have no place in the row arena, though the cache does not cover them."""
 
     work: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    lacking: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    asking: list[Sequence] = field(default_factory=list)
     closed: bool = False
 
 
@@ -117,14 +117,14 @@ class Planner:
     def _admit(self, sequence: Sequence, choice: Choice, most: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
         full = choice.closed or len(self._queues.running) >= self._limits.max_running
-        if full or sequence.starved or sequence.blocked or sequence.held or not sequence.formed():
+        if full or sequence.starved or sequence.asking or sequence.blocked or sequence.held or not sequence.formed():
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
         begin = hits * self._blocks.block_size
-        if missing := sequence.missing(begin):
-            sequence.starved = True  # it holds no block while it waits for room, so that no two can hold each other up
-            choice.lacking.append((sequence, missing))
+        if sequence.lacks_rows(begin):
+            sequence.asking = True  # it holds no block while it waits for room, so that no two can hold each other up
+            choice.asking.append(sequence)
             return 0
         if not sequence.ready(begin):
             sequence.starved = True  # until its next row lands; others may go first

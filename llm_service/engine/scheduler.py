@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from llm_service.engine.batch import Step, build
 from llm_service.engine.blocks import BlockManager
-from llm_service.engine.messages import Add, Failed, Scored, Started, State, Token, Wanted
+from llm_service.engine.messages import NOWHERE, Add, Failed, Scored, Started, State, Token, Wanted
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
@@ -71,7 +71,7 @@ class Scheduler:
         self._planner = Planner(self._queues, blocks, limits)
         self._scored: list[Scored] = []
         self._failures: list[Failed] = []
-        self._wanted: list[Wanted] = []
+        self._wanted: deque[tuple[int, int]] = deque()
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
         self._planned_steps = 0
@@ -98,13 +98,15 @@ class Scheduler:
         for sequence in sequences:
             sequence.starved = False
         for sequence in sequences[:1]:  # they share their items
-            sequence.items[item].landed = max(sequence.items[item].landed, rows)
+            if sequence.items[item].offset != NOWHERE:
+                sequence.items[item].landed = max(sequence.items[item].landed, rows)
 
-    def placed(self, id: int, item: int, offset: int, rows: int) -> None:
-        """An item that was nowhere has a place now."""
-        for sequence in self._queues.requests.get(id, [])[:1]:
-            sequence.items[item].offset = offset
-        self.landed(id, item, rows)
+    def placed(self, id: int, places: list[tuple[int, int]]) -> None:
+        """Every item of a request has a place: (offset, rows that have landed there)."""
+        for sequence in self._queues.requests.get(id, ()):
+            for item, (offset, rows) in zip(sequence.items, places, strict=True):
+                item.offset, item.landed = offset, rows
+            sequence.asking = sequence.starved = False
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ones are skipped."""
@@ -129,7 +131,10 @@ class Scheduler:
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
-        self._wanted += [Wanted(sequence.id, items) for sequence, items in choice.lacking]
+        for sequence in choice.asking:
+            for item in sequence.items:
+                item.offset, item.landed = NOWHERE, 0
+            self._wanted.append((self._planned_steps, sequence.id))
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started
@@ -204,8 +209,10 @@ class Scheduler:
         return failures
 
     def take_wanted(self) -> list[Wanted]:
-        """The items that are asked for since the last call."""
-        wanted, self._wanted = self._wanted, []
+        """The requests that ask for their items, each told once: no step, not even one under way, reads their rows."""
+        wanted: list[Wanted] = []
+        while self._wanted and self._wanted[0][0] <= self.counters.steps:
+            wanted.append(Wanted(self._wanted.popleft()[1]))
         return wanted
 
     def take_ended(self) -> list[int]:

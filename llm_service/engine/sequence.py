@@ -41,7 +41,8 @@ class Sequence:
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three.
     `order` ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that
-    end it. `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land.
+    end it. `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
+    `asking`: until its items have places.
     The prompt's tokens before `scored` have been scored by steps up to the last one planned, or need no score.
     """
 
@@ -67,6 +68,7 @@ class Sequence:
     running: bool = False
     started: bool = False
     starved: bool = False
+    asking: bool = False
     scored: int = 0
     over: bool = False
     table: BlockTable = field(default_factory=BlockTable)
@@ -135,13 +137,12 @@ class Sequence:
         """What may come next depends on a token that is not known yet."""
         return self.matcher is not None and self.unknown > 0
 
-    def missing(self, begin: int) -> list[int]:
-        """The items that have no place in the arena though some of their rows stand at `begin` or after it."""
-        return [
-            number
-            for number, item in enumerate(self.items)
-            if item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
-        ]
+    def lacks_rows(self, begin: int) -> bool:
+        """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
+        return any(
+            item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
+            for item in self.items
+        )
 
     def formed(self) -> bool:
         """Its matcher is there, if it needs one."""

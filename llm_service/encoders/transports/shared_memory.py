@@ -117,18 +117,23 @@ class Region:
             raise DataLoss("the encoder whose memory it was is gone")
 
     def _copy(self, source: memoryview, target: memoryview) -> None:
-        """Copies without holding the interpreter, in blocks that the cache still has when they are checked."""
         with source, target:
-            there, here = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-            for start in range(0, len(here), _BLOCK):
-                block = here[start : start + _BLOCK]
-                np.copyto(block, there[start : start + _BLOCK])
-                if not all_finite(block.data, self._dtype):
-                    raise DataLoss("an encoder sent numbers that are not finite")
-            del there, here, block  # they hold the views
+            if not _copy_finite(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8), self._dtype):
+                raise DataLoss("an encoder sent numbers that are not finite")
 
     def _release(self, number: int) -> None:
         try:
             self._link.send(RELEASE.pack(number))
         except OSError:  # it is gone, or so stuck that its buffer is full; the lease then ends by its time
             return
+
+
+def _copy_finite(target: np.ndarray, source: np.ndarray, dtype: DType) -> bool:
+    """Copies without holding the interpreter, in blocks that the cache still has when they are checked; False, and
+    stops, at numbers that are not finite."""
+    for start in range(0, len(target), _BLOCK):
+        block = target[start : start + _BLOCK]
+        np.copyto(block, source[start : start + _BLOCK])
+        if not all_finite(block.data, dtype):
+            return False
+    return True

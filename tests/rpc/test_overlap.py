@@ -1,0 +1,74 @@
+"""Prefill begins before all rows are here: text, and the pictures that come first. The worker that computes rows is
+stopped meanwhile, so that what is seen cannot be luck."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import pictures
+from tests.launch import Service
+from tests.rpc.pairs import Pair, answer, asked, pair
+from tests.waiting import until
+from twinlens import image, user, v1
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def both(checkpoints: Callable[..., Path]) -> Iterator[Pair]:
+    with pair(checkpoints("qwen3_vl"), max_step_tokens=256) as services:
+        yield services
+
+
+def picture(seed: int) -> v1.Media:
+    return image(pictures.encoded(pictures.noise(128, 128, seed)))
+
+
+@contextmanager
+def no_row_is_computed(encoder: Service) -> Iterator[None]:
+    """The encoder answers, and computes nothing."""
+    (worker,) = encoder.children("encoder_service.worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def test_text_before_a_picture_is_prefilled_before_the_picture_has_a_single_row(both: Pair) -> None:
+    question = asked(user("word " * 2000, picture(9_800), "what is it?"))
+    before = both.text.get_load()
+    with no_row_is_computed(both.encoder):
+        stream = both.text.generate(question, timeout=120)
+        until(lambda: both.text.get_load().kv_blocks_used >= 2000 // BLOCK, "the text is prefilled")
+        during = both.text.get_load()
+        assert during.rows_received == before.rows_received
+        assert during.generated_tokens == before.generated_tokens
+        assert during.steps - before.steps >= 2000 // 256
+    early = [token for event in stream for token in event.delta.token_ids]
+    both.text.flush_cache()
+    assert answer(both.text, question).choices[0].token_ids == early
+
+
+def test_the_first_pictures_are_prefilled_while_the_last_is_encoded(both: Pair) -> None:
+    shown = [picture(9_810 + n) for n in range(4)]
+    for known in shown[:3]:
+        answer(both.text, asked(user(known, "?")))
+    both.text.flush_cache()
+    question = asked(user(*shown, "which is the brightest?"))
+    with no_row_is_computed(both.encoder):
+        stream = both.text.generate(question, timeout=120)
+        until(lambda: both.text.get_load().kv_blocks_used >= 3 * 16 // BLOCK, "three pictures are prefilled")
+        assert both.media.get_load().running_items + both.media.get_load().queued_items == 1
+    events = list(stream)
+    early = [token for event in events for token in event.delta.token_ids]
+    spans = events[0].started.spans
+    assert spans[3].start >= spans[2].start + 16
+    both.text.flush_cache()
+    assert answer(both.text, question).choices[0].token_ids == early
