@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
-from common.wire import DType, RowLayout
+from common.wire import DType, RowLayout, crc32c
 from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels, Source, Url
 from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -96,7 +96,7 @@ def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad
 
 def header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> encoder_pb2.EncodeHeader:
     """An item's header as it travels."""
-    return encoder_pb2.EncodeHeader(
+    message = encoder_pb2.EncodeHeader(
         item=index,
         key=found.key,
         modality=MODALITIES[found.modality],
@@ -109,6 +109,8 @@ def header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> enc
         cached=cached,
         seconds_per_grid=found.seconds_per_grid,
     )
+    message.crc32c = crc32c(message.SerializeToString(deterministic=True))
+    return message
 
 
 def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
@@ -175,12 +177,11 @@ def _source(media: media_pb2.Media, source: str | None, options: Options, field:
 
 def _embedding(media: media_pb2.Media, options: Options, field: str) -> Embedding:
     given = media.embedding
-    if media.modality != media_pb2.MODALITY_IMAGE:
-        raise Unsupported("rows of a video as input are not in this release", reason="NO_VIDEO_ROWS", field=field)
     if options.stated():
         raise InvalidInput("rows have no options", reason="BAD_OPTION", field=field)
     dtype = next((kind for kind, number in DTYPES.items() if number == given.dtype), None)
     if dtype is None:
         raise InvalidInput("the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.dtype")
     grid = Grid(given.grid.t, given.grid.h, given.grid.w)
-    return Embedding(given.data, dtype, given.count, given.levels, given.width, grid)
+    times = tuple(given.timestamps)
+    return Embedding(given.data, dtype, given.count, given.levels, given.width, grid, times, given.seconds_per_grid)

@@ -44,7 +44,7 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of a picture that were computed elsewhere: row-major [count, levels, width] in `dtype`."""
+    """Rows that were computed elsewhere: row-major [count, levels, width] in `dtype`. The times are as in `Header`."""
 
     data: bytes
     dtype: DType
@@ -52,6 +52,8 @@ class Embedding:
     levels: int
     width: int
     grid: Grid
+    timestamps: tuple[float, ...] = ()
+    seconds_per_grid: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

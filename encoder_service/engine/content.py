@@ -73,6 +73,7 @@ class Contents:
                 content: bytes | bytearray = source.data
             case Embedding():
                 about |= {"rows": [source.grid.t, source.grid.h, source.grid.w]}
+                about |= {"seconds": source.timestamps, "apart": source.seconds_per_grid} if source.timestamps else {}
                 content = source.data
             case _:
                 assert isinstance(source, bytes | bytearray)

@@ -67,9 +67,10 @@ class Pipeline:
         video = item.modality is Modality.VIDEO
         match item.source:
             case Embedding() as rows:
-                embedding.check(rows, self.layout, config.image.merge, self._max_patches, f"{item.field}.embedding")
+                merge, groups = config.image.merge, self._limits.max_frames
+                embedding.check(rows, item, self.layout, merge, self._max_patches, groups)
                 await in_thread(embedding.check_finite, rows, f"{item.field}.embedding")
-                return Plan(rows.grid, rows.count, (), 0, 0, (0, 0))
+                return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
             case Pixels() as pixels:
                 plan = geometry.plan_pixels(pixels, config, item.options, video=video)
             case _:

@@ -80,20 +80,24 @@ class PixelBlock(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., frames: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., timestamps: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EmbeddingBlock(_message.Message):
-    __slots__ = ("data", "dtype", "count", "levels", "width", "grid")
+    __slots__ = ("data", "dtype", "count", "levels", "width", "grid", "timestamps", "seconds_per_grid")
     DATA_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_GRID_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     dtype: DataType
     count: int
     levels: int
     width: int
     grid: Grid
-    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., count: _Optional[int] = ..., levels: _Optional[int] = ..., width: _Optional[int] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ...) -> None: ...
+    timestamps: _containers.RepeatedScalarFieldContainer[float]
+    seconds_per_grid: float
+    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., count: _Optional[int] = ..., levels: _Optional[int] = ..., width: _Optional[int] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., seconds_per_grid: _Optional[float] = ...) -> None: ...
 
 class Grid(_message.Message):
     __slots__ = ("t", "h", "w")
