@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from common.errors import DataLoss
-from common.wire import DType
+from common.wire import DType, crc32c
 from llm_service.request import Encoded, Key, MediaHeader, MediaItem, Modality, Opaque, Url
 from twinlens.v1 import encoder_pb2, media_pb2
 
@@ -46,6 +46,12 @@ def media_message(item: MediaItem) -> media_pb2.Media:
 
 def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
     """An encoder's header; raises DataLoss for one that makes no sense."""
+    if message.crc32c:
+        plain = encoder_pb2.EncodeHeader()
+        plain.CopyFrom(message)
+        plain.ClearField("crc32c")
+        if crc32c(plain.SerializeToString(deterministic=True)) != message.crc32c:
+            raise DataLoss("a header was damaged on the way")
     grid = (message.grid.t, message.grid.h, message.grid.w)
     if len(message.key) != 32 or min(*grid, message.tokens, message.width, message.levels) < 1:
         raise DataLoss("an encoder sent a header that makes no sense")

@@ -17,7 +17,7 @@ from tests.rpc.pairs import ENCODER_FLAGS, about, answer, asked, greedy
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, v1
 
-FILES = [pictures.encoded(pictures.noise(64 + 32 * (n % 3), 64 + 32 * (n % 4), 9_500 + n)) for n in range(24)]
+FILES = [pictures.encoded(pictures.noise(128 + 64 * (n % 3), 128 + 64 * (n % 4), 9_500 + n)) for n in range(24)]
 
 
 class Replica:

@@ -17,7 +17,7 @@ from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
 
 # Little room for rows and no prefix cache: nearly every picture has to come from an encoder again.
-FORGETFUL: dict[str, object] = {**LLM_FLAGS, "row_cache_bytes": "400KiB", "prefix_cache": False}
+FORGETFUL: dict[str, object] = {**LLM_FLAGS, "row_cache_bytes": "300KiB", "prefix_cache": False}
 STREAMS = 16
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from twinlens.cli import watch
 from twinlens.cli.connection import add_flags, endpoint
 from twinlens.cli.tables import milliseconds, share, size, table
 from twinlens.client import EncoderClient, LlmClient
@@ -35,12 +38,23 @@ def add_parser(commands: Any) -> None:
         metavar="ADDR",
         help="an encoder to ask; repeatable (default: those that the LLM service reports)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=2.0,
+        metavar="SECONDS",
+        help="show queues, caches and throughput every so often (default: 2 s), until interrupted",
+    )
     add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks the services and prints what they say. An encoder that does not answer makes the exit code 1."""
+    if arguments.watch is not None:
+        return _watch(arguments)
     with LlmClient(endpoint(arguments.address, arguments)) as llm:
         info, load = llm.get_info(), llm.get_load()
     report: dict[str, Any] = {"llm": {"address": arguments.address, **_pair(info, load)}, "encoders": []}
@@ -63,6 +77,27 @@ def run(arguments: argparse.Namespace) -> int:
     return min(failures, 1)
 
 
+def _watch(arguments: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        llm = stack.enter_context(LlmClient(endpoint(arguments.address, arguments)))
+        clients: dict[str, EncoderClient] = {}
+
+        def ask(address: str) -> EncoderServiceGetLoadResponse | None:
+            if address not in clients:
+                clients[address] = stack.enter_context(EncoderClient(endpoint(address, arguments)))
+            try:
+                return clients[address].get_load()
+            except TwinlensError:
+                return None
+
+        def sample() -> watch.Sample:
+            load = llm.get_load()
+            addresses = arguments.encoder or [known.address for known in load.encoders]
+            return watch.Sample(time.monotonic(), load, {address: ask(address) for address in addresses})
+
+        return watch.run(sample, arguments.watch)
+
+
 def _pair(info: Message, load: Message) -> dict[str, Any]:
     return {
         "info": MessageToDict(info, preserving_proto_field_name=True),
@@ -80,12 +115,15 @@ def _llm_text(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGet
         ("prompt / generated tokens", f"{load.prompt_tokens} / {load.generated_tokens}"),
         ("prefix cache hits", f"{load.prefix_hit_tokens} tokens ({hits})"),
         ("KV blocks in use", f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks})"),
-        ("embedding rows received", f"{load.rows_received}; {load.row_hits} items were here already"),
+        ("embedding rows received", f"{load.rows_received}, of them {load.rows_shared} from shared memory"),
+        ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
+        ("encode streams / retries", f"{load.encode_attempts} / {load.encode_retries}"),
         ("embedding rows held", f"{size(load.row_bytes)} of {size(load.row_capacity_bytes)}"),
         ("preemptions / steps", f"{load.preemptions} / {load.steps}"),
     ]
     for known in load.encoders:
         state = "usable" if known.usable else "not usable"
+        state += ", shared memory" if known.shared_memory else ""
         rows.append((f"encoder {known.address}", f"{state}, {known.in_flight} in flight"))
     title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
     return _section(title, rows, load.stage_totals)

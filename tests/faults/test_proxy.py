@@ -1,0 +1,140 @@
+"""A link that damages what it carries: no token is ever wrong, and every stream ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.faults.proxy import LyingProxy
+from tests.faults.replicas import FILES, question, replicas
+from tests.launch import llm_server
+from tests.rpc.pairs import LLM_FLAGS, answer, idle, usable
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError
+
+# Nothing is remembered, so that every picture crosses the link each time; and only inline, where it can be damaged.
+FORGETFUL: dict[str, object] = {
+    **LLM_FLAGS,
+    "row_cache_bytes": "300KiB",
+    "prefix_cache": False,
+    "shared_memory": False,
+}
+QUESTIONS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+def outcomes(client: LlmClient, right: list[list[int]], count: int) -> Counter[str]:
+    """What comes of asking again and again, several at once."""
+
+    def ask(number: int) -> str:
+        which = (number * 7) % len(right)
+        try:
+            said = answer(client, question(which)).choices[0].token_ids
+        except TwinlensError as error:
+            return f"{error.code.name} {error.reason}"
+        return "right" if said == right[which] else f"wrong: {which}"
+
+    with ThreadPoolExecutor(8) as threads:
+        return Counter(threads.map(ask, range(count)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(checkpoint: Path, seed: int) -> None:
+    with ExitStack() as stack:
+        encoders = stack.enter_context(replicas(checkpoint, 2))
+        proxies = [
+            stack.enter_context(LyingProxy(encoder.address, seed * 10 + n, share=0.0).running())
+            for n, encoder in enumerate(encoders)
+        ]
+        llm = stack.enter_context(llm_server(checkpoint, *(proxy.address for proxy in proxies), **FORGETFUL))
+        client = stack.enter_context(LlmClient(llm.address))
+        until(lambda: usable(client, 2), "both encoders are usable")
+        right = [answer(client, question(number)).choices[0].token_ids for number in range(QUESTIONS)]
+        for proxy in proxies:
+            proxy.share = 0.15
+        found = outcomes(client, right, 120)
+        assert sum(found.values()) == 120
+        assert not [each for each in found if each.startswith("wrong")], found
+        assert found["right"] > 60, found
+        damage = sum((proxy.done for proxy in proxies), Counter[str]())
+        assert set(damage) >= {"flip", "drop", "double", "reorder", "cut"}
+        for proxy in proxies:
+            proxy.share = 0.0
+        until(lambda: answers(client, right), "it is well again when the link is")
+        until(lambda: idle(client), "nothing is held")
+
+
+def answers(client: LlmClient, right: list[list[int]]) -> bool:
+    """Every question is answered as before."""
+    return outcomes(client, right, len(right))["right"] == len(right)
+
+
+class NoisyWire:
+    """A TCP proxy: bytes towards the LLM service are flipped, held up, or end, `rate` times a megabyte."""
+
+    def __init__(self, target: str, seed: int) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._random = Random(seed)
+        self.rate = 0.0
+        self.damaged = 0
+        self.address = ""
+
+    @contextmanager
+    def running(self) -> Iterator[NoisyWire]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.address = f"127.0.0.1:{server.getsockname()[1]}"
+            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+            yield self
+            server.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = server.accept()
+                far = socket.create_connection(self._target)
+                for source, sink, noisy in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self._carry, args=(source, sink, noisy), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, noisy: bool) -> None:
+        with suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                if noisy and self._random.random() < self.rate * len(data) / 2**20:
+                    self.damaged += 1
+                    data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_wire_that_flips_bits_never_makes_a_wrong_token(checkpoint: Path) -> None:
+    with ExitStack() as stack:
+        encoders = stack.enter_context(replicas(checkpoint, 2))
+        wires = [stack.enter_context(NoisyWire(each.address, n).running()) for n, each in enumerate(encoders)]
+        llm = stack.enter_context(llm_server(checkpoint, *(wire.address for wire in wires), **FORGETFUL))
+        client = stack.enter_context(LlmClient(llm.address))
+        until(lambda: usable(client, 2), "both encoders are usable")
+        right = [answer(client, question(number)).choices[0].token_ids for number in range(QUESTIONS)]
+        for wire in wires:
+            wire.rate = 3.0
+        found = outcomes(client, right, 120)
+        assert sum(found.values()) == 120
+        assert not [each for each in found if each.startswith("wrong")], found
+        assert sum(wire.damaged for wire in wires) > 5
+        for wire in wires:
+            wire.rate = 0.0
+        until(lambda: answers(client, right), "it is well again when the wire is")
+        assert len(FILES) == QUESTIONS
