@@ -7,13 +7,17 @@ from typing import Any
 
 import numba
 
+_FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
+"""What the compiler may do with sums and products; what is not a number stays so."""
 
-def compiled(function: Callable[..., None]) -> Any:
+
+def compiled(function: Callable[..., None], *, parallel: bool = True) -> Any:
     """Compiled at its first call, and kept on disk where a folder for that can be written."""
+    options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(parallel=True, fastmath=True, nogil=True, cache=True)(function)
+        return numba.njit(**options, cache=True)(function)
     except RuntimeError:  # no folder to keep it in
-        return numba.njit(parallel=True, fastmath=True, nogil=True)(function)
+        return numba.njit(**options)(function)
 
 
 def use_threads(count: int) -> None:

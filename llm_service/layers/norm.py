@@ -16,7 +16,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, size] → […, size]."""
+        """[n, size] or [n, heads, size] → the same."""
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            from common.kernels.norm_cpu import rms_norm  # numba is of use to CPUs alone
+
+            return rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normal = functional.rms_norm(x.float(), self.weight.shape, None, self.eps)

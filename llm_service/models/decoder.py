@@ -29,9 +29,13 @@ class Deepstack:
     index: Tensor | None
     values: Tensor
 
+    def reaches(self, layer: int) -> bool:
+        """Whether a layer has a level."""
+        return layer < self.values.shape[0]
+
     def add_to(self, hidden: Tensor, layer: int) -> None:
         """Adds a layer's level in place; does nothing past the last level."""
-        if layer >= self.values.shape[0]:
+        if not self.reaches(layer):
             return
         if self.index is None:
             hidden += self.values[layer]
@@ -58,12 +62,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, dtype) if qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """x [n, hidden]; `cache` is this layer's → [n, hidden]."""
+        """x [n, hidden]; `cache` is this layer's → this rank's heads [n, heads · head_dim], for `join`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         query = rotate(self.q_norm(query), *rotary)
         key = rotate(self.k_norm(key), *rotary)
-        return self._group.sum(self.o(batch.attend(query, key, value, cache)))
+        return batch.attend(query, key, value, cache)
+
+    def join(self, attended: Tensor) -> Tensor:
+        """All ranks' heads [n, heads · head_dim] → [n, hidden]."""
+        return self._group.sum(self.o(attended))
 
 
 class MLP(nn.Module):
@@ -102,9 +110,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = feed_forward(index, config, group, dtype)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """[n, hidden] → [n, hidden], in place of x."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, cache, batch)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: AttentionBatch,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """[n, hidden] → [n, hidden]; with `places` int64 [m], what follows attention is computed for those alone."""
+        attended = self.self_attn(self.input_layernorm(x), rotary, cache, batch)
+        if places is not None:
+            x, attended = x[places], attended[places]
+        x = x + self.self_attn.join(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -139,14 +157,28 @@ class Decoder(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, caches: Tensor, batch: AttentionBatch, deepstack: Deepstack | None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        caches: Tensor,
+        batch: AttentionBatch,
+        deepstack: Deepstack | None,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], caches of all layers → [n, hidden]."""
+        """hidden [n, hidden], positions int [3, n], caches of all layers → [n, hidden].
+
+        With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
+        needs more of, then computes little else.
+        """
         rotary = self.rotary.tables(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, caches[index], batch)
+            last = index == self.config.layers - 1
+            cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
+            hidden = layer(hidden, rotary, caches[index], batch, cut)
             if deepstack is not None:
                 deepstack.add_to(hidden, index)
+            if last and places is not None and cut is None:
+                hidden = hidden[places]
         out: Tensor = self.norm(hidden)
         return out
 

@@ -59,19 +59,25 @@ class Runner:
 
         Gives float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores.
         """
+        # Where no scores are asked for, only the places of draws are wanted; where there are none either, any place.
+        places = torch.tensor([draw.at for draw in plan.draws] or [0], device=self._device)
+        hidden = self._hidden(plan, None if plan.scores else places)
+        scores = score(hidden, plan.scores, self._decoder.logits)
+        if not plan.draws:
+            return None, scores
+        return self._decoder.logits(hidden[places] if plan.scores else hidden), scores
+
+    def _hidden(self, plan: StepPlan, places: Tensor | None) -> Tensor:
+        """Hidden states [m, hidden] of some places of a plan's batch, or [n, hidden] of all."""
         token_ids = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32).to(self._device)
         positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
         if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
-            hidden = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
             self._replayed = True
-        else:
-            self._replayed = False
-            batch = self._backend.batch(plan.chunks)
-            hidden = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack)
-        scores = score(hidden, plan.scores, self._decoder.logits)
-        if not plan.draws:
-            return None, scores
-        places = torch.tensor([draw.at for draw in plan.draws], device=self._device)
-        return self._decoder.logits(hidden[places]), scores
+            replayed = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
+            return replayed if places is None else replayed[places]
+        self._replayed = False
+        batch = self._backend.batch(plan.chunks)
+        out: Tensor = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack, places)
+        return out
