@@ -6,12 +6,13 @@ import importlib
 from typing import Final
 
 import torch
+from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
 from common.linear import settle_linears
 from common.weights import load_tensors
-from encoder_service.models.choice import choose
+from encoder_service.models.choice import AttentionUnavailable, choose
 from encoder_service.models.config import ModelConfig
 from encoder_service.models.tower import PackedTower
 
@@ -25,19 +26,20 @@ TOWERS: Final = {
 
 
 def load_tower(
-    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "sdpa"
-) -> PackedTower:
-    """Builds the tower and reads its weights, and no others, onto `device`; `attention` names a back end, or auto.
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "auto"
+) -> nn.Module:
+    """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
 
-    Raises CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape,
-    and AttentionUnavailable where the back end cannot run.
+    `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with. Raises
+    CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape, and
+    AttentionUnavailable where the back end cannot run.
     """
     try:
         module, _, name = TOWERS[config.family].partition(":")
     except KeyError:
         raise CheckpointError(f"the vision tower of {config.family} is not supported") from None
     with torch.device("meta"):
-        tower: PackedTower = getattr(importlib.import_module(module), name)(config.vision)
+        tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
     state = {
         name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
         for name, tensor in load_tensors(checkpoint, vision_name)
@@ -48,7 +50,10 @@ def load_tower(
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
     settle_linears(tower)
-    tower.backend = choose(attention, device, dtype, tower.head_dim)
+    if isinstance(tower, PackedTower):
+        tower.backend = choose(attention, device, dtype, tower.head_dim)
+    elif attention != "auto":
+        raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
     return tower
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import log
 from common.graphs import Capture
@@ -161,14 +161,16 @@ class GraphedTower:
         return Graph(patches, tuple(tables), capture(run))
 
 
-def budgets_for(wanted: Sequence[int] | None, tower: PackedTower, device: torch.device, batch: int) -> list[int]:
+def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.device, batch: int) -> list[int]:
     """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, where graphs can be.
 
-    Raises GraphsUnavailable where graphs are wanted and there is no GPU.
+    Raises GraphsUnavailable where graphs are wanted and there is no GPU, or the tower is not built from blocks.
     """
-    if device.type != "cuda":
+    if not isinstance(tower, PackedTower) or device.type != "cuda":
         if wanted:
-            raise GraphsUnavailable("CUDA graphs need a GPU")
+            raise GraphsUnavailable(
+                "CUDA graphs need a GPU" if device.type != "cuda" else "this model's tower cannot go into CUDA graphs"
+            )
         return []
     if wanted is not None:
         return list(wanted)

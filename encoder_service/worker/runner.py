@@ -14,6 +14,7 @@ from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
+from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 from encoder_service.worker.patches import pixels_to_patches
@@ -50,7 +51,8 @@ class Runner:
         pixels = torch.zeros(1, settings.factor, settings.factor, 3, dtype=torch.uint8, device=self.device)
         patches = pixels_to_patches(pixels, size, settings).to(self.dtype)
         self._tower(patches, [Grid(1, 2 * settings.merge, 2 * settings.merge)]).isfinite().all().item()
-        return Ready(self._tower.backend.name, self._graphed.budgets if self._graphed else [])
+        attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
+        return Ready(attention, self._graphed.budgets if self._graphed else [])
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchDone:
@@ -72,7 +74,7 @@ class Runner:
     @torch.inference_mode()
     def _graphs(self, begin: Begin) -> GraphedTower | None:
         budgets = budgets_for(begin.graphs, self._tower, self.device, begin.batch_patches)
-        if not budgets:
+        if not budgets or not isinstance(self._tower, PackedTower):
             return None
         started = time.perf_counter()
         made = GraphedTower(

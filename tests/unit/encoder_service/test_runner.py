@@ -1,0 +1,153 @@
+"""What a worker does with a batch, in this process; and that it asks no more of a tower than `tower.Tower` says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
+from encoder_service.worker.graphs import GraphsUnavailable
+from encoder_service.worker.messages import Batch, Begin, Piece
+from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.runner import Runner
+
+SIDE = 64
+ROOM = 1 << 20
+
+
+class ForeignTower(nn.Module):
+    """Not of blocks: one matrix over the mean of each square of patches."""
+
+    def __init__(self, vision: dict) -> None:
+        super().__init__()
+        self.levels = 1 + len(vision["deepstack_visual_indexes"])
+        self.proj = nn.Linear(3 * 2 * 16 * 16, self.levels * vision["out_hidden_size"])
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        assert sum(grid.patches for grid in grids) == len(patches)
+        return self.proj(patches.view(-1, 4, patches.shape[1]).mean(1)).view(len(patches) // 4, self.levels, -1)
+
+
+@pytest.fixture
+def buffers():
+    made = [SharedBuffer.create(name, ROOM) for name in ("staging", "store")]
+    yield made
+    for each in made:
+        each.close()
+
+
+def begin(folder, **settings) -> Begin:
+    given = {"device": "cpu", "dtype": "float32", "threads": 0, "staging_bytes": ROOM, "store_bytes": ROOM}
+    return Begin(folder=str(folder), **given, **settings)
+
+
+def piece(at: int, rows: int) -> Piece:
+    """A square picture, resized to itself."""
+    grid = (1, SIDE // 16, SIDE // 16)
+    tokens = SIDE * SIDE // 1024
+    return Piece(
+        video=False,
+        pixels=at,
+        frames=1,
+        height=SIDE,
+        width=SIDE,
+        resized=(SIDE, SIDE),
+        grid=grid,
+        tokens=tokens,
+        rows=rows,
+    )
+
+
+def put(staging: SharedBuffer, at: int, seed: int) -> Tensor:
+    """A picture in the staging arena."""
+    pixels = torch.randint(0, 256, (1, SIDE, SIDE, 3), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    staging.view[at : at + pixels.numel()] = pixels.numpy().tobytes()
+    return pixels
+
+
+def rows_at(store: SharedBuffer, at: int, tokens: int, settings: config.ModelConfig) -> Tensor:
+    count = tokens * settings.levels * settings.width
+    return torch.frombuffer(bytearray(store.view[at : at + 4 * count]), dtype=torch.float32).view(tokens, -1)
+
+
+def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
+    folder = checkpoints("qwen3_vl")
+    runner = Runner(begin(folder), *buffers)
+    ready = runner.warm_up()
+    assert (ready.attention, ready.graphs) == ("sdpa", [])
+    settings = config.read(Checkpoint(folder))
+    tower = registry.load_tower(Checkpoint(folder), settings, torch.device("cpu"), torch.float32)
+    pixels = [put(buffers[0], at, seed=at) for at in (0, 65536)]
+    done = runner.run(Batch([piece(0, 4096), piece(65536, 512_000)]))
+    assert (done.not_finite, done.replayed) == ([], False)
+    for picture, at in zip(pixels, (4096, 512_000), strict=True):
+        patches = pixels_to_patches(picture, (SIDE, SIDE), settings.image)
+        expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
+        torch.testing.assert_close(rows_at(buffers[1], at, 4, settings), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buffers, monkeypatch):
+    runner = Runner(begin(checkpoints("qwen3_vl")), *buffers)
+    whole = runner._tower
+
+    def spoilt(patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        rows = whole(patches, grids)
+        rows[5] = torch.inf
+        return rows
+
+    runner._tower = spoilt
+    for at in (0, 65536):
+        put(buffers[0], at, seed=at)
+    done = runner.run(Batch([piece(0, 0), piece(65536, 512_000)]))
+    assert done.not_finite == [1]
+    assert not any(buffers[1].view[512_000:520_000])
+
+
+@pytest.fixture
+def foreign(checkpoints, tmp_path, monkeypatch):
+    """A checkpoint whose family is not ours: a configuration of Qwen3-VL's, a tower of its own."""
+    folder = tmp_path / "foreign"
+    shutil.copytree(checkpoints("qwen3_vl"), folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "model_type": "foreign"}))
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    tower = ForeignTower(about["vision_config"])
+    state = {f"model.visual.{name}": tensor for name, tensor in tower.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    module = ModuleType("tests_foreign_tower")
+    module.ForeignTower = ForeignTower
+    monkeypatch.setitem(sys.modules, "tests_foreign_tower", module)
+    monkeypatch.setattr(registry, "TOWERS", {**registry.TOWERS, "foreign": "tests_foreign_tower:ForeignTower"})
+    return folder, tower
+
+
+def test_a_tower_that_is_not_built_from_our_blocks_is_served(foreign, buffers):
+    folder, tower = foreign
+    runner = Runner(begin(folder), *buffers)
+    assert runner.warm_up().attention == "its own"
+    pixels = put(buffers[0], 0, seed=1)
+    assert runner.run(Batch([piece(0, 0)])).not_finite == []
+    settings = config.read(Checkpoint(folder))
+    patches = pixels_to_patches(pixels, (SIDE, SIDE), settings.image)
+    with torch.inference_mode():
+        expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
+    torch.testing.assert_close(rows_at(buffers[1], 0, 4, settings), expected)
+
+
+@pytest.mark.parametrize(("option", "error"), [({"attention": "sdpa"}, "--attention"), ({"graphs": [64]}, "graphs")])
+def test_options_that_such_a_tower_has_no_use_for_are_refused_by_name(foreign, buffers, option, error):
+    folder, _ = foreign
+    with pytest.raises((registry.AttentionUnavailable, GraphsUnavailable), match=error):
+        Runner(begin(folder, **option), *buffers)
