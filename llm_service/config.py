@@ -91,6 +91,12 @@ class LlmConfig(ServerConfig):
     max_waiting_tokens: int = option(
         1 << 20, "prompt tokens of requests that wait; a request that would pass this is refused at once", minimum=1
     )
+    max_sessions: int = option(1024, "conversations kept warm; the longest unused gives way", minimum=1)
+    max_tenant_sessions: int = option(64, "of these, conversations of one tenant", minimum=1)
+    session_seconds: float = option(600.0, "time that a conversation is kept warm after its last turn", minimum=0.0)
+    session_share: float = option(
+        0.25, "of KV blocks and of rows, what one tenant's conversations keep at most", minimum=0.0, maximum=1.0
+    )
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
     max_images: int = option(16, "pictures in one request", minimum=0)
     max_videos: int = option(2, "videos in one request", minimum=0)

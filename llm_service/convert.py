@@ -61,8 +61,6 @@ class Requests:
         what is wrong and where."""
         if message.model and message.model != self._model:
             raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
-        if message.session_id:
-            raise Unsupported("sessions are not kept in this release", field="session_id")
         media: list[MediaItem] = []
         prompt: ChatPrompt | TextPrompt | TokenPrompt
         match message.WhichOneof("input"):
@@ -88,6 +86,7 @@ class Requests:
             salt=message.cache_salt,
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
+            session=message.session_id,
         )
 
     def chat(self, chat: llm_pb2.ChatInput, media: list[MediaItem]) -> ChatPrompt:

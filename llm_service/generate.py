@@ -25,6 +25,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Laid, Request
+from llm_service.sessions import Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class Generator:
         engine: EngineFront,
         prefixes: Prefixes,
         admission: Admission,
+        sessions: Sessions,
         meters: Meters,
     ) -> None:
         self._prompts = prompts
@@ -147,6 +149,7 @@ class Generator:
         self._compiler = compiler
         self._meters = meters
         self.admission = admission
+        self.sessions = sessions
         self._open: dict[str, list[Job]] = {}
         self.outcomes: Counter[str] = Counter()
         self.stage_totals: Counter[str] = Counter()
@@ -209,7 +212,7 @@ class Generator:
             job.place.measure(len(laid.ids))
             alone = request.sampling.n == 1  # choices share their rows, and one of them may always be reading
             await media.take(self._prefixes.covered(laid, request.salt) if alone else ())
-            ticket = job.ticket = self._submit(request, laid, media)
+            ticket = job.ticket = self._submit(request, laid, media, self._warm(request, laid))
         except BaseException:
             await media.abandon()
             raise
@@ -238,7 +241,16 @@ class Generator:
                 field="input",
             )
 
-    def _submit(self, request: Request, laid: Laid, media: MediaRows) -> Ticket:
+    def _warm(self, request: Request, laid: Laid) -> int:
+        """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""
+        session = self.sessions.use(request.salt, request.session) if request.session else None
+        if session is not None:
+            for span in laid.spans:
+                self.sessions.keep(session, span.header.key, self._landing.row_bytes(span.header))
+        self._engine.cool(self.sessions.take_ended())
+        return session.number if session else 0
+
+    def _submit(self, request: Request, laid: Laid, media: MediaRows, session: int) -> Ticket:
         """Hands the request to the engine, which from then on says when rows may be released."""
         add = Add(
             id=self._engine.next_id(),
@@ -250,6 +262,7 @@ class Generator:
             salt=request.salt,
             priority=request.priority,
             deadline=request.deadline,
+            session=session,
         )
         return self._engine.submit(add, media.release)
 

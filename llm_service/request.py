@@ -146,6 +146,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     deadline: float | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,15 +65,19 @@ class RowCounters:
 
 
 class RowStore:
-    """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each."""
+    """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
+    Those that `keeps` names are the last to make room for others."""
 
-    def __init__(self, capacity: int, layout: RowLayout) -> None:
+    def __init__(
+        self, capacity: int, layout: RowLayout, *, keeps: Callable[[bytes], bool] = lambda _: False
+    ) -> None:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
         self.layout = layout
         self.counters = RowCounters()
         self._ranges = RangeAllocator(capacity)
         self._entries: dict[bytes, RowEntry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._keeps = keeps
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -140,8 +144,12 @@ class RowStore:
 
     def _make_room(self, size: int) -> Range | None:
         while (place := self._ranges.allocate(size)) is None and self._idle:
-            self._drop(self._entries[next(iter(self._idle))])
+            self._drop(self._entries[self._coldest()])
         return place
+
+    def _coldest(self) -> bytes:
+        """The longest unused entry that is not to be kept; where all are, the longest unused one."""
+        return next((key for key in self._idle if not self._keeps(key)), next(iter(self._idle)))
 
     def _size(self, header: MediaHeader) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""

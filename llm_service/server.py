@@ -29,6 +29,7 @@ from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
 from llm_service.servicer import LlmServicer, Parts
+from llm_service.sessions import Sessions, SessionLimits
 from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
@@ -52,7 +53,8 @@ async def serve(config: LlmConfig) -> None:
 
     async with AsyncExitStack() as running:
         frame = GrpcServer(config, [SERVICE])
-        rows = RowStore(config.row_cache_bytes, layout)
+        sessions = Sessions(_session_limits(config))
+        rows = RowStore(config.row_cache_bytes, layout, keeps=sessions.keeps)
         running.callback(rows.close)
         pool = EncoderPool(config.encoders, _link_settings(config, digest, layout))
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
@@ -67,7 +69,7 @@ async def serve(config: LlmConfig) -> None:
         meters = Meters(metrics)
         compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        generator = Generator(prompts, compiler, landing, engine, prefixes, admission, meters)
+        generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
         meters.watch(generator, engine, rows, landing, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
@@ -105,6 +107,15 @@ def _link_settings(config: LlmConfig, digest: str, layout: RowLayout) -> LinkSet
     )
 
 
+def _session_limits(config: LlmConfig) -> SessionLimits:
+    return SessionLimits(
+        most=config.max_sessions,
+        most_per_tenant=config.max_tenant_sessions,
+        seconds=config.session_seconds,
+        row_bytes_per_tenant=int(config.row_cache_bytes * config.session_share),
+    )
+
+
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig) -> EngineSettings:
     if text.architecture not in DECODERS:
         raise CheckpointError(f"{text.architecture} is not supported; these are: {', '.join(DECODERS)}")
@@ -133,6 +144,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
         overlap=config.overlap,
+        session_share=config.session_share,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
         log_level=config.log_level,

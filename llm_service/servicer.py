@@ -159,6 +159,7 @@ class LlmServicer(LlmServiceServicer):
             kv_blocks_cached=state.kv_blocks_cached,
             prefix_query_tokens=state.prefix_query_tokens,
             graph_steps=state.graph_steps,
+            sessions=len(parts.generator.sessions),
             cancelled_requests=outcomes["cancelled"],
             stage_totals=_timings(parts.generator.stage_totals),
             encoders=[

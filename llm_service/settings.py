@@ -32,6 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prefix_cache: bool
     keep_media_whole: bool
     overlap: bool
+    session_share: float
     row_bytes: int
     row_levels: int
     log_level: str

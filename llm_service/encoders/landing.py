@@ -46,6 +46,10 @@ class Landing:
         """Raises Exhausted where the rows of these items could never be here together."""
         self._store.check_size(headers(fetches))
 
+    def row_bytes(self, header: MediaHeader) -> int:
+        """Bytes of an item's rows."""
+        return header.tokens * self._store.layout.row_bytes
+
     def release(self, entry: RowEntry) -> None:
         """Gives an entry back; where nobody else waits for its rows, they are no longer fetched."""
         self._store.release(entry)

@@ -84,7 +84,12 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
     blocks = runner.blocks
     context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
     scheduler = Scheduler(
-        BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+        BlockManager(
+            blocks,
+            settings.block_size,
+            prefix_cache=settings.prefix_cache,
+            session_share=settings.session_share,
+        ),
         Limits(settings.max_running, settings.max_step_tokens, context, settings.keep_media_whole),
         end_tokens(checkpoint),
         runner.row_bytes,

@@ -2,7 +2,8 @@
 
 A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
 salt is in the first. A block is given its identity only once its KV is computed. Blocks in use are never evicted; free
-ones that still hold something are, least recently freed first, a sequence's tail before its head.
+ones that still hold something are, least recently freed first, a sequence's tail before its head, and those of a live
+session (see `warm`) last of all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.identity import framed
+from llm_service.engine.warm import WarmBlocks
 
 
 @dataclass(slots=True)
@@ -47,12 +49,15 @@ def root_identity(salt: str) -> bytes:
 class BlockManager:
     """All KV blocks of one engine, each of `block_size` tokens."""
 
-    def __init__(self, count: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, count: int, block_size: int, *, prefix_cache: bool = True, session_share: float = 0.25
+    ) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._blocks = [Block(number) for number in range(count)]
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
+        self._warm = WarmBlocks(int(count * session_share))
         self._by_identity: dict[bytes, int] = {}
         self._idle_named = 0
 
@@ -64,12 +69,12 @@ class BlockManager:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be taken, cached ones included."""
-        return len(self._free)
+        return len(self._free) + len(self._warm)
 
     @property
     def used(self) -> int:
         """Blocks that sequences hold."""
-        return self.total - len(self._free)
+        return self.total - self.free_blocks
 
     @property
     def cached(self) -> int:
@@ -94,7 +99,10 @@ class BlockManager:
         for identity in identities:
             block = self._blocks[self._by_identity[identity]]
             if block.refs == 0:
-                del self._free[block.number]
+                if block.number in self._warm:
+                    self._warm.discard(block.number)
+                else:
+                    del self._free[block.number]
                 self._idle_named -= 1
             block.refs += 1
             table.blocks.append(block.number)
@@ -103,21 +111,21 @@ class BlockManager:
     def can_hold(self, identities: Seq[bytes], tokens: int) -> bool:
         """Whether an empty table that adopts these identities could then grow to `tokens` tokens."""
         idle = sum(self._blocks[self._by_identity[identity]].refs == 0 for identity in identities)
-        return self.blocks_for(tokens) - len(identities) + idle <= len(self._free)
+        return self.blocks_for(tokens) - len(identities) + idle <= self.free_blocks
 
     def can_grow(self, table: BlockTable, tokens: int) -> bool:
         """Whether `grow` would succeed."""
-        return self.blocks_for(tokens) - len(table.blocks) <= len(self._free)
+        return self.blocks_for(tokens) - len(table.blocks) <= self.free_blocks
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
         missing = self.blocks_for(tokens) - len(table.blocks)
         if missing <= 0:
             return True
-        if missing > len(self._free):
+        if missing > self.free_blocks:
             return False
         for _ in range(missing):
-            number, _ = self._free.popitem(last=False)
+            number = self._free.popitem(last=False)[0] if self._free else self._warm.pop()
             block = self._blocks[number]
             self._idle_named -= block.identity is not None
             self._forget(block)
@@ -136,26 +144,37 @@ class BlockManager:
             block.identity = identity
             self._by_identity[identity] = block.number
 
-    def free(self, table: BlockTable) -> None:
-        """Gives back all blocks of a table, the tail first, so that the head is evicted last."""
+    def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
+        """Gives back all blocks of a table, the tail first, so that the head is evicted last. With a session, those
+        that can be found again are kept until nothing else is left, within the tenant's share."""
         for number in reversed(table.blocks):
             block = self._blocks[number]
             block.refs -= 1
-            if block.refs == 0:
+            if block.refs:
+                continue
+            if block.identity is None:
                 self._free[number] = None
-                self._idle_named += block.identity is not None
-                if block.identity is None:
-                    self._free.move_to_end(number, last=False)
+                self._free.move_to_end(number, last=False)
+                continue
+            self._idle_named += 1
+            spare = self._warm.add(number, session, tenant) if session else number
+            if spare is not None:
+                self._free[spare] = None
         table.blocks.clear()
         table.identities.clear()
 
     def flush(self) -> int:
         """Forgets every cached block that no sequence holds; the number forgotten."""
+        self._free.update(dict.fromkeys(self._warm.clear()))
         cached = [number for number in self._free if self._blocks[number].identity is not None]
         for number in cached:
             self._forget(self._blocks[number])
         self._idle_named = 0
         return len(cached)
+
+    def cool(self, session: int) -> None:
+        """A session is over: its blocks go as others do."""
+        self._free.update(dict.fromkeys(self._warm.cool(session)))
 
     def _forget(self, block: Block) -> None:
         if block.identity is not None:
@@ -171,8 +190,9 @@ class BlockManager:
                 held[number] = held.get(number, 0) + 1
         for block in self._blocks:
             assert block.refs == held.get(block.number, 0), f"block {block.number} has a wrong count"
-            assert (block.refs == 0) == (block.number in self._free), f"block {block.number} is lost"
-        named = sum(self._blocks[number].identity is not None for number in self._free)
+            places = (block.number in self._free) + (block.number in self._warm)
+            assert places == (block.refs == 0), f"block {block.number} is lost"
+        named = sum(block.refs == 0 and block.identity is not None for block in self._blocks)
         assert named == self._idle_named, "the count of cached blocks is wrong"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity

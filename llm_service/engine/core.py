@@ -11,6 +11,7 @@ from llm_service.engine.batch import Step
 from llm_service.engine.messages import (
     Abort,
     Add,
+    Cool,
     Flush,
     Flushed,
     FromEngine,
@@ -107,6 +108,9 @@ class EngineCore:
                 self._scheduler.placed(id, places)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
+            case Cool(sessions):
+                for session in sessions:
+                    self._scheduler.blocks.cool(session)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
             case Inspect():

@@ -19,6 +19,7 @@ from llm_service.engine.messages import (
     Abort,
     Add,
     Beat,
+    Cool,
     Failed,
     Flush,
     Flushed,
@@ -142,6 +143,11 @@ class EngineFront:
         """Ends a request or one of its choices; what is unknown is skipped."""
         if id in self._tickets and self._child is not None:
             self._child.send(Abort(id, choice))
+
+    def cool(self, sessions: list[int]) -> None:
+        """Says that these sessions are over."""
+        if sessions and self._child is not None:
+            self._child.send(Cool(sessions))
 
     async def state(self) -> State:
         """The engine's queues and counters; raises Unavailable while it is down."""

@@ -25,7 +25,8 @@ class ItemRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock."""
+    """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
+    `session` is the number of its session, 0 for none."""
 
     id: int
     token_ids: bytes
@@ -36,6 +37,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     salt: str
     priority: int
     deadline: float | None
+    session: int = 0
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +62,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     choice: int = -1
 
 
+class Cool(msgspec.Struct, frozen=True, tag=True):
+    """These sessions are over: what is kept for them goes as the rest does."""
+
+    sessions: list[int]
+
+
 class Flush(msgspec.Struct, frozen=True, tag=True):
     """Forget cached blocks that no request uses."""
 
@@ -68,7 +76,7 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
-ToEngine = EngineSettings | Add | Landed | Placed | Abort | Flush | Inspect
+ToEngine = EngineSettings | Add | Landed | Placed | Abort | Cool | Flush | Inspect
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -159,7 +159,7 @@ class Planner:
             else:
                 return False
             self._queues.put_back(last)
-            self._blocks.free(last.table)
+            self._blocks.free(last.table, last.session, last.root)
             last.computed = 0
             choice.preempted.append(last)
         return True

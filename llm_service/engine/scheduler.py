@@ -230,7 +230,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
-        self.blocks.free(sequence.table)
+        self.blocks.free(sequence.table, sequence.session, sequence.root)
         if self._queues.remove(sequence):
             self._ended.append((self._planned_steps, sequence.id))
 

@@ -56,6 +56,7 @@ class Sequence:
     sampling: Sampling
     seed: int
     root: bytes
+    session: int
     order: Order
     most: int
     ends: tuple[int, ...]
@@ -95,6 +96,7 @@ class Sequence:
                 items=items,
                 sampling=sampling,
                 root=root_identity(add.salt),
+                session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),
                 most=min(most, len(prompt) + sampling.max_tokens),

@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
         "OUT_OF_RANGE",
         "sampling.prompt_logprobs",
     ),
-    "a session": (asked(text(), session_id="s"), UNIMPLEMENTED, "UNIMPLEMENTED", "session_id"),
+    "a session id that is too long": (asked(text(), session_id="x" * 129), INVALID, "ID_TOO_LONG", "session_id"),
     "audio": (pictured(modality=v1.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "UNIMPLEMENTED", f"{MEDIA}.modality"),
     # names
     "an unknown model": (asked(text(), model="gpt-9"), NOT_FOUND, "UNKNOWN_MODEL", "model"),

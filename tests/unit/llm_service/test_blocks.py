@@ -129,3 +129,51 @@ def test_identities_differ_in_parent_tokens_key_row_and_salt() -> None:
     identities = {block_identity(*each) for each in (base, *others)}
     assert len(identities) == 7
     assert {len(identity) for identity in identities} == {32}
+
+
+def cached(manager: BlockManager, names: list[bytes]) -> list[bool]:
+    return [manager.match([name]) == 1 for name in names]
+
+
+def filled(manager: BlockManager, names: list[bytes], session: int = 0, tenant: bytes = b"") -> None:
+    """Computes blocks of these identities and lets go of them."""
+    table = BlockTable()
+    assert manager.grow(table, len(names) * manager.block_size)
+    for name in names:
+        manager.commit(table, name)
+    manager.free(table, session, tenant)
+
+
+def test_a_sessions_blocks_are_the_last_to_go() -> None:
+    manager = BlockManager(8, 4, session_share=0.5)
+    warm, cold = [b"w1", b"w2"], [b"c1", b"c2", b"c3"]
+    filled(manager, warm, session=7, tenant=b"t")
+    filled(manager, cold)
+    table = BlockTable()
+    assert manager.grow(table, 6 * 4)
+    assert cached(manager, [*warm, *cold]) == [True, True, False, False, False]
+    assert manager.grow(table, 7 * 4), "but they go"
+    assert cached(manager, warm) == [True, False], "the tail before the head"
+    manager.check_integrity([table])
+
+
+def test_a_session_that_is_over_keeps_nothing() -> None:
+    manager = BlockManager(6, 4, session_share=0.5)
+    filled(manager, [b"w1", b"w2"], session=7, tenant=b"t")
+    manager.cool(7)
+    manager.cool(8)
+    filled(manager, [b"c1"])
+    table = BlockTable()
+    assert manager.grow(table, 4 * 4)
+    assert cached(manager, [b"w1", b"w2", b"c1"]) == [True, False, True]
+    manager.check_integrity([table])
+
+
+def test_a_tenants_sessions_keep_no_more_than_its_share() -> None:
+    manager = BlockManager(8, 4, session_share=0.25)
+    filled(manager, [b"o1"], session=1, tenant=b"other")
+    filled(manager, [b"a1", b"a2", b"a3", b"a4"], session=2, tenant=b"t")
+    table = BlockTable()
+    assert manager.grow(table, 5 * 4)
+    assert cached(manager, [b"o1", b"a1", b"a2", b"a3", b"a4"]) == [True, True, True, False, False]
+    manager.check_integrity([table])

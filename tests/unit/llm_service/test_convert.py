@@ -109,10 +109,13 @@ def test_more_least_tokens_than_most_are_refused() -> None:
     assert refusal(message(max_tokens=3, min_tokens=4)).field == "sampling.min_tokens"
 
 
-def test_sessions_and_audio_are_not_served_yet() -> None:
+def test_a_sessions_name_is_read() -> None:
     request = message()
     request.session_id = "s"
-    assert isinstance(refusal(request), Unsupported)
+    assert requests().read(request, None, 100).session == "s"
+
+
+def test_audio_is_not_served_yet() -> None:
     audio = refusal(chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_AUDIO, data=b"x"))))
     assert isinstance(audio, Unsupported)
     assert audio.field == "chat.messages[0].parts[0].media.modality"

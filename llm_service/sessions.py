@@ -1,0 +1,137 @@
+"""Conversations that are kept warm: what their turns used is given up later than everything else.
+
+A session is a name within a tenant's salt. It owns nothing and reserves nothing: it only says what should go last, to
+the row store (which asks `keeps`) and to the engine (which is told a session's number with each of its requests, and
+when the session is over). So a session can slow nobody down, and one that is forgotten costs its next turn time alone.
+
+Bounded are the number of sessions, of a tenant's sessions, the time since a session's last turn, and how many bytes of
+rows a tenant's sessions keep. Past a bound the tenant's, or everybody's, longest unused session gives way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One conversation; `number` is what the engine knows it by. `keys` are its media with the bytes of their rows."""
+
+    number: int
+    tenant: str
+    name: str
+    used: float = 0.0
+    keys: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Sessions in all and of one tenant; seconds from a session's last turn to its end; bytes of rows of one tenant."""
+
+    most: int
+    most_per_tenant: int
+    seconds: float
+    row_bytes_per_tenant: int
+
+
+class Sessions:
+    """All sessions, the longest unused first."""
+
+    def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._by_tenant: dict[str, OrderedDict[str, Session]] = {}
+        self._keepers: Counter[bytes] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._ended: list[int] = []
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        self.expire()
+        return len(self._sessions)
+
+    def use(self, tenant: str, name: str) -> Session:
+        """The session of that name, new or renewed: it is the last to give way now."""
+        self.expire()
+        session = self._sessions.get((tenant, name))
+        if session is None:
+            self._numbers += 1
+            session = Session(self._numbers, tenant, name)
+            self._sessions[tenant, name] = session
+            self._by_tenant.setdefault(tenant, OrderedDict())[name] = session
+        session.used = self._clock()
+        self._sessions.move_to_end((tenant, name))
+        own = self._by_tenant[tenant]
+        own.move_to_end(name)
+        if len(own) > self._limits.most_per_tenant:
+            self._end(next(iter(own.values())))
+        if len(self._sessions) > self._limits.most:
+            self._end(next(iter(self._sessions.values())))
+        return session
+
+    def keep(self, session: Session, key: bytes, size: int) -> None:
+        """The rows of an item, of so many bytes, belong to a session. The tenant's longest unused ones give way where
+        that is too much for it."""
+        alive = self._sessions.get((session.tenant, session.name)) is session
+        if not alive or size > self._limits.row_bytes_per_tenant:
+            return
+        if key in session.keys:
+            session.keys.move_to_end(key)
+            return
+        session.keys[key] = size
+        self._keepers[key] += 1
+        self._bytes[session.tenant] += size if self._keepers[key] == 1 else 0
+        while self._bytes[session.tenant] > self._limits.row_bytes_per_tenant:
+            oldest = next(each for each in self._by_tenant[session.tenant].values() if each.keys)
+            self._let_go(oldest, next(iter(oldest.keys)))
+
+    def keeps(self, key: bytes) -> bool:
+        """Whether some session wants these rows."""
+        self.expire()
+        return key in self._keepers
+
+    def expire(self) -> None:
+        """Ends the sessions whose time is over."""
+        over = self._clock() - self._limits.seconds
+        while self._sessions and (oldest := next(iter(self._sessions.values()))).used <= over:
+            self._end(oldest)
+
+    def take_ended(self) -> list[int]:
+        """The numbers of the sessions that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session.tenant, session.name]
+        own = self._by_tenant[session.tenant]
+        del own[session.name]
+        for key in list(session.keys):
+            self._let_go(session, key)
+        if not own:
+            del self._by_tenant[session.tenant]
+            self._bytes.pop(session.tenant, None)
+        self._ended.append(session.number)
+
+    def _let_go(self, session: Session, key: bytes) -> None:
+        size = session.keys.pop(key)
+        self._keepers[key] -= 1
+        if not self._keepers[key]:
+            del self._keepers[key]
+            self._bytes[session.tenant] -= size
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every count is that of what the sessions hold."""
+        sessions = list(self._sessions.values())
+        assert sorted(each.number for own in self._by_tenant.values() for each in own.values()) == sorted(
+            each.number for each in sessions
+        )
+        assert self._keepers == Counter(key for each in sessions for key in each.keys)
+        for tenant, own in self._by_tenant.items():
+            sizes = {key: size for each in own.values() for key, size in each.keys.items()}
+            assert self._bytes[tenant] == sum(sizes.values()) <= self._limits.row_bytes_per_tenant
+            assert len(own) <= self._limits.most_per_tenant
+        assert len(sessions) <= self._limits.most
