@@ -44,9 +44,9 @@ def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, devic
     """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids])
-    angles = (positions[:, :, None].float() * frequencies).flatten(1)[:, None]
-    return Rotary(angles.cos().to(device), angles.sin().to(device))
+    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).to(device)
+    angles = (positions[:, :, None].float() * frequencies.to(device)).flatten(1)[:, None]
+    return Rotary(angles.cos(), angles.sin())
 
 
 def frame_groups(grids: Sequence[Grid]) -> list[int]:

@@ -35,6 +35,8 @@ class Runner:
         if begin.threads:
             torch.set_num_threads(begin.threads)
         self.device = torch.device(begin.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches on the current one, wherever the tensors are
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)
