@@ -7,21 +7,21 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from common.errors import DataLoss, Internal, InvalidInput, TwinlensError, Unavailable
+from common.errors import DataLoss, Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
 from common.grpc_calls import CallFrame
 from common.identity import content_key
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
+from llm_service.request import Encoded, Key, MediaItem, Request, Sampling, TextPrompt
 from llm_service.rows import RowEntry, RowStore
 from tests.waiting import until
 from twinlens import v1
@@ -161,7 +161,7 @@ def request(*files: bytes, deadline: float | None = None, salt: str = "salt") ->
 
 
 @asynccontextmanager
-async def bench(*encoders: ScriptedEncoder, rows: int = 64) -> AsyncIterator[Bench]:
+async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0) -> AsyncIterator[Bench]:
     """Starts servers for the encoders; asserts at the end that no call and no place was left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
@@ -172,7 +172,7 @@ async def bench(*encoders: ScriptedEncoder, rows: int = 64) -> AsyncIterator[Ben
             stack.push_async_callback(server.stop, None)
         store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(store.close)
-        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0)
+        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0, silence=silence)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
@@ -496,6 +496,112 @@ async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_
         assert not waiting.done()
         b.store.release(held)
         assert await waiting == content(b"second")
+
+
+async def is_full(call: Call) -> None:
+    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=200)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+
+async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [is_full]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+        assert b.landing.counters.retries == 0, "being sent away costs no retry"
+
+
+async def test_where_all_encoders_are_full_an_item_waits_for_room() -> None:
+    async with bench(ScriptedEncoder([is_full, is_full, well])) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        assert len(b.encoders[0].calls) == 3
+
+
+async def test_where_all_stay_full_the_caller_is_told_so_with_a_hint() -> None:
+    async with bench(ScriptedEncoder([is_full]), ScriptedEncoder([is_full])) as b:
+        await b.usable(2)
+        with pytest.raises(Exhausted) as error:
+            await b.land(b"picture")
+        assert error.value.reason == "QUEUE_FULL"
+        assert error.value.retry_after
+
+
+async def test_a_deadline_ends_the_wait_for_room() -> None:
+    async with bench(ScriptedEncoder([is_full])) as b:
+        await b.usable(1)
+        with pytest.raises(Exhausted):
+            await b.land(b"picture", deadline=asyncio.get_running_loop().time())
+        assert len(b.encoders[0].calls) == 1
+
+
+async def test_an_encoder_that_falls_silent_is_left_for_another() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), silence=0.3) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [hangs_after_the_header]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+
+
+async def test_an_encoder_that_says_that_it_is_busy_is_waited_for() -> None:
+    async def is_busy(call: Call) -> None:
+        await call.header()
+        for _ in range(10):
+            await call.context.write(v1.EncodeResponse(progress=v1.EncodeProgress(stage="queue")))
+            await asyncio.sleep(0.1)
+        await call.rows(0, ROWS)
+        await call.done()
+
+    async with bench(ScriptedEncoder([is_busy]), silence=0.5) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        assert len(b.encoders[0].calls) == 1
+
+
+async def test_a_key_is_sought_at_every_encoder() -> None:
+    async def has_it_not(call: Call) -> None:
+        status = v1.Status(code=5, message="no such key", reason="KEY_NOT_FOUND", field="items[0].key")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async def has_it(call: Call) -> None:
+        await call.header(key=call.request.items[0].key)
+        await call.rows(0, ROWS)
+        await call.done()
+
+    by_key = replace(request(b""), media=(MediaItem(0, "image", Key(b"k" * 32), field="here[0]"),))
+    async with bench(*(ScriptedEncoder([has_it_not]) for _ in range(3))) as b:
+        await b.usable(3)
+        with pytest.raises(NotFound):
+            await b.landing.land(by_key)
+        assert [len(encoder.calls) for encoder in b.encoders] == [1, 1, 1]
+        b.encoders[1].script = [has_it]
+        (entry,) = await b.landing.land(by_key)
+        await settled(entry)
+        assert entry.error is None
+        b.store.release(entry)
+
+
+async def test_a_header_that_was_damaged_is_not_believed() -> None:
+    async def with_a_wrong_sum(call: Call) -> None:
+        await call.header(crc32c=1)
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [with_a_wrong_sum]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert len(second.calls) == 1
+
+
+async def test_when_everything_fails_retries_do_not_make_it_worse() -> None:
+    async with bench(ScriptedEncoder([damages_rows]), ScriptedEncoder([damages_rows]), rows=150 * ROWS) as b:
+        await b.usable(2)
+        ends = await asyncio.gather(*(b.whole(b"picture %d" % number) for number in range(150)), return_exceptions=True)
+        assert all(isinstance(end, DataLoss | Unavailable) for end in ends)
+        assert b.landing.counters.attempts <= 1.2 * 150 + 64
 
 
 async def test_errors_that_callers_see_are_of_our_tree() -> None:
