@@ -1,0 +1,155 @@
+"""The dispatcher through any sequence of events: whatever dies, fails or is withdrawn, every unit comes to one end."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import Internal, Unavailable
+from common.processes import Child
+from encoder_service.engine.batching import Unit
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.worker.messages import BatchDone, BatchFailed, Begin, Piece
+from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
+
+BUDGET = 100
+BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 150)),
+        st.tuples(st.sampled_from(["done", "fail", "spoil", "kill"]), st.integers(0, 2)),
+        st.tuples(st.just("withdraw"), st.integers(0, 40)),
+    ),
+    max_size=40,
+)
+
+
+class Worker(FakeChild):
+    """A fake that knows whether it owes an answer."""
+
+    answered = 0
+
+    @property
+    def owes(self) -> list[int]:
+        """The units (by their place in memory) of the batch that it computes."""
+        owing = self.alive and len(self.batches) > self.answered
+        return [piece.pixels for piece in self.batches[-1].pieces] if owing else []
+
+    def answer(self, message: object) -> None:
+        self.answered = len(self.batches)
+        self.say(message)
+
+
+class World:
+    """A dispatcher over three workers, and what befell each unit."""
+
+    def __init__(self) -> None:
+        self.children: list[Worker] = []
+        self.units: list[Unit] = []
+        self.refused = 0
+        self.withdrawn: set[int] = set()
+        self.unlucky: set[int] = set()
+        self.dispatcher = Dispatcher(
+            [BEGIN] * 3, (0, 0), budget=BUDGET, most_units=4, seconds=1e6, patience=1e6, on_change=self._count
+        )
+
+    async def child(self, *_: object, **__: object) -> Worker:
+        self.children.append(Worker())
+        return self.children[-1]
+
+    async def run(self, events: list[tuple[str, int]]) -> None:
+        await self.dispatcher.start()
+        try:
+            for name, value in events:
+                getattr(self, name)(value)
+                await turns()
+                self.check()
+            await self.finish()
+        finally:
+            await self.dispatcher.stop()
+
+    def submit(self, patches: int) -> None:
+        at = len(self.units)
+        piece = Piece(
+            video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0
+        )
+        try:
+            self.units.append(self.dispatcher.submit(at.to_bytes(2), piece, patches, at % 3))
+        except Unavailable:
+            assert self.dispatcher.alive == 0
+            self.refused += 1
+
+    def done(self, index: int) -> None:
+        self._answer(index, DONE)
+
+    def fail(self, index: int) -> None:
+        self._blame(self._answer(index, BatchFailed(why="no memory")))
+
+    def spoil(self, index: int) -> None:
+        spoilt = BatchDone(not_finite=[0], preprocess_seconds=0, vit_seconds=0)
+        self._blame(self._answer(index, spoilt)[:1])
+
+    def kill(self, index: int) -> None:
+        if busy := self._busy():
+            worker = busy[index % len(busy)]
+            self._blame(worker.owes)
+            worker.kill()
+
+    def withdraw(self, index: int) -> None:
+        if index < len(self.units) and self.dispatcher.withdraw(self.units[index]):
+            self.withdrawn.add(index)
+
+    def check(self) -> None:
+        """No unit is with two workers; batches keep their bounds."""
+        owed = [unit for child in self.children for unit in child.owes]
+        assert len(owed) == len(set(owed))
+        for child in self.children:
+            assert len(child.owes) == 1 or sum(self.units[unit].patches for unit in child.owes) <= BUDGET
+        assert not self.withdrawn & set(owed)
+
+    async def finish(self) -> None:
+        """Workers that do their work bring everything to an end, as it must be."""
+        for _ in range(4 * len(self.units) + 4):
+            for worker in self._busy():
+                worker.answer(DONE)
+            await turns()
+            self.check()
+        for number, unit in enumerate(self.units):
+            assert unit.done.done(), "a unit has no end"
+            if number in self.withdrawn:
+                assert unit.done.cancelled()
+            elif number not in self.unlucky:
+                assert unit.done.result() is None
+            elif error := unit.done.exception():
+                assert isinstance(error, Internal | Unavailable)
+        assert not self.dispatcher.running
+        assert not self.dispatcher.waiting
+
+    def _busy(self) -> list[Worker]:
+        return [child for child in self.children if child.owes]
+
+    def _answer(self, index: int, message: object) -> list[int]:
+        if not (busy := self._busy()):
+            return []
+        worker = busy[index % len(busy)]
+        owed = worker.owes
+        worker.answer(message)
+        return owed
+
+    def _blame(self, units: list[int]) -> None:
+        self.unlucky.update(units)
+
+    def _count(self, alive: int) -> None:
+        if not alive:  # what waited is failed as well
+            self.unlucky.update(range(len(self.units)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS)
+def test_every_unit_comes_to_one_end_whatever_happens(events: list[tuple[str, int]]) -> None:
+    world = World()
+    with mock.patch.object(Child, "start", world.child):
+        asyncio.run(world.run(events))
