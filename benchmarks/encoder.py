@@ -146,16 +146,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoder", description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
     parser.add_argument("--runs", type=int, default=5, help="pictures of each size, one at a time; the median is shown")
-    parser.add_argument("--count", type=int, default=16, help="pictures of each size that come together")
+    parser.add_argument("--count", type=int, default=16, help="pictures of each size that come together; 0 for none")
     parser.add_argument("--many", type=int, default=8, help="how many of those are asked for at once")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the peers, and of one worker")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sides in pixels")
     given = parser.parse_args()
-    folder, cores = given.model or bench_checkpoint(CACHE), os.cpu_count() or 1
+    folder = given.model or bench_checkpoint(CACHE)
+    flags = ("--model", str(folder), "--threads")
     rates: dict[tuple[int, int], dict[str, float]] = {}
-    with peers(folder, cores) as peer, process("encoder_service", "--model", str(folder)) as address:
+    with peers(folder, given.threads) as peer, process("encoder_service", *flags, str(given.threads)) as address:
         singles = {side: asyncio.run(alone(address, peer, side, given.runs)) for side in given.sizes}
-    for workers in (1, 2):
-        with process("encoder_service", "--model", str(folder), "--workers", str(workers)) as address:
+    for workers in (1, 2) if given.count else ():
+        threads = max(1, given.threads // workers)
+        with process("encoder_service", *flags, str(threads), "--workers", str(workers)) as address:
             for side in given.sizes:
                 rates[side, workers] = asyncio.run(together(address, side, given.count, given.many))
     print_alone(singles)
