@@ -59,6 +59,9 @@ class LlmConfig(ServerConfig):
         "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
         choices=("auto", "torch", "numba", "triton", "flash"),
     )
+    compile: bool = option(
+        False, "have torch compile the layers, but for attention: a slower start; for one rank on a GPU"
+    )
     graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
     graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     kv_cache_bytes: int = option(

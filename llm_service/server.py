@@ -133,6 +133,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         rendezvous=meeting.address,
         rank_timeout=config.rank_timeout_seconds,
         attention=config.attention,
+        compile=config.compile,
         graphs=config.graphs,
         graph_bytes=config.graph_bytes,
         kv_cache_bytes=config.kv_cache_bytes,

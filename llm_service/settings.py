@@ -21,6 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rendezvous: str
     rank_timeout: float
     attention: str
+    compile: bool
     graphs: str
     graph_bytes: int
     kv_cache_bytes: int

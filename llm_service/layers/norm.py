@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, size] or [n, heads, size] → the same."""
-        if x.device.type == "cpu" and x.dtype == torch.float32:
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
             from common.kernels.norm_cpu import rms_norm  # numba is of use to CPUs alone
 
             return rms_norm(x, self.weight, self.eps)

@@ -61,13 +61,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, dtype) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, dtype) if qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """x [n, hidden]; `cache` is this layer's → this rank's heads [n, heads · head_dim], for `join`."""
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        query = rotate(self.q_norm(query), *rotary)
-        key = rotate(self.k_norm(key), *rotary)
-        return batch.attend(query, key, value, cache)
+        return rotate(self.q_norm(query), *rotary), rotate(self.k_norm(key), *rotary), value
 
     def join(self, attended: Tensor) -> Tensor:
         """All ranks' heads [n, heads · head_dim] → [n, hidden]."""
@@ -119,9 +117,17 @@ class Layer(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """[n, hidden] → [n, hidden]; with `places` int64 [m], what follows attention is computed for those alone."""
-        attended = self.self_attn(self.input_layernorm(x), rotary, cache, batch)
+        attended = batch.attend(*self.before(x, rotary), cache)
         if places is not None:
             x, attended = x[places], attended[places]
+        return self.after(x, attended)
+
+    def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[n, hidden] → queries, keys and values."""
+        return self.self_attn.project(self.input_layernorm(x), rotary)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """[n, hidden], and this rank's heads [n, heads · head_dim] → [n, hidden]."""
         x = x + self.self_attn.join(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -181,6 +187,15 @@ class Decoder(nn.Module):
                 hidden = hidden[places]
         out: Tensor = self.norm(hidden)
         return out
+
+    def compile_layers(self) -> None:
+        """Has torch compile what is before and after attention in each layer, at its next use.
+
+        The layers share what is compiled, since their weights are arguments of it.
+        """
+        for layer in self.layers:
+            for name in ("before", "after"):
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
 
     def not_capturable(self) -> str:
         """Why this decoder cannot be captured in a CUDA graph; empty where it can. The grouped product of experts asks

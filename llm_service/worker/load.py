@@ -8,7 +8,7 @@ import torch
 
 from common import log
 from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
 from llm_service.layers.attention.backend import CacheShape
@@ -19,7 +19,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
-from llm_service.worker.memory import Gauge, block_count, largest_step
+from llm_service.worker.memory import Gauge, block_count, largest_step, one_token
 from llm_service.worker.runner import Runner
 
 _log = log.get("load")
@@ -42,7 +42,12 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     plan, blocks = largest_step(settings)
-    _runner(decoder, arena, settings, group, blocks).run(plan)
+    first = _runner(decoder, arena, settings, group, blocks)
+    if settings.compile:
+        _compile(decoder, group, device)
+        first.run(one_token())  # one token is a case of its own to the compiler
+    first.run(plan)
+    del first
     context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)
     block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
     gpu, graphs = device.type == "cuda", device.type == "cuda" and settings.graphs != "off"
@@ -52,6 +57,15 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     if graphs:
         _capture(runner, decoder, settings, group, min(context, blocks * settings.block_size))
     return runner
+
+
+def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None:
+    """Raises CheckpointError where torch cannot compile what the layers are made of."""
+    if device.type != "cuda":
+        raise CheckpointError("--compile is for GPUs: a CPU's weights are laid out in a way that torch cannot compile")
+    if group.size > 1:
+        raise CheckpointError("--compile is for one rank: sums over ranks are not compiled")
+    decoder.compile_layers()
 
 
 def _capture(runner: Runner, decoder: Decoder, settings: EngineSettings, group: TensorGroup, context: int) -> None:

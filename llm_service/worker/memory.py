@@ -36,6 +36,12 @@ def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
     return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws), decodes + width
 
 
+def one_token() -> StepPlan:
+    """A plan as small as any."""
+    ids = array("i", [0])
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [Chunk(0, 1, [0])], [], [Draw(at=0)])
+
+
 class Gauge:
     """Watches a device's memory while the largest step runs."""
 

@@ -107,6 +107,15 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert engine.runner.graphs.replays > 40
 
 
+def test_compiled_layers_give_the_tokens_of_plain_ones(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((120, 90)), "What is it?"])]
+    expected = [outcome.tokens for outcome in LocalEngine(folder, device="cuda:0").run(prompts, GREEDY)]
+    engine = LocalEngine(folder, device="cuda:0")
+    engine.runner._decoder.compile_layers()
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+
+
 def test_experts_in_one_product_are_those_in_turn_and_can_be_captured() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the grouped product asks the device for sizes here")

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.settings import EngineSettings
+from llm_service.worker.load import _compile
 from llm_service.worker.memory import available_memory, block_count, largest_step
 
 BLOCK = 1 << 20
@@ -60,6 +62,13 @@ def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:
     used = [number for chunk in plan.chunks for number in chunk.blocks]
     assert sorted(used) == list(range(blocks))
     assert all(len(chunk.blocks) * 16 >= chunk.count for chunk in plan.chunks)
+
+
+def test_layers_are_compiled_on_gpus_and_for_one_rank_alone() -> None:
+    with pytest.raises(CheckpointError, match="--compile is for GPUs"):
+        _compile(None, ALONE, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="--compile is for one rank"):
+        _compile(None, TensorGroup(0, 2), torch.device("cuda:0"))  # type: ignore[arg-type]
 
 
 def test_a_control_groups_limit_counts_where_it_is_the_tighter_one(tmp_path: Path) -> None:
