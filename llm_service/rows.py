@@ -68,9 +68,7 @@ class RowStore:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
     Those that `keeps` names are the last to make room for others."""
 
-    def __init__(
-        self, capacity: int, layout: RowLayout, *, keeps: Callable[[bytes], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, capacity: int, layout: RowLayout, *, keeps: Callable[[bytes], bool] = lambda _: False) -> None:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
         self.layout = layout
         self.counters = RowCounters()

@@ -29,7 +29,7 @@ from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
 from llm_service.servicer import LlmServicer, Parts
-from llm_service.sessions import Sessions, SessionLimits
+from llm_service.sessions import SessionLimits, Sessions
 from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server

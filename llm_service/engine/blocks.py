@@ -49,9 +49,7 @@ def root_identity(salt: str) -> bytes:
 class BlockManager:
     """All KV blocks of one engine, each of `block_size` tokens."""
 
-    def __init__(
-        self, count: int, block_size: int, *, prefix_cache: bool = True, session_share: float = 0.25
-    ) -> None:
+    def __init__(self, count: int, block_size: int, *, prefix_cache: bool = True, session_share: float = 0.25) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._blocks = [Block(number) for number in range(count)]
