@@ -1,0 +1,93 @@
+"""`python -m benchmarks.decode`: one step of decoding, here and through transformers, by the number of sequences.
+
+Measured as the CPU time of one thread, the least of several steps, so that the figures hold on a machine that is busy
+with other things; what two threads gain, and what two programs take from each other, is left to `python -m benchmarks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoint import CACHE, bench_checkpoint
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint
+from common.kernels.jit import use_threads
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
+from llm_service.models.loader import load_decoder
+from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.worker.fusion import RowArena
+from llm_service.worker.runner import Runner
+from tests import reference
+
+_BATCHES = (1, 4, 8, 16)
+_CPU = torch.device("cpu")
+_BLOCK = 16
+
+
+def main() -> None:
+    """Measures all and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
+    parser.add_argument("--steps", type=int, default=10)
+    given = parser.parse_args()
+    folder = given.model or bench_checkpoint(CACHE)
+    torch.set_num_threads(1)
+    use_threads(1)
+    peer = [_least(step, given.steps) for step in _peer(folder, given.context)]
+    print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
+    print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
+    for attention, weights in (("torch", ""), ("numba", ""), ("numba", "int8")):
+        ours = [_least(step, given.steps) for step in _ours(folder, given.context, attention, weights)]
+        cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
+        print(f"| {attention}{', int8 weights' if weights else ''} | " + " | ".join(cells) + " |")
+
+
+def _least(step: Callable[[], object], steps: int) -> float:
+    step()
+    best = float("inf")
+    for _ in range(steps):
+        started = time.thread_time()
+        step()
+        best = min(best, time.thread_time() - started)
+    return best
+
+
+def _ours(folder: Path, context: int, attention: str, weights: str) -> Iterator[Callable[[], object]]:
+    """Blocks of the sequences alternate, as they do when sequences have grown side by side."""
+    decoder = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weights)
+    config, each = decoder.config, -(-(context + 1) // _BLOCK)
+    shape = CacheShape(config.layers, max(_BATCHES) * each, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
+    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, config.hidden_size, torch.float32)
+    runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
+    for batch in _BATCHES:
+        chunks = [Chunk(context, 1, list(range(n, batch * each, batch))) for n in range(batch)]
+        ids, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
+        plan = StepPlan(ids.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(batch)])
+        yield lambda plan=plan: runner.run(plan)  # type: ignore[misc]
+
+
+def _peer(folder: Path, context: int) -> Iterator[Callable[[], object]]:
+    model = reference.model(folder)
+    for batch in _BATCHES:
+        with torch.inference_mode():
+            cache = model(input_ids=torch.full((batch, context), 5), use_cache=True).past_key_values
+
+        @torch.inference_mode()
+        def step(batch: int = batch, cache: object = cache) -> list[int]:
+            logits = model(input_ids=torch.full((batch, 1), 5), past_key_values=cache, use_cache=True).logits
+            tokens: list[int] = logits[:, -1].argmax(-1).tolist()
+            return tokens
+
+        yield step
+
+
+if __name__ == "__main__":
+    main()
