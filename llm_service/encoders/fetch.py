@@ -57,7 +57,9 @@ class Fetch:
 
     def __init__(self, links: Links, item: MediaItem, identity: Identity, request: Request) -> None:
         self.item = item
-        self.header: MediaHeader | None = links.known.find(identity.key, request.salt, item.modality)
+        # A stated type is for an encoder to check: it is no part of the key.
+        key = None if item.mime_type else identity.key
+        self.header: MediaHeader | None = links.known.find(key, request.salt, item.modality)
         self._links = links
         self._identity = identity
         self._request = request
