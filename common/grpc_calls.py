@@ -18,7 +18,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from common import errors, log
+from common import errors, log, tracing
 from twinlens.v1 import media_pb2
 
 DOMAIN = "twinlens"
@@ -28,6 +28,9 @@ MAX_ID = 128
 """Characters of the longest request id."""
 
 _OURS = "/twinlens.v1."
+_TRACED = ("Generate", "Encode", "Prefetch")
+"""Calls that are part of what somebody asked for; the rest is housekeeping."""
+
 _log = log.get("rpc")
 
 
@@ -105,7 +108,11 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 if self.open_calls > self._most_calls:
                     raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
                 _check(request, context)
-                return await run(request, context)
+                if method not in _TRACED:
+                    return await run(request, context)
+                metadata = context.invocation_metadata() or ()
+                with tracing.serving(method, metadata, request_id=_name(request)):
+                    return await run(request, context)
             except errors.TwinlensError as error:
                 code = error.reason
                 await fail(context, error)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 
-from common import log
+from common import log, tracing
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype
@@ -44,6 +44,7 @@ _LAST_SECONDS = 10.0
 async def serve(config: EncoderConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises CheckpointError, WorkerError or OSError where it cannot begin."""
     log.configure(config.log_level, service="encoder")
+    tracing.start("twinlens-encoder")
     checkpoint = Checkpoint.resolve(config.model)
     model = model_config.read(checkpoint)
     device = default_device() if config.device == "auto" else config.device
@@ -51,6 +52,7 @@ async def serve(config: EncoderConfig) -> None:
     layout = RowLayout(model.levels, model.width, dtype)
 
     async with AsyncExitStack() as running:
+        running.push_async_callback(asyncio.to_thread, tracing.stop)
         staging = SharedBuffer.create("twinlens-staging", config.staging_bytes)
         running.callback(staging.close)
         store = SharedBuffer.create("twinlens-store", config.store_bytes)

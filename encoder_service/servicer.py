@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from common import tracing
 from common.errors import TwinlensError, Unavailable
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
@@ -214,7 +215,10 @@ class EncoderServicer(EncoderServiceServicer):
             async with aclosing(transport.send(index, ticket.entry, first, request.host)) as runs:
                 async for run in runs:
                     yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
-            timings = {**ticket.timings, "transfer": time.perf_counter() - started}
+            ended = time.perf_counter()
+            tracing.in_turn(ticket.timings, started - sum(ticket.timings.values()))
+            tracing.record([("transfer", started, ended)])
+            timings = {**ticket.timings, "transfer": ended - started}
             parts.meters.served(timings)
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone(item=index, timings=convert.timings(timings)))
 

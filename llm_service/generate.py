@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from common import tracing
 from common.errors import Cancelled, InvalidInput
 from llm_service.admission import Admission, Place
 from llm_service.detokenizer import Detokenizer
@@ -83,13 +84,14 @@ class Stages:
     """Seconds by stage, each from the end of the one before."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
+    begun: float = field(default_factory=time.perf_counter)
+    _last: float = 0.0
 
     def mark(self, stage: str) -> None:
         """Ends a stage now; only the first time counts."""
         if stage not in self.seconds:
             now = time.perf_counter()
-            self.seconds[stage] = now - self._last
+            self.seconds[stage] = now - (self._last or self.begun)
             self._last = now
 
 
@@ -193,6 +195,7 @@ class Generator:
             meter.end(outcome, job.stages.seconds)
             self.outcomes[outcome] += 1
             self.stage_totals.update(job.stages.seconds)
+            tracing.in_turn(job.stages.seconds, job.stages.begun)
             self._open[request.id].remove(job)
             if not self._open[request.id]:
                 del self._open[request.id]

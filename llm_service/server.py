@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from common import log
+from common import log, tracing
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
@@ -42,6 +42,7 @@ _COMPILE_SECONDS = 0.7
 async def serve(config: LlmConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises CheckpointError, OSError or Internal where it cannot begin."""
     log.configure(config.log_level, service="llm")
+    tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
     text = TextConfig.of(checkpoint.config)
     settings = _engine_settings(config, checkpoint, text)
@@ -52,6 +53,7 @@ async def serve(config: LlmConfig) -> None:
     model = config.served_model_name or checkpoint.name
 
     async with AsyncExitStack() as running:
+        running.push_async_callback(asyncio.to_thread, tracing.stop)
         frame = GrpcServer(config, [SERVICE])
         sessions = Sessions(_session_limits(config))
         rows = RowStore(config.row_cache_bytes, layout, keeps=sessions.keeps)

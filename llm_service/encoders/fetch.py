@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from time import monotonic
 
-from common import log
+from common import log, tracing
 from common.errors import MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.identity import Identity
@@ -99,9 +99,10 @@ class Fetch:
                 await self._open(entry.landed)
             assert self._stream is not None
             try:
-                async with aclosing(self._stream.rows(store.place(entry))) as runs:
-                    async for rows, transport in runs:
-                        store.advance(entry, rows, transport)
+                with tracing.span("landing", rows=entry.header.tokens - entry.landed):
+                    async with aclosing(self._stream.rows(store.place(entry))) as runs:
+                        async for rows, transport in runs:
+                            store.advance(entry, rows, transport)
             except _RETRIED:
                 if not entry.complete:
                     raise
@@ -138,8 +139,9 @@ class Fetch:
         if not asking.attempt:
             links.budget.earn()
         self._opened = peer.breaker.now()
-        self._stream = await self._holds.enter_async_context(peer.encode(self.item, asking))
-        header = await self._stream.header()
+        with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
+            self._stream = await self._holds.enter_async_context(peer.encode(self.item, asking))
+            header = await self._stream.header()
         self._compare(header)
         self.header = header
         links.known.remember(header, self._salt)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common import log
+from common import log, tracing
 from common.grpc_channel import ChannelSecurity, open_channel
 from common.wire import RowLayout
 from llm_service.encoders.breaker import Breaker, Quarantine
@@ -195,7 +195,7 @@ class Peer:
         )
         for transport in transports:
             transport.prove(request.host)
-        call: Call = self._encode(request, timeout=settings.timeout, metadata=self._metadata)
+        call: Call = self._encode(request, timeout=settings.timeout, metadata=(*self._metadata, *tracing.outgoing()))
         self.in_flight += 1
         try:
             yield EncodeStream(

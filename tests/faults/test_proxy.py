@@ -96,17 +96,31 @@ class NoisyWire:
     def running(self) -> Iterator[NoisyWire]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.address = f"127.0.0.1:{server.getsockname()[1]}"
-            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
-            yield self
-            server.shutdown(socket.SHUT_RDWR)
+            thread = threading.Thread(target=self._accept, args=(server,))
+            thread.start()
+            try:
+                yield self
+            finally:
+                server.shutdown(socket.SHUT_RDWR)
+                thread.join()
 
     def _accept(self, server: socket.socket) -> None:
+        connections: list[threading.Thread] = []
         with suppress(OSError):
             while True:
                 near, _ = server.accept()
-                far = socket.create_connection(self._target)
-                for source, sink, noisy in ((near, far, False), (far, near, True)):
-                    threading.Thread(target=self._carry, args=(source, sink, noisy), daemon=True).start()
+                connections.append(threading.Thread(target=self._connect, args=(near,)))
+                connections[-1].start()
+        for connection in connections:
+            connection.join()
+
+    def _connect(self, near: socket.socket) -> None:
+        """One connection, to its end."""
+        with near, socket.create_connection(self._target) as far:
+            back = threading.Thread(target=self._carry, args=(far, near, True))
+            back.start()
+            self._carry(near, far, False)
+            back.join()
 
     def _carry(self, source: socket.socket, sink: socket.socket, noisy: bool) -> None:
         with suppress(OSError):
