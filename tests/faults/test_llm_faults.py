@@ -72,6 +72,32 @@ def test_kill_of_the_engine_fails_its_requests_and_the_next_one_is_right(both: P
     assert tokens(both.text, asking) == good
 
 
+def test_those_who_wait_are_answered_as_well_when_the_engine_is_killed(checkpoint: Path) -> None:
+    flags = {**LLM_FLAGS, "max_running": 1}
+    with (
+        llm_server(checkpoint, **flags) as service,
+        LlmClient(service.address) as client,
+        ThreadPoolExecutor(7) as pool,
+    ):
+        running = client.generate(asked(user("count"), greedy(4000)))
+        assert next(iter(running)).HasField("started")
+        waiting = [client.generate(asked(user(f"wait {n}"), greedy(4000))) for n in range(6)]
+        errors = [pool.submit(ending, stream) for stream in (running, *waiting)]
+        until(lambda: client.get_load().waiting == 6, "six wait")
+        os.kill(engine_of(service), signal.SIGKILL)
+        assert {error.result().code for error in errors} == {grpc.StatusCode.UNAVAILABLE}
+        assert all(error.result().retry_after for error in errors)
+
+        def served() -> bool:
+            try:
+                return len(tokens(client, asked(user("and now?")))) == 8
+            except TwinlensError:
+                return False
+
+        until(served, "a new engine serves")
+        until(lambda: idle(client), "nothing is held")
+
+
 def ending(stream: Iterator[v1.GenerateResponse]) -> TwinlensError:
     """The error that a stream ends with."""
     with pytest.raises(TwinlensError) as error:

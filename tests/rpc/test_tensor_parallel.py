@@ -11,21 +11,24 @@ from tests import pictures
 from tests.checkpoints import FAMILIES, Family
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens
-from twinlens import LlmClient, user
+from twinlens import LlmClient, user, v1
 
 PROMPTS = [
     about(pictures.encoded(pictures.photograph("coffee").resize((160, 120)))),
     user("Tell me about two red circles."),
 ]
 
+WAYS = [greedy(48), v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, max_tokens=24, ignore_eos=True)]
+
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
 def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     with pair(folder) as one:
-        expected = [tokens(one.text, asked(prompt, greedy(48))) for prompt in PROMPTS]
+        asking = [asked(prompt, way) for prompt in PROMPTS for way in WAYS]
+        expected = [tokens(one.text, each) for each in asking]
         with llm_server(folder, one.encoder.address, **LLM_FLAGS, tp=2) as service, LlmClient(service.address) as two:
-            assert [tokens(two, asked(prompt, greedy(48))) for prompt in PROMPTS] == expected
+            assert [tokens(two, each) for each in asking] == expected
             assert list(two.get_info().devices) == ["cpu", "cpu"]
             assert two.get_load().rows_received == one.text.get_load().rows_received
             assert len(service.children("llm_service.worker")) == 1
