@@ -162,7 +162,8 @@ def main() -> None:
             for side in given.sizes:
                 rates[side, workers] = asyncio.run(together(address, side, given.count, given.many))
     print_alone(singles)
-    print_together(rates)
+    if rates:
+        print_together(rates)
 
 
 def print_alone(found: dict[int, dict[str, float]]) -> None:

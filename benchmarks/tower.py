@@ -1,0 +1,61 @@
+"""`python -m benchmarks.tower`: CPU seconds of one pass of the vision tower on one thread, against transformers' own.
+
+CPU time, not the clock's: the figures hold on a machine that is busy with other things. Passes take turns; the least of
+each is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoint import CACHE, bench_checkpoint
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
+from tests import reference
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tower", description=__doc__)
+    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    parser.add_argument("--sides", type=int, nargs="+", default=(256, 448, 896), help="in pixels")
+    parser.add_argument("--runs", type=int, default=5, help="passes of each kind")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = given.model or bench_checkpoint(CACHE)
+    checkpoint, cpu = Checkpoint(folder), torch.device("cpu")
+    settings = config.read(checkpoint)
+    theirs = reference.model(folder).model.visual
+    exact = registry.load_tower(checkpoint, settings, cpu, torch.float32)
+    short = registry.load_tower(checkpoint, settings, cpu, torch.bfloat16)
+    print(
+        "| side | patches | transformers | float32 | ratio | bfloat16 | ratio |\n|---:|---:|---:|---:|---:|---:|---:|"
+    )
+    for side in given.sides:
+        grid = Grid(1, side // settings.image.patch, side // settings.image.patch)
+        patches = torch.randn(grid.patches, 3 * settings.image.temporal * settings.image.patch**2)
+        shape = torch.tensor([[grid.t, grid.h, grid.w]])
+        passes: dict[str, Callable[[], object]] = {
+            "theirs": lambda patches=patches, shape=shape: theirs(patches, grid_thw=shape),  # type: ignore[misc]
+            "exact": lambda patches=patches, grid=grid: exact(patches, [grid]),  # type: ignore[misc]
+            "short": lambda patches=patches, grid=grid: short(patches.bfloat16(), [grid]),  # type: ignore[misc]
+        }
+        best = dict.fromkeys(passes, float("inf"))
+        for _ in range(given.runs):
+            for name, run in passes.items():
+                started = time.process_time()
+                run()
+                best[name] = min(best[name], time.process_time() - started)
+        ours = (f"{best[name] * 1e3:.0f} ms | {best[name] / best['theirs']:.2f}" for name in ("exact", "short"))
+        print(f"| {side} | {grid.patches} | {best['theirs'] * 1e3:.0f} ms | {' | '.join(ours)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
