@@ -3,71 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from common import tracing
 from common.errors import Cancelled, InvalidInput
-from llm_service.admission import Admission, Place
+from llm_service.admission import Admission
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
 from llm_service.engine.messages import Add, Scored, Started
+from llm_service.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.grammar.compiler import Compiler
+from llm_service.job import Job, Stages, aborted
 from llm_service.media_rows import MediaRows
-from llm_service.meters import Meters, RequestMeter
-from llm_service.plan import TokenLogprobs
+from llm_service.meters import Meters
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Laid, Request
 from llm_service.sessions import Sessions
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache."""
-
-    laid: Laid
-    cached: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """How likely the prompt's tokens were, from token `first` on."""
-
-    first: int
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one choice and the text that is certain by now."""
-
-    choice: int
-    text: str
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A choice is complete; `reason` is stop, length or structure. `timings` are seconds by stage."""
-
-    choice: int
-    reason: str
-    stop_text: str
-    completion_tokens: int
-    timings: dict[str, float]
-
-
-Event = Begun | PromptScores | Delta | Ended
 
 
 @dataclass(slots=True)
@@ -77,57 +36,6 @@ class Choice:
     index: int
     text: Detokenizer
     tokens: int = 0
-
-
-@dataclass(slots=True)
-class Stages:
-    """Seconds by stage, each from the end of the one before."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    begun: float = field(default_factory=time.perf_counter)
-    _last: float = 0.0
-
-    def mark(self, stage: str) -> None:
-        """Ends a stage now; only the first time counts."""
-        if stage not in self.seconds:
-            now = time.perf_counter()
-            self.seconds[stage] = now - (self._last or self.begun)
-            self._last = now
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request under way: the task that serves it and, as soon as the engine has it, its ticket."""
-
-    task: asyncio.Task[object] | None
-    place: Place
-    ticket: Ticket | None = None
-    aborted: bool = False
-    stages: Stages = field(default_factory=Stages)
-
-    def see(self, event: Event, meter: RequestMeter) -> None:
-        """Takes note of what is told to the caller."""
-        match event:
-            case Begun():
-                self.place.start()
-                meter.prompt(len(event.laid.ids))
-            case Delta():
-                meter.token(event.choice)
-            case Ended():
-                meter.choice(event.reason, event.completion_tokens)
-
-    def abort(self) -> None:
-        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
-        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
-        if self.ticket is not None:
-            self.ticket.fail(_aborted())
-        elif self.task is not None and not self.aborted:
-            self.task.cancel()
-        self.aborted = True
-
-
-def _aborted() -> Cancelled:
-    return Cancelled("the request was aborted", reason="ABORTED")
 
 
 class Generator:
@@ -189,7 +97,7 @@ class Generator:
             if job.task is None or not job.aborted or job.ticket is not None:
                 raise
             job.task.uncancel()
-            raise _aborted() from None
+            raise aborted() from None
         finally:
             place.leave()
             meter.end(outcome, job.stages.seconds)

@@ -15,7 +15,8 @@ from llm_service.convert import Requests
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
-from llm_service.generate import Begun, Delta, Ended, Generator, PromptScores
+from llm_service.events import Begun, Delta, Ended, PromptScores
+from llm_service.generate import Generator
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import MediaItem

@@ -1,0 +1,65 @@
+"""A request under way, as `Abort`, the bounds on what may wait, and the metrics see it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from common.errors import Cancelled
+from llm_service.admission import Place
+from llm_service.engine.front import Ticket
+from llm_service.events import Begun, Delta, Ended, Event
+from llm_service.meters import RequestMeter
+
+
+@dataclass(slots=True)
+class Stages:
+    """Seconds by stage, each from the end of the one before."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+    _last: float = 0.0
+
+    def mark(self, stage: str) -> None:
+        """Ends a stage now; only the first time counts."""
+        if stage not in self.seconds:
+            now = time.perf_counter()
+            self.seconds[stage] = now - (self._last or self.begun)
+            self._last = now
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request under way: the task that serves it and, as soon as the engine has it, its ticket."""
+
+    task: asyncio.Task[object] | None
+    place: Place
+    ticket: Ticket | None = None
+    aborted: bool = False
+    stages: Stages = field(default_factory=Stages)
+
+    def see(self, event: Event, meter: RequestMeter) -> None:
+        """Takes note of what is told to the caller."""
+        match event:
+            case Begun():
+                self.place.start()
+                meter.prompt(len(event.laid.ids))
+            case Delta():
+                meter.token(event.choice)
+            case Ended():
+                meter.choice(event.reason, event.completion_tokens)
+
+    def abort(self) -> None:
+        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
+        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
+        if self.ticket is not None:
+            self.ticket.fail(aborted())
+        elif self.task is not None and not self.aborted:
+            self.task.cancel()
+        self.aborted = True
+
+
+def aborted() -> Cancelled:
+    """What its caller gets."""
+    return Cancelled("the request was aborted", reason="ABORTED")
