@@ -1,0 +1,89 @@
+"""`python -m tests.kernel_compiler CAPABILITY`: compiles the LLM side's Triton kernels for a GPU that is not here.
+
+Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: the bytes of shared
+memory that each kernel takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common.kernels import int8_gpu
+from llm_service.layers.attention import kernels
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.paged import _Shape
+from llm_service.layers.attention.tables import TILE
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")
+_ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k")
+
+
+def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> int:
+    """Bytes of shared memory. `given` are constants and options; `wide` names pointers to float32."""
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+    signature: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in given:
+            signature[name] = "constexpr"
+        elif name in _INTEGERS:
+            signature[name] = "*i32"
+        elif name == "weight":
+            signature[name] = "*i8"
+        elif name in wide:
+            signature[name] = "*fp32"
+        elif name == "scale":
+            signature[name] = "fp32"
+        else:
+            pointer = name in ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x")
+            signature[name] = f"*{_NAMES[dtype]}" if pointer else "i32"
+    aligned = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in _ALIGNED]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in given.items()},
+        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert len(made.asm["cubin"]) > 0
+    return int(made.metadata.shared)
+
+
+def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """As `PagedBatch` launches them."""
+    shape = _Shape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
+    same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
+    both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
+    launch = {"num_warps": 4, "num_stages": shape.stages}
+    sums = ("parts", "maxima", "sums")
+    return {
+        "store": compiled(capability, kernels.store_kernel, dtype, WIDTH=256),
+        "decode": compiled(capability, kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
+        "split": compiled(capability, kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=8, **both, **launch),
+        "combine": compiled(capability, kernels.combine_kernel, dtype, sums, SPLITS=8, **same, num_warps=4),
+        "prefill": compiled(capability, kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **launch),
+    }
+
+
+def main(capability: int) -> dict[str, int]:
+    """All kernels, in the types and sizes of head that models have."""
+    found: dict[str, int] = {}
+    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
+        name = _NAMES[dtype]
+        made = attention(capability, dtype, head_dim)
+        found |= {f"{kernel} {name} {head_dim}": shared for kernel, shared in made.items()}
+    precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
+    parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
+    found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]))))

@@ -1,0 +1,28 @@
+"""The Triton kernels become machine code for GPUs that are not here: their interpreter takes more than that does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT
+
+pytest.importorskip("triton")
+
+_SHARED = 99 << 10
+"""Bytes of shared memory that a program may take on every GPU since Ampere."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_and_fits_a_multiprocessor(capability: int) -> None:
+    """In a process of its own: whether kernels are interpreted is decided when they are defined."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernel_compiler", str(capability)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
+    shared = json.loads(done.stdout)
+    assert len(shared) == 16
+    assert max(shared.values()) <= _SHARED, shared
