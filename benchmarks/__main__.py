@@ -14,14 +14,17 @@ from pathlib import Path
 
 from benchmarks import twinlens_side
 from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.workload import CONCURRENT
 
 _ROWS = (
     ("ttft_cold", "TTFT, new picture", "ttft_cold"),
     ("ttft_same_picture", "TTFT, same picture, other question", "ttft_cold"),
     ("ttft_same_prompt", "TTFT, same prompt", "ttft_cold"),
     ("per_token", "time per output token", "per_token"),
-    ("tokens_per_second_4", "tokens/s at 4 concurrent", "tokens_per_second_4"),
-    ("tokens_per_second_8", "tokens/s at 8 concurrent", "tokens_per_second_8"),
+    *(
+        (f"tokens_per_second_{many}", f"tokens/s at {many} concurrent", f"tokens_per_second_{many}")
+        for many in CONCURRENT
+    ),
 )
 
 

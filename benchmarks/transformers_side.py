@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.workload import QUESTION, photograph
+from benchmarks.workload import CONCURRENT, QUESTION, photograph
 from tests import reference
 
 
@@ -48,9 +48,9 @@ def main(folder: Path, runs: int, tokens: int) -> dict[str, Any]:
     whole = [peer.run([photograph(100 + n)], tokens) for n in range(runs)]
     per_token = [(long - statistics.median(first)) / (tokens - 1) for long in whole]
     figures = {"ttft_cold": statistics.median(first), "per_token": statistics.median(per_token)}
-    for many in (4, 8):
+    for many in CONCURRENT:
         seconds = statistics.median(
-            peer.run([photograph(200 + 10 * n + k) for k in range(many)], tokens) for n in range(max(1, runs // 3))
+            peer.run([photograph(200 + 20 * n + k) for k in range(many)], tokens) for n in range(max(1, runs // 3))
         )
         figures[f"tokens_per_second_{many}"] = many * tokens / seconds
     return figures

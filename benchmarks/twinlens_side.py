@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.services import both
-from benchmarks.workload import OTHER_QUESTION, QUESTION, jpeg, photograph
+from benchmarks.workload import CONCURRENT, OTHER_QUESTION, QUESTION, jpeg, photograph
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -64,11 +64,11 @@ async def _measure(address: str, runs: int, tokens: int) -> dict[str, float]:
         }
         for stage in cold[0].stages:
             figures[f"stage_{stage}"] = statistics.median(t.stages.get(stage, 0.0) for t in cold)
-        for many in (4, 8):
+        for many in CONCURRENT:
             rates = []
             for n in range(max(1, runs // 3)):
                 started = time.perf_counter()
-                pictures = [jpeg(photograph(200 + 10 * n + k)) for k in range(many)]
+                pictures = [jpeg(photograph(200 + 20 * n + k)) for k in range(many)]
                 done = await asyncio.gather(*(ask(stub, picture, QUESTION, tokens) for picture in pictures))
                 rates.append(sum(t.tokens for t in done) / (time.perf_counter() - started))
             figures[f"tokens_per_second_{many}"] = statistics.median(rates)

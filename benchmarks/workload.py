@@ -8,6 +8,8 @@ import numpy as np
 from PIL import Image
 
 QUESTION = "What is in the picture, and what stands beside it?"
+CONCURRENT = (1, 4, 8, 16)
+"""Answers at once, where rates are measured."""
 OTHER_QUESTION = "Which colours are there?"
 
 
