@@ -40,7 +40,7 @@ class Case:
             blocks = [free.pop() for _ in range(-(-(context + count) // shape.block_size))]
             chunks.append(Chunk(context, count, blocks))
         generator = torch.Generator().manual_seed(seed)
-        cache = torch.randn(shape.zeros(torch.float32, CPU).shape, generator=generator).to(device, dtype)
+        cache = torch.randn(shape.new_cache(torch.float32, CPU).shape, generator=generator).to(device, dtype)
         heads = shape.heads + 2 * shape.kv_heads
         qkv = torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(device, dtype)
         return cls(shape, chunks, cache, qkv)

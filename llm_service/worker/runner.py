@@ -29,7 +29,7 @@ class Runner:
         weight = decoder.norm.weight
         self._device = weight.device
         self._replayed = False
-        self._caches = shape.zeros(weight.dtype, weight.device)
+        self._caches = shape.new_cache(weight.dtype, weight.device)
         self._shape = shape
         self.graphs: GraphRunner | None = None
 

@@ -153,7 +153,7 @@ def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Calla
         backend = choose("auto", shape, kind, device)
         with torch.inference_mode():
             hidden = decoder.embed_tokens(ids.to(device))
-            caches = shape.zeros(kind, device)
+            caches = shape.new_cache(kind, device)
             hidden = decoder(hidden, positions.to(device), caches, backend.batch([chunk]), None)
             logits.append(decoder.logits(hidden).cpu())
     cosine = torch.nn.functional.cosine_similarity(*logits, dim=-1)

@@ -28,7 +28,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     ids = torch.randint(0, 500, (TOKENS,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
     with torch.inference_mode():
-        hidden = decoder(decoder.embed_tokens(ids), positions, shape.zeros(torch.float32, CPU), batch, None)
+        hidden = decoder(decoder.embed_tokens(ids), positions, shape.new_cache(torch.float32, CPU), batch, None)
         return decoder.logits(hidden)
 
 

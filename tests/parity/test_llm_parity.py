@@ -10,6 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from common.checkpoint import Checkpoint
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
+from llm_service.models.loader import load_decoder
+from llm_service.plan import Chunk
 from llm_service.request import Sampling
 from tests import reference
 from tests.checkpoints import FAMILIES, Family, make_checkpoint
@@ -127,3 +132,20 @@ def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints
         folder = checkpoints(family, **settings)
         answers.append(LocalEngine(folder).run([make_prompt(folder, PROMPTS["one image"])], GREEDY)[0].tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_stays_near_the_reference(directory: Path, dtype: torch.dtype) -> None:
+    prompt = make_prompt(directory, PROMPTS["text"])
+    expected = reference.reference_logits(directory, prompt.inputs)[-1].float()
+    decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
+    config, count = decoder.config, len(prompt.laid.ids)
+    shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
+    batch = choose("auto", shape, dtype, torch.device("cpu")).batch([Chunk(0, count, list(range(-(-count // 16))))])
+    positions = torch.from_numpy(np.frombuffer(prompt.laid.positions, np.int32).reshape(3, -1).copy())
+    with torch.inference_mode():
+        hidden = decoder.embed_tokens(torch.tensor(prompt.laid.ids))
+        caches = shape.new_cache(dtype, torch.device("cpu"))
+        hidden = decoder(hidden, positions, caches, batch, None, torch.tensor([count - 1]))
+        given = decoder.logits(hidden)[0]
+    assert torch.nn.functional.cosine_similarity(given, expected, dim=0) > 0.995

@@ -28,10 +28,13 @@ class CacheShape:
         """Numbers that one block holds over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size
 
-    def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty cache, [layers, 2, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values."""
+    def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A cache, [layers, 2, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values.
+
+        What it holds is not said: nothing is read of it that was not written. So a CPU's takes memory as it fills.
+        """
         shape = (self.layers, 2, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class AttentionBatch(Protocol):
@@ -47,7 +50,7 @@ class AttentionBatch(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes batches over the paged cache that `CacheShape.zeros` gives; `name` is its name among the options."""
+    """Makes batches over the paged cache that `CacheShape.new_cache` gives; `name` is its name among the options."""
 
     name: str
 
