@@ -259,3 +259,37 @@ async def test_many_requests_over_a_small_arena_all_get_their_turn(store: RowSto
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
     assert {type(result) for result in results if result is not None} <= {asyncio.CancelledError}
     assert turns >= 260
+
+
+async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
+    kept = {header("warm", 4).key}
+    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT, keeps=kept.__contains__)
+    await cache(store, ("warm", 4), ("cold", 4), ("colder", 4))
+    (entry,) = await store.acquire([header("new", 12)])
+    assert [store.knows(header(name, 4).key) for name in ("warm", "cold", "colder")] == [True, False, False]
+    store.release(entry)
+    (entry,) = await store.acquire([header("newer", 16)])
+    assert not store.knows(header("warm", 4).key), "but it goes"
+    store.release(entry)
+    store.check_idle()
+    store.close()
+
+
+async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: RowStore) -> None:
+    """Two items each, any two requests too large for the arena: none waits for ever, and none holds half of its own."""
+    rng = random.Random(9)
+    served: list[int] = []
+
+    async def serve(number: int) -> None:
+        entries = await store.acquire([header(f"{number}/1", rng.randrange(5, 8)), header(f"{number}/2", 8)])
+        for entry in entries:
+            if not entry.complete:
+                fill(store, entry)
+        await asyncio.sleep(0)
+        for entry in entries:
+            store.release(entry)
+        served.append(number)
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*map(serve, range(200)))
+    assert sorted(served) == list(range(200))
