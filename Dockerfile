@@ -23,9 +23,9 @@ COPY llm_service llm_service
 RUN /opt/twinlens/bin/pip install --no-deps .
 
 FROM ${PYTHON_IMAGE}
-# The cache folder is there, and the user's, so that a volume mounted over it can be written.
+# The cache folder and that of local sockets are there, and the user's, so that volumes over them can be written.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
- && install -d -o twinlens /home/twinlens/.cache/huggingface
+ && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local
 COPY --from=build /opt/twinlens /opt/twinlens
 # The embedded checkpoint; another is mounted over it or named with --model.
 COPY models /srv/models
