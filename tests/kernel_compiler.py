@@ -1,4 +1,4 @@
-"""`python -m tests.kernel_compiler CAPABILITY`: compiles the LLM side's Triton kernels for a GPU that is not here.
+"""`python -m tests.kernel_compiler CAPABILITY`: compiles our Triton kernels for a GPU that is not here.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: the bytes of shared
 memory that each kernel takes.
@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels import int8_gpu
+from common.kernels import int8_gpu, varlen_attention
 from llm_service.layers.attention import kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.paged import _Shape
@@ -72,12 +72,21 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, i
     }
 
 
+def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, int]:
+    """As the towers launch their attention: whole pictures, and windows."""
+    kernel = varlen_attention._varlen_attention
+    return {
+        f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), WIDEN=False)
+        for rows in (64, 128)
+    }
+
+
 def main(capability: int) -> dict[str, int]:
     """All kernels, in the types and sizes of head that models have."""
     found: dict[str, int] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
-        made = attention(capability, dtype, head_dim)
+        made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": shared for kernel, shared in made.items()}
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}

@@ -10,6 +10,7 @@ that are empty end at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import triton
@@ -21,18 +22,18 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _varlen_attention(
-    q,
-    k,
-    v,
+    query,
+    key,
+    value,
     out,
     tiles,
     scale,  # 1 / sqrt(head), times log2(e): exponentials are powers of two
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
     out_row,
     out_head,
     HEAD: tl.constexpr,
@@ -53,8 +54,7 @@ def _varlen_attention(
     real = dims < HEAD  # a head of 72 or 80 is computed as one of 128, whose other dimensions are zero
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     kept = (rows < end)[:, None] & real[None, :]
-    queries = tl.load(q + head * q_head + rows[:, None] * q_row + dims[None, :], mask=kept, other=0.0)
-
+    queries = tl.load(query + head * query_head + rows[:, None] * query_row + dims[None, :], mask=kept, other=0.0)
     if WIDEN:
         queries = queries.to(tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -64,7 +64,7 @@ def _varlen_attention(
         places = (at + tl.arange(0, KEYS)).to(tl.int64)
         there = places < end
         wanted = there[:, None] & real[None, :]
-        keys = tl.load(k + head * k_head + places[:, None] * k_row + dims[None, :], mask=wanted, other=0.0)
+        keys = tl.load(key + head * key_head + places[:, None] * key_row + dims[None, :], mask=wanted, other=0.0)
         if WIDEN:
             keys = keys.to(tl.float32)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -73,7 +73,9 @@ def _varlen_attention(
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weights, 1)
-        values = tl.load(v + head * v_head + places[:, None] * v_row + dims[None, :], mask=wanted, other=0.0)
+        values = tl.load(
+            value + head * value_head + places[:, None] * value_row + dims[None, :], mask=wanted, other=0.0
+        )
         weights = weights.to(values.dtype)
         if WIDEN:
             weights, values = weights.to(tl.float32), values.to(tl.float32)
@@ -114,8 +116,6 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: int) 
     if head > 256 or any(part.stride(-1) != 1 for part in (q, k, v)):
         raise ValueError("heads must be contiguous and have at most 256 elements")
     out = torch.empty((count, heads, head), dtype=q.dtype, device=q.device)
-    padded = max(16, triton.next_power_of_2(head))
-    wide = q.element_size() == 4 or padded > 128  # tiles must fit into shared memory
     _varlen_attention[(len(table), heads)](
         q,
         k,
@@ -127,13 +127,22 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: int) 
         *k.stride()[:2],
         *v.stride()[:2],
         *out.stride()[:2],
-        HEAD=head,
-        PADDED=padded,
-        ROWS=rows,
-        KEYS=32 if wide else 64,
-        PRECISION="ieee" if q.element_size() == 4 else "tf32",
+        **launch(head, q.dtype, rows),
         WIDEN=triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,  # the interpreter cannot multiply these
-        num_warps=4 if rows <= 64 else 8,
-        num_stages=1 if wide else 2,
     )
     return out
+
+
+def launch(head: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """Constants and options of a launch. Tiles must fit into shared memory, and what is added up into registers."""
+    padded = max(16, triton.next_power_of_2(head))
+    exact = dtype == torch.float32  # no tensor cores, so twice the warps for half the keys
+    return {
+        "HEAD": head,
+        "PADDED": padded,
+        "ROWS": rows,
+        "KEYS": 16 if exact else 64 if padded <= 128 else 32,
+        "PRECISION": "ieee" if exact else "tf32",
+        "num_warps": rows // 16 * (2 if exact else 1),
+        "num_stages": 1 if exact or padded > 128 else 2,
+    }
