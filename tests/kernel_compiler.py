@@ -66,8 +66,8 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, i
     return {
         "store": compiled(capability, kernels.store_kernel, dtype, WIDTH=256),
         "decode": compiled(capability, kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
-        "split": compiled(capability, kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=8, **both, **launch),
-        "combine": compiled(capability, kernels.combine_kernel, dtype, sums, SPLITS=8, **same, num_warps=4),
+        "split": compiled(capability, kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=16, **both, **launch),
+        "combine": compiled(capability, kernels.combine_kernel, dtype, sums, SPLITS=16, **same, num_warps=4),
         "prefill": compiled(capability, kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **launch),
     }
 

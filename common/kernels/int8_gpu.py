@@ -12,7 +12,7 @@ _ROWS, _OUTPUTS, _INPUTS = 16, 64, 128
 """A program's part of the product."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _product_kernel(
     out,
     x,

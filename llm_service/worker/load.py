@@ -43,6 +43,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     gauge = Gauge(device, here)
     plan, blocks = largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
+    first.warm_up()
     if settings.compile:
         _compile(decoder, group, device)
         first.run(one_token())  # one token is a case of its own to the compiler

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.graphs import Capture
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, WarmBackend
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult, TokenLogprobs
 from llm_service.worker.fusion import RowArena, fuse
@@ -37,6 +37,12 @@ class Runner:
     def row_bytes(self) -> int:
         """Bytes of one embedding row in the arena."""
         return self.arena.row_bytes
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Has the back end's kernels compiled, where it compiles any, so that no request waits for that."""
+        if isinstance(self._backend, WarmBackend):
+            self._backend.warm_up(self._caches[0])
 
     @torch.inference_mode()
     def capture(self, bounds: Bounds, capture: Capture, *, most_bytes: int, agree: Callable[[int], int]) -> None:

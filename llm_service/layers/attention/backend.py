@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,15 @@ class AttentionBatch(Protocol):
         query [n, heads, head_dim]; key and value [n, kv_heads, head_dim]; cache [2, blocks + 1, block_size, kv_heads,
         head_dim] → [n, heads · head_dim]. Of each, one token's numbers lie together, in order.
         """
+        ...
+
+
+@runtime_checkable
+class WarmBackend(Protocol):
+    """A back end that compiles kernels at their first use."""
+
+    def warm_up(self, cache: Tensor) -> None:
+        """Uses all of them once, over one layer's cache, of which it changes nothing that is anybody's."""
         ...
 
 

@@ -33,7 +33,7 @@ def _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM: tl.constexpr
     return (slot * kv_heads + head) * HEAD_DIM
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it changes from batch to batch, and would be compiled anew
 def decode_kernel(
     out,
     parts,
@@ -138,7 +138,7 @@ def combine_kernel(
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), dims < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out,
     query,

@@ -17,7 +17,8 @@ from llm_service.plan import Chunk
 
 _WAVES = 4
 """Programs of a decode that each multiprocessor should get, so that few sequences still fill the GPU."""
-_MAX_SPLITS = 32
+_SPLITS = (1, 4, 16)
+"""Into how many parts a context may be cut. Each is a kernel of its own, compiled before anyone waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,23 @@ class PagedBackend:
         return PagedBatch(tables, self._compiled, self._splits(tables))
 
     def _splits(self, tables: Tables) -> int:
-        """Into how many parts a decode's context is cut: a power of two, the larger the fewer sequences there are."""
+        """Into how many parts a decode's context is cut: the more, the fewer sequences there are."""
         busy = max(1, tables.decodes * self.shape.kv_heads)
         useful = max(1, tables.longest // (2 * self._compiled.keys_at_once))
-        return min(_MAX_SPLITS, _power_below(self._programs // busy), _power_below(useful))
+        return max(splits for splits in _SPLITS if splits <= max(1, min(self._programs // busy, useful)))
+
+    def warm_up(self, cache: Tensor) -> None:
+        """Has every kernel compiled, over the nobody's block of one layer's cache."""
+        shape, nobodys = self.shape, self.shape.blocks
+        for count in (1, 2):
+            tables = Tables.of(
+                [Chunk(0, count, [nobodys] * -(-count // shape.block_size))], shape.block_size, self._device
+            )
+            width = shape.heads + 2 * shape.kv_heads
+            heads = torch.zeros(count, width, shape.head_dim, dtype=cache.dtype, device=self._device)
+            query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            for splits in _SPLITS if count == 1 else _SPLITS[:1]:
+                PagedBatch(tables, self._compiled, splits).attend(query, key, value, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +189,6 @@ class PagedBatch:
                 SPLITS=splits,
                 num_warps=4,
             )
-
-
-def _power_below(number: int) -> int:
-    """The largest power of two that is not above a number; 1 for what is below 1."""
-    return 1 << max(0, number.bit_length() - 1) if number > 0 else 1
 
 
 def _multiprocessors(device: torch.device) -> int:

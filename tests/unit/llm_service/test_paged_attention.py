@@ -52,7 +52,7 @@ def test_half_precision(name: str) -> None:
     Case.random(shape, (1, 1, 70), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 4, 16])
 def test_splits_of_a_long_context_are_put_together(splits: int) -> None:
     """Among them are splits past the end of a sequence, which have nothing to add."""
     shape = shape_of()
@@ -75,10 +75,19 @@ def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> N
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend._programs = 512  # as on a GPU of 128 multiprocessors
     tables = replace(Tables.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
-    assert backend.over(tables).splits == 32
-    assert backend.over(replace(tables, decode_lengths=torch.ones(16))).splits == 16
+    assert backend.over(tables).splits == 16
+    assert backend.over(replace(tables, decode_lengths=torch.ones(30))).splits == 4
     assert backend.over(replace(tables, decode_lengths=torch.ones(300))).splits == 1
     assert backend.over(replace(tables, longest=100)).splits == 1
+
+
+def test_warming_up_touches_nobodys_block_alone() -> None:
+    shape = shape_of()
+    cache = torch.full_like(shape.new_cache(torch.float32, CPU)[0], 7.0)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.warm_up(cache)
+    assert (cache[:, :-1] == 7.0).all()
+    assert (cache[:, -1, :2] == 0.0).all()
 
 
 @pytest.mark.parametrize("decodes", [True, False])
