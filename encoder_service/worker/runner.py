@@ -47,12 +47,16 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> Ready:
-        """Runs a small picture through everything once, since the first pass of a process is slow."""
+        """Runs a small picture through everything once, since the first pass of a process is slow.
+
+        On a GPU a larger one as well: kernels are compiled for short segments and for long ones.
+        """
         settings = self._config.image
-        size = (2 * settings.factor, 2 * settings.factor)
         pixels = torch.zeros(1, settings.factor, settings.factor, 3, dtype=torch.uint8, device=self.device)
-        patches = pixels_to_patches(pixels, size, settings).to(self.dtype)
-        self._tower(patches, [Grid(1, 2 * settings.merge, 2 * settings.merge)]).isfinite().all().item()
+        for squares in (2, 10) if self.device.type == "cuda" else (2,):
+            side, patches = squares * settings.factor, squares * settings.merge
+            inputs = pixels_to_patches(pixels, (side, side), settings).to(self.dtype)
+            self._tower(inputs, [Grid(1, patches, patches)]).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
         return Ready(attention, self._graphed.budgets if self._graphed else [])
 
