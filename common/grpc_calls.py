@@ -133,7 +133,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
             finally:
                 self.open_calls -= 1
                 seconds = round(time.perf_counter() - started, 4)
-                _log.info("call", outcome=code, seconds=seconds)
+                housekeeping = method not in _TRACED and code == "OK"  # services look after each other twice a second
+                (_log.debug if housekeeping else _log.info)("call", outcome=code, seconds=seconds)
 
 
 def _or_raw(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
