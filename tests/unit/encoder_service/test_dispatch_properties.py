@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 from unittest import mock
 
 from hypothesis import given, settings
@@ -19,11 +20,11 @@ BUDGET = 100
 BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), st.integers(1, 150)),
+        st.tuples(st.just("submit"), st.lists(st.integers(1, 60) | st.just(150), min_size=1, max_size=8)),
         st.tuples(st.sampled_from(["done", "fail", "spoil", "kill"]), st.integers(0, 2)),
         st.tuples(st.just("withdraw"), st.integers(0, 40)),
     ),
-    max_size=40,
+    max_size=25,
 )
 
 
@@ -60,7 +61,7 @@ class World:
         self.children.append(Worker())
         return self.children[-1]
 
-    async def run(self, events: list[tuple[str, int]]) -> None:
+    async def run(self, events: list[tuple[str, Any]]) -> None:
         await self.dispatcher.start()
         try:
             for name, value in events:
@@ -71,7 +72,12 @@ class World:
         finally:
             await self.dispatcher.stop()
 
-    def submit(self, patches: int) -> None:
+    def submit(self, sizes: list[int]) -> None:
+        """What comes together goes together: batches of several."""
+        for patches in sizes:
+            self._submit(patches)
+
+    def _submit(self, patches: int) -> None:
         at = len(self.units)
         piece = Piece(
             video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0
@@ -149,7 +155,7 @@ class World:
 
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
-def test_every_unit_comes_to_one_end_whatever_happens(events: list[tuple[str, int]]) -> None:
+def test_every_unit_comes_to_one_end_whatever_happens(events: list[tuple[str, Any]]) -> None:
     world = World()
     with mock.patch.object(Child, "start", world.child):
         asyncio.run(world.run(events))
