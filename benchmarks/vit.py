@@ -96,7 +96,7 @@ def main() -> None:
     print("| pictures | patches | attention | eager | graph | ratio | host, eager | host, graph | of peak |")
     print("|---|---:|---|---:|---:|---:|---:|---:|---:|")
     for name in candidates(device, dtype):
-        made.backend = BACKENDS[name]()
+        made.backend = made.captured = BACKENDS[name]()
         graphs = None
         if made.backend.stable(LADDER[0], LADDER[0], device) is not None:
             graphs = GraphedTower(made, LADDER, CudaCapture(device), most_bytes=16 << 30, device=device, dtype=dtype)

@@ -138,7 +138,9 @@ class Flash:
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
-        return _FlashSegments(self._run, longest, most_segments(patches), device)
+        # A launch has a program for every 128 patches of `longest`, of every segment that there is room for: not much.
+        most = min(most_segments(patches), max(16, 4 * patches // longest))
+        return _FlashSegments(self._run, longest, most, device)
 
 
 class _FlashSegments:

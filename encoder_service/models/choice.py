@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -31,9 +31,21 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
         if why := _obstacle(name, device, dtype, wanted=True):
             raise AttentionUnavailable(f"--attention {name}: {why}")
         return BACKENDS[name]()
-    for each in candidates(device, dtype):
-        backend = BACKENDS[each]()
-        if each == "sdpa" or _passes(backend, device, dtype, head_dim):
+    return _first(candidates(device, dtype), device, dtype, head_dim)
+
+
+def choose_captured(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """As `choose`, for CUDA graphs: there `auto` prefers our kernel, whose launch grows with patches, not segments."""
+    if name != "auto":
+        return choose(name, device, dtype, head_dim)
+    ordered = sorted(candidates(device, dtype), key=lambda each: each != "triton")
+    return _first(ordered, device, dtype, head_dim)
+
+
+def _first(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    for name in names:
+        backend = BACKENDS[name]()
+        if name == "sdpa" or _passes(backend, device, dtype, head_dim):
             return backend
     raise AssertionError("sdpa runs everywhere")
 

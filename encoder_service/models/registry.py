@@ -12,7 +12,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
 from common.linear import settle_linears
 from common.weights import load_tensors
-from encoder_service.models.choice import AttentionUnavailable, choose
+from encoder_service.models.choice import AttentionUnavailable, choose, choose_captured
 from encoder_service.models.config import ModelConfig
 from encoder_service.models.tower import PackedTower
 
@@ -52,6 +52,7 @@ def load_tower(
     settle_linears(tower)
     if isinstance(tower, PackedTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
+        tower.captured = choose_captured(attention, device, dtype, tower.head_dim)
     elif attention != "auto":
         raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
     return tower

@@ -76,6 +76,8 @@ class PackedTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backend: Backend = Sdpa()
+        self.captured: Backend = self.backend
+        """The back end inside CUDA graphs."""
 
     @abstractmethod
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:

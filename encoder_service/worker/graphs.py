@@ -149,8 +149,8 @@ class GraphedTower:
         tables = []
         for longest in tower.longest:
             most = min(longest or patches, patches)
-            if (stable := tower.backend.stable(patches, most, device)) is None:
-                raise GraphsUnavailable(f"graphs do not go with --attention {tower.backend.name}")
+            if (stable := tower.captured.stable(patches, most, device)) is None:
+                raise GraphsUnavailable(f"graphs do not go with --attention {tower.captured.name}")
             stable.fill([most] * (patches // most) + [patches % most] * (patches % most > 0))
             tables.append(stable)
         rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
@@ -174,5 +174,5 @@ def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.de
         return []
     if wanted is not None:
         return list(wanted)
-    known = tower.backend.stable(LADDER[0], LADDER[0], device) is not None
+    known = tower.captured.stable(LADDER[0], LADDER[0], device) is not None
     return [patches for patches in LADDER if patches <= batch] if known else []

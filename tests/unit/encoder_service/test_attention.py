@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from encoder_service.models import choice
 from encoder_service.models.attention import Sdpa, Triton, runs
-from encoder_service.models.choice import AttentionUnavailable, candidates, choose
+from encoder_service.models.choice import AttentionUnavailable, candidates, choose, choose_captured
 
 CPU = torch.device("cpu")
 SEGMENTS = st.lists(st.integers(1, 90), min_size=1, max_size=6)
@@ -126,6 +126,12 @@ class Right(Sdpa):
     name = "triton"
 
 
+class Other(Sdpa):
+    """And one more."""
+
+    name = "flash"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "chosen"), [(Wrong, Broken, "sdpa"), (Broken, Right, "triton"), (Right, Wrong, "triton")]
 )
@@ -133,3 +139,11 @@ def test_auto_passes_over_what_fails_its_trial(monkeypatch, first, second, chose
     monkeypatch.setattr(choice, "BACKENDS", {"flash": first, "triton": second, "sdpa": Sdpa})
     monkeypatch.setattr(choice, "_obstacle", lambda *_, **__: "")
     assert choose("auto", CPU, torch.float32, 16).name == chosen
+
+
+def test_in_graphs_our_own_kernel_is_preferred(monkeypatch):
+    monkeypatch.setattr(choice, "BACKENDS", {"flash": Other, "triton": Right, "sdpa": Sdpa})
+    monkeypatch.setattr(choice, "_obstacle", lambda *_, **__: "")
+    assert choose("auto", CPU, torch.float32, 16).name == "flash"
+    assert choose_captured("auto", CPU, torch.float32, 16).name == "triton"
+    assert choose_captured("flash", CPU, torch.float32, 16).name == "flash", "a name holds everywhere"

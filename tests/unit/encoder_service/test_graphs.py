@@ -87,7 +87,7 @@ def tower(request, checkpoints) -> PackedTower:
 def load(folder: Path) -> PackedTower:
     checkpoint = Checkpoint(folder)
     tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
-    tower.backend = Bounds()
+    tower.backend = tower.captured = Bounds()
     return tower
 
 
@@ -186,7 +186,7 @@ def test_graphs_that_need_too_much_memory_are_left_out(checkpoints):
 def test_our_kernel_s_tables_replay(checkpoints):
     """As above, with the tables that a GPU uses."""
     tower = load(checkpoints("qwen2_5_vl"))
-    tower.backend = Triton()
+    tower.backend = tower.captured = Triton()
     graphs = graphed(tower, 128)
     for seed, grids in enumerate([[Grid(1, 10, 12)], [Grid(2, 4, 6), Grid(1, 2, 2)]]):
         patches = patches_of(tower, grids, seed)
