@@ -91,7 +91,8 @@ class Runner:
             device=self.device,
             dtype=self.dtype,
         )
-        _log.info("graphs are captured", patches=made.budgets, seconds=round(time.perf_counter() - started, 3))
+        seconds = round(time.perf_counter() - started, 3)
+        _log.info("graphs are captured", patches=made.budgets, attention=self._tower.captured.name, seconds=seconds)
         return made
 
     def _patches(self, piece: Piece) -> Tensor:
