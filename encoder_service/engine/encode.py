@@ -208,7 +208,7 @@ class Encoder:
             self.counts["failed"] += 1
             flight.fail(error)
         else:
-            flight.entry.set_result(entry)
+            flight.arrive(entry)
             if not flight.tickets:
                 self._store.unpin(entry)
         finally:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.errors import TwinlensError
+from common.arena import Range
+from common.errors import TwinlensError, Unavailable
 from encoder_service.engine.batching import Unit
+from encoder_service.engine.progress import Progress
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Header, Item
 
@@ -31,6 +33,10 @@ class Flight:
     priority: int = 0
     stage: str = "inspect"
     units: list[Unit] = field(default_factory=list)
+    place: Range | None = None
+    """Where its rows are being written; None before, and once that has failed."""
+    landed: Progress = field(default_factory=Progress)
+    """Rows that are there, from the first on; complete once the entry is."""
     timings: dict[str, float] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     found: bool = False
@@ -52,12 +58,18 @@ class Flight:
         for unit in self.units:
             unit.priority = self.priority
 
+    def arrive(self, entry: Entry) -> None:
+        """All rows are there."""
+        self.entry.set_result(entry)
+        self.landed.advance(entry.header.tokens)
+
     def fail(self, error: TwinlensError) -> None:
         """Settles what is not settled yet; an error that no one waits for is no one's."""
         for future in (self.header, self.entry):
             if not future.done():
                 future.set_exception(error)
                 future.exception()
+        self.landed.fail(error)
 
 
 class Ticket:
@@ -115,6 +127,22 @@ class Ticket:
         """Returns when the rows are in the store; raises the item's error."""
         if self.flight is not None:
             self.found = await self._heard(asyncio.shield(self.flight.entry))
+
+    async def more(self, first: int) -> int:
+        """Rows that are there, once they are more than `first`, after `header`; raises the item's error."""
+        if self.flight is None:
+            return self.entry.header.tokens
+        await self._heard(self.flight.landed.reach(first + 1))
+        return self.flight.landed.count
+
+    @property
+    def arriving(self) -> memoryview:
+        """Where the rows are, of which `more` have landed. Good until the caller next waits for anything; raises
+        Unavailable where the rest failed meanwhile."""
+        place = self.entry.span if self.flight is None else self.flight.place
+        if place is None:
+            raise Unavailable("the rows could not be completed", reason="ENCODE_FAILED")
+        return self._store.buffer.slice(place)
 
     @property
     def entry(self) -> Entry:

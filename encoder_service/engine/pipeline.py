@@ -14,24 +14,21 @@ from typing import Any, TypeVar
 
 from common.arena import Range, SharedBuffer
 from common.wire import RowLayout
-from encoder_service.engine.batching import cut
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.flight import Flight
+from encoder_service.engine.pieces import Pieces
+from encoder_service.engine.progress import Progress
 from encoder_service.engine.staging import Lease, Staging
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels, Plan
 from encoder_service.media import embedding, geometry, limits
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.models.config import ModelConfig
-from encoder_service.worker.messages import Piece
 
 T = TypeVar("T")
 
 _COPY = 4 << 20
 """Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""
-
-_WORTH_CUTTING = 2048
-"""Patches below which a run of frame groups is not worth a worker of its own."""
 
 
 class Pipeline:
@@ -87,20 +84,22 @@ class Pipeline:
     async def compute(self, flight: Flight, plan: Plan, header: Header) -> Entry:
         """Rows into the store; the entry comes back pinned once. Cancelled before a worker has begun, or not at all.
 
-        Room is made only for what could be decoded, so that broken media push nothing out of the store.
+        Room is made only once something could be decoded, so that broken media push nothing out of the store.
         """
         if isinstance(source := flight.item.source, Embedding):
             return await self.keep(flight, header, lambda rows: _fill(self.store.buffer, rows, source.data))
-        async with self._decoded(flight, plan) as pixels:
-            return await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, rows))
+        async with self._decoded(flight, plan) as (pixels, frames):
+            return await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, frames, rows))
 
     async def keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
         """Makes room, has the rows written there, and turns them into an entry."""
         with self.timed(flight, "room"):
             rows = await self.store.reserve(header.tokens)
+        flight.place = rows
         try:
             await write(rows)
         except BaseException:
+            flight.place = None
             self.store.abandon(rows)
             raise
         return self.store.commit(rows, header, flight.item.salt)
@@ -116,23 +115,43 @@ class Pipeline:
                 )
 
     @asynccontextmanager
-    async def _decoded(self, flight: Flight, plan: Plan) -> AsyncIterator[Range]:
-        """The decoded pixels' place in the staging arena."""
-        source, buffer = flight.item.source, self.staging.buffer
+    async def _decoded(self, flight: Flight, plan: Plan) -> AsyncIterator[tuple[Range, Progress]]:
+        """The decoded pixels' place in the staging arena, once the first are there, and how many frames have come."""
+        source, frames = flight.item.source, Progress()
         if isinstance(source, Pixels):
             async with self._room(flight, plan.pixel_bytes) as lease:
-                await _fill(buffer, lease.ranges[0], _padded(source, plan))
-                yield lease.ranges[0]
+                await _fill(self.staging.buffer, lease.ranges[0], _padded(source, plan))
+                frames.advance(len(plan.frames))
+                yield lease.ranges[0], frames
             return
         assert isinstance(source, bytes | bytearray)
         async with self._room(flight, len(source), plan.pixel_bytes) as lease:
-            encoded, pixels = lease.ranges
-            with self.timed(flight, "decode"):
-                await _fill(buffer, encoded, source)
-                video = flight.item.modality is Modality.VIDEO
-                await self._decoders.decode(encoded, pixels, plan, key=flight.key, video=video, field=flight.item.field)
-            lease.free(encoded)
-            yield pixels
+            decoding = asyncio.create_task(self._decode(flight, plan, lease, source, frames))
+            decoding.add_done_callback(frames.follow)
+            try:
+                await frames.reach(1)
+                yield lease.ranges[1], frames
+            finally:
+                decoding.cancel()
+                await asyncio.wait({decoding})  # until no process can write to what was leased
+
+    async def _decode(
+        self, flight: Flight, plan: Plan, lease: Lease, source: bytes | bytearray, frames: Progress
+    ) -> int:
+        encoded, pixels = lease.ranges
+        with self.timed(flight, "decode"):
+            await _fill(self.staging.buffer, encoded, source)
+            await self._decoders.decode(
+                encoded,
+                pixels,
+                plan,
+                key=flight.key,
+                video=flight.item.modality is Modality.VIDEO,
+                field=flight.item.field,
+                on_frames=frames.advance,
+            )
+        lease.free(encoded)
+        return len(plan.frames)
 
     @asynccontextmanager
     async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[Lease]:
@@ -141,42 +160,16 @@ class Pipeline:
             self._count(flight, "room", time.perf_counter() - started)
             yield lease
 
-    async def _run(self, flight: Flight, plan: Plan, pixels: Range, rows: Range) -> None:
-        """Queues the item, whole or cut, and waits until no worker can write its rows any more."""
-        flight.stage, submitted = "vit", time.perf_counter()
-        units = flight.units
+    async def _run(self, flight: Flight, plan: Plan, pixels: Range, frames: Progress, rows: Range) -> None:
+        """Has the workers compute the rows; returns or raises when no worker can write them any more."""
+        submitted = time.perf_counter()
         try:
-            for first, end in cut(plan.grid, self._batch_patches, self.dispatcher.alive, _WORTH_CUTTING):
-                piece = self._piece(flight, plan, pixels, rows, first, end)
-                patches = (end - first) * plan.grid.h * plan.grid.w
-                units.append(self.dispatcher.submit(flight.key, piece, patches, flight.priority))
-            await asyncio.wait([unit.done for unit in units])
-            if errors := [error for unit in units if (error := unit.done.exception())]:
-                raise errors[0]
+            await Pieces(self.dispatcher, self.layout, flight, plan, pixels, rows).run(frames, self._batch_patches)
         finally:
-            for unit in units:
-                self.dispatcher.withdraw(unit)
             now = time.perf_counter()
-            begun = min((unit.started_at for unit in units if unit.started_at), default=now)
+            begun = min((unit.started_at for unit in flight.units if unit.started_at), default=now)
             self._count(flight, "queue", begun - submitted)
             self._count(flight, "vit", now - begun)
-
-    def _piece(self, flight: Flight, plan: Plan, pixels: Range, rows: Range, first: int, end: int) -> Piece:
-        """Frame groups [first, end) of a plan."""
-        per_group = len(plan.frames) // plan.grid.t
-        frame_bytes = plan.height * plan.width * 3
-        tokens = plan.tokens // plan.grid.t
-        return Piece(
-            video=flight.item.modality is Modality.VIDEO,
-            pixels=pixels.offset + first * per_group * frame_bytes,
-            frames=(end - first) * per_group,
-            height=plan.height,
-            width=plan.width,
-            resized=plan.resized,
-            grid=(end - first, plan.grid.h, plan.grid.w),
-            tokens=(end - first) * tokens,
-            rows=rows.offset + first * tokens * self.layout.row_bytes,
-        )
 
     @contextmanager
     def timed(self, flight: Flight, name: str) -> Iterator[None]:

@@ -130,9 +130,10 @@ class SharedTier:
         it is. On every other way out the lock goes at once.
         """
         token = secrets.token_bytes(16)
-        found, locked = await self._settle(key, salt, token)
-        turn = Turn(found)
+        locked = True  # for all we know, until we are told: a question that is cut off may have been answered
+        turn = Turn(None)
         try:
+            turn.found, locked = await self._settle(key, salt, token)
             yield turn
         finally:
             if turn.entry is not None:
@@ -158,7 +159,7 @@ class SharedTier:
         while True:
             answers = await self.client.ask(look)
             if answers is None:
-                return None, False
+                return None, True  # perhaps
             locked, data = answers
             if (found := self._header(key, salt, data)) is not None or locked is not None:
                 return found, locked is True  # else an error, as of a server that may only be read

@@ -13,6 +13,7 @@ import struct
 import sys
 import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from encoder_service.media.messages import (
     Begin,
     Decode,
     Decoded,
+    Decoding,
     FromDecoder,
     Inspect,
     Inspected,
@@ -69,7 +71,8 @@ def main(link_fd: int, staging_fd: int) -> None:
             job = link.receive()
         except EOFError:
             return
-        link.send(desk.answer(job))
+        for answer in desk.answers(job):
+            link.send(answer)
 
 
 class Desk:
@@ -80,13 +83,16 @@ class Desk:
         self._threads = threads
         self._open: tuple[bytes, Any] | None = None
 
-    def answer(self, job: Inspect | Decode) -> FromDecoder:
-        """What comes of a job."""
+    def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
+        """What comes of a job; the last is its end."""
         try:
-            return self._inspect(job) if isinstance(job, Inspect) else self._decode(job)
+            if isinstance(job, Inspect):
+                yield self._inspect(job)
+            else:
+                yield from self._decode(job)
         except _UNREADABLE as error:
             self._open = None
-            return Refused(f"{type(error).__name__}: {error}")
+            yield Refused(f"{type(error).__name__}: {error}")
 
     def _inspect(self, job: Inspect) -> Inspected:
         if job.video:
@@ -97,14 +103,14 @@ class Desk:
             seen = image.inspect(self._data(job))
         return Inspected(seen.width, seen.height, seen.frames, seen.fps)
 
-    def _decode(self, job: Decode) -> Decoded:
+    def _decode(self, job: Decode) -> Iterator[FromDecoder]:
         shape = (len(job.frames), job.height, job.width, 3)
         out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
         if job.video:
-            video.decode(self._reader(job), job.frames, out)
+            yield from map(Decoding, video.decode(self._reader(job), job.frames, out))
         else:
             image.decode(self._data(job), out)
-        return Decoded()
+        yield Decoded()
 
     def _reader(self, job: Inspect | Decode) -> Any:
         kept, self._open = self._open, None

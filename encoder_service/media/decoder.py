@@ -7,6 +7,7 @@ on a timeout or a cancelled call the process is killed, and awaited, first.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from common import log
@@ -17,6 +18,7 @@ from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import (
     Begin,
     Decode,
+    Decoding,
     FromDecoder,
     Inspect,
     Inspected,
@@ -72,8 +74,21 @@ class DecoderPool:
             raise ChildDied("an answer to another question")
         return Inspection(answer.width, answer.height, answer.frames, answer.fps)
 
-    async def decode(self, data: Range, pixels: Range, plan: Plan, *, key: bytes, video: bool, field: str) -> None:
-        """Decodes the plan's frames into `pixels`; raises InvalidInput where they cannot be read."""
+    async def decode(
+        self,
+        data: Range,
+        pixels: Range,
+        plan: Plan,
+        *,
+        key: bytes,
+        video: bool,
+        field: str,
+        on_frames: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Decodes the plan's frames into `pixels`; raises InvalidInput where they cannot be read.
+
+        `on_frames` is told how many are there, as they come; where a process dies, they may come again, alike.
+        """
         job = Decode(
             key=key,
             video=video,
@@ -84,13 +99,15 @@ class DecoderPool:
             height=plan.height,
             width=plan.width,
         )
-        await self._job(job, field)
+        await self._job(job, field, on_frames)
 
-    async def _job(self, job: Inspect | Decode, field: str) -> FromDecoder:
+    async def _job(
+        self, job: Inspect | Decode, field: str, on_frames: Callable[[int], None] = lambda _: None
+    ) -> FromDecoder:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 async with self._lane(job):
-                    answer = await self._ask(await self._idle.get(job.key), job)
+                    answer = await self._ask(await self._idle.get(job.key), job, on_frames)
             except ChildDied:
                 _log.warning("a decode process died", attempt=attempt)
                 continue
@@ -106,17 +123,21 @@ class DecoderPool:
         """Videos take long: where there are several processes, one is kept for everything else."""
         return self._videos if job.video and isinstance(job, Decode) else nullcontext()
 
-    async def _ask(self, child: Child[FromDecoder], job: Inspect | Decode) -> FromDecoder:
+    async def _ask(
+        self, child: Child[FromDecoder], job: Inspect | Decode, on_frames: Callable[[int], None]
+    ) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""
         self._idle.opened(child, job.key if job.video and isinstance(job, Inspect) else b"")
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await asyncio.shield(asked)
+                while isinstance(answer := await asyncio.shield(asked), Decoding):
+                    on_frames(answer.frames)
+                    asked = asyncio.ensure_future(child.receive())
         except asyncio.CancelledError:
             await asyncio.wait({asked}, timeout=_PATIENCE)
-            if asked.done() and not asked.cancelled() and asked.exception() is None:
+            if _ended(asked):
                 self._idle.put(child)
             else:
                 await self._replace(child, asked)
@@ -155,6 +176,13 @@ class DecoderPool:
         if not isinstance(await child.receive(), Ready):
             raise ChildDied("a decode process did not start")
         self._idle.put(child)
+
+
+def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
+    """The last answer of a job has come."""
+    if not asked.done() or asked.cancelled() or asked.exception() is not None:
+        return False
+    return not isinstance(asked.result(), Decoding)
 
 
 class _Idle:

@@ -58,6 +58,12 @@ class Inspected(msgspec.Struct, tag=True):
     fps: float
 
 
+class Decoding(msgspec.Struct, tag=True):
+    """The pixels of the first `frames` frames are written; more are to come."""
+
+    frames: int
+
+
 class Decoded(msgspec.Struct, tag=True):
     """The pixels are written."""
 
@@ -69,4 +75,4 @@ class Refused(msgspec.Struct, tag=True):
 
 
 ToDecoder = Begin | Inspect | Decode
-FromDecoder = Ready | Inspected | Decoded | Refused
+FromDecoder = Ready | Inspected | Decoding | Decoded | Refused

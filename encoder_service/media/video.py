@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,11 @@ def inspect(reader: Any) -> Inspection:
     return Inspection(width=int(width), height=int(height), frames=frames, fps=float(reader.get_avg_fps()))
 
 
-def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> None:
-    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8."""
+def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there by now."""
     for start in range(0, len(frames), _AT_ONCE):
         batch = reader.get_batch(list(frames[start : start + _AT_ONCE])).asnumpy()
         if batch.shape[1:] != out.shape[1:]:
             raise ValueError("a frame's size changed in the middle of the video")
         out[start : start + len(batch)] = batch
+        yield start + len(batch)

@@ -64,7 +64,9 @@ class FakeDecoders:
         await self._work()
         return self.seen
 
-    async def decode(self, data: Any, pixels: Any, plan: Any, *, key: bytes, video: bool, field: str) -> None:
+    async def decode(
+        self, data: Any, pixels: Any, plan: Any, *, key: bytes, video: bool, field: str, on_frames: Any
+    ) -> None:
         await self._work()
 
     async def _work(self) -> None:

@@ -1,0 +1,94 @@
+"""One item's work for the device workers: cut at frame groups, queued as its frames come, told of as its rows land.
+
+A video's first groups are computed while its later frames are still being decoded, and their rows may leave while later
+groups are being computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.arena import Range
+from common.wire import RowLayout
+from encoder_service.engine.batching import Unit, cut
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.flight import Flight
+from encoder_service.engine.progress import Progress
+from encoder_service.item import Modality, Plan
+from encoder_service.worker.messages import Piece
+
+_WORTH_CUTTING = 2048
+"""Patches below which a run of frame groups is not worth a worker, or a start before the others, of its own."""
+
+
+class Pieces:
+    """The pieces of one item: `pixels` is where its frames are, or will be, `rows` where its rows are to go."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, layout: RowLayout, flight: Flight, plan: Plan, pixels: Range, rows: Range
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._row_bytes = layout.row_bytes
+        self._flight = flight
+        self._plan = plan
+        self._pixels = pixels
+        self._rows = rows
+        self._frames_per_group = len(plan.frames) // plan.grid.t
+
+    async def run(self, frames: Progress, batch_patches: int) -> None:
+        """Queues each piece when its frames are there; returns or raises when no worker can write rows any more."""
+        units = self._flight.units
+        try:
+            for first, end in self._cut(frames, batch_patches):
+                await frames.reach(end * self._frames_per_group)
+                units.append(self._submit(first, end))
+            await asyncio.wait([unit.done for unit in units])
+            if errors := [error for unit in units if (error := unit.done.exception())]:
+                raise errors[0]
+        finally:
+            for unit in units:
+                self._dispatcher.withdraw(unit)
+            if running := [unit.done for unit in units if not unit.done.done()]:
+                await asyncio.wait(running)
+
+    def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:
+        """Runs of frame groups [first, end). Smaller ones where frames are still to come: so work can begin, and what
+        waits goes to a worker in one batch all the same."""
+        coming = frames.count < len(self._plan.frames)
+        budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
+        return cut(self._plan.grid, budget, self._dispatcher.alive, _WORTH_CUTTING)
+
+    def _submit(self, first: int, end: int) -> Unit:
+        flight, grid = self._flight, self._plan.grid
+        flight.stage = "vit"
+        unit = self._dispatcher.submit(
+            flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority
+        )
+        unit.done.add_done_callback(lambda _: flight.landed.advance(self._landed()))
+        return unit
+
+    def _landed(self) -> int:
+        """Rows that are there, from the first on."""
+        count = 0
+        for unit in self._flight.units:
+            if not unit.done.done() or unit.done.cancelled() or unit.done.exception():
+                break
+            count += unit.piece.tokens
+        return count
+
+    def _piece(self, first: int, end: int) -> Piece:
+        """Frame groups [first, end)."""
+        plan = self._plan
+        frame_bytes = plan.height * plan.width * 3
+        tokens = plan.tokens // plan.grid.t
+        return Piece(
+            video=self._flight.item.modality is Modality.VIDEO,
+            pixels=self._pixels.offset + first * self._frames_per_group * frame_bytes,
+            frames=(end - first) * self._frames_per_group,
+            height=plan.height,
+            width=plan.width,
+            resized=plan.resized,
+            grid=(end - first, plan.grid.h, plan.grid.w),
+            tokens=(end - first) * tokens,
+            rows=self._rows.offset + first * tokens * self._row_bytes,
+        )
