@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llm_service.engine import window
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
 
@@ -38,15 +39,15 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
     for sequence, count in work.items():
         begin, at = sequence.computed, len(token_ids)
         end = begin + count
-        rows.extend(sequence.window_rows(count, at, row_bytes))
+        rows.extend(window.rows(sequence, count, at, row_bytes))
         if count == 1 and begin >= sequence.prompt_tokens:
             positions.one(begin + sequence.delta)
             token_ids.append(sequence.tokens[begin])
         else:
-            positions.window(sequence.window_positions(count))
+            positions.window(window.positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
         chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
-        if sequence.scored < sequence.prompt_tokens and (asked := sequence.score(count, at)):
+        if sequence.scored < sequence.prompt_tokens and (asked := window.score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))
         drawn = -1
@@ -54,7 +55,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
             if sequence.unknown:
                 carried.append((at + count - 1, sequence.drawn))
             drawn = len(draws)
-            draws.append(sequence.draw(at + count - 1))
+            draws.append(window.draw(sequence, at + count - 1))
             drawing.append(sequence)
         sequence.planned(count, drawn)
     plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,7 +11,6 @@ import numpy as np
 from llm_service.engine.blocks import BlockTable, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add
 from llm_service.engine.structure import Matcher
-from llm_service.plan import Draw, RowSlice, Score
 from llm_service.request import Sampling
 
 Order = tuple[int, int, int]
@@ -73,8 +70,8 @@ class Sequence:
     scored: int = 0
     over: bool = False
     table: BlockTable = field(default_factory=BlockTable)
-    _media_end: int = 0
-    _plain: bool = False
+    media_end: int = 0
+    plain: bool = False
     _chain: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -103,8 +100,8 @@ class Sequence:
                 ends=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 after=sequences[0] if sequences else None,
                 scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
-                _plain=sampling == _plainest(sampling),
-                _media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
+                plain=sampling == _plainest(sampling),
+                media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
             )
             sequences.append(sequence)
         return sequences
@@ -158,7 +155,7 @@ class Sequence:
         >>> # 4 tokens of text, then a picture of 6 rows of which 2 have landed: from 0 on, 6 tokens can be computed.
         """
         limit = len(self.tokens)
-        if begin >= self._media_end:
+        if begin >= self.media_end:
             return limit - begin
         for item in self.items:
             for start, first_row, count in item.runs:
@@ -217,75 +214,8 @@ class Sequence:
             self.identity(count - 1, block_size)
         return self._chain[:count]
 
-    def window_positions(self, count: int) -> np.ndarray:
-        """int32 [3, count]: the positions of the next `count` pending tokens."""
-        begin, end = self.computed, self.computed + count
-        if end <= self.prompt_tokens:
-            return self.positions[:, begin:end]
-        past = np.arange(max(begin, self.prompt_tokens), end, dtype=np.int32) + np.int32(self.delta)
-        tail = np.broadcast_to(past, (3, len(past)))
-        return np.concatenate([self.positions[:, begin:], tail], axis=1)
-
-    def window_rows(self, count: int, at: int, row_bytes: int) -> Iterator[RowSlice]:
-        """The media rows that the next `count` pending tokens stand for, when they begin at place `at` of the batch.
-
-        With 10 tokens computed and a run of rows 0–7 at positions 8–15, a window of 4 takes rows 2–5 at places 0–3.
-        """
-        begin, end = self.computed, self.computed + count
-        if begin >= self._media_end:
-            return
-        for item in self.items:
-            for start, first_row, length in item.runs:
-                low, high = max(start, begin), min(start + length, end)
-                if low < high:
-                    row = first_row + low - start
-                    yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
-
-    def score(self, count: int, at: int) -> Score | None:
-        """Asks for the prompt's tokens that follow the next `count` pending ones, at places from `at` on, and have not
-        been scored; they then count as scored.
-
-        With 8 tokens computed and 11 scored, a window of 6 asks for tokens 11 … 14 at places 2 … 5.
-        """
-        begin, last = self.computed, min(self.computed + count + 1, self.prompt_tokens)
-        first = max(begin + 1, self.scored)
-        if first >= last or self.sampling.prompt_logprobs is None:
-            return None
-        self.scored = last
-        return Score(at + first - 1 - begin, self.tokens[first:last].tobytes(), self.sampling.prompt_logprobs)
-
-    def draw(self, at: int) -> Draw:
-        """How the next token is to be chosen from the logits at place `at`."""
-        sampling = self.sampling
-        if self._plain:
-            return Draw(at=at)
-        return Draw(
-            at=at,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            uniform=0.0 if sampling.temperature == 0.0 else uniform(self.seed, self.choice, self.generated),
-            banned=self.ends if self.generated < sampling.min_tokens else (),
-            logit_bias=sampling.logit_bias,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            history=self.tokens.tobytes() if sampling.needs_history else b"",
-            output_from=self.prompt_tokens,
-            logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            allowed=b"" if self.matcher is None else self.matcher.compute_bitmask(),
-            carried=self.drawn if self.unknown and sampling.needs_history else -1,
-        )
-
 
 def _plainest(sampling: Sampling) -> Sampling:
     """As long, and nothing but the likeliest token."""
     kept = {name: getattr(sampling, name) for name in ("max_tokens", "n", "ignore_eos", "stop_token_ids", "seed")}
     return Sampling(temperature=0.0, **kept)
-
-
-def uniform(seed: int, choice: int, index: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments: 53 bits of their SHA-256."""
-    digest = hashlib.sha256(b"%d/%d/%d" % (seed, choice, index)).digest()
-    return (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)

@@ -18,8 +18,8 @@ import numpy as np
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
-from llm_service.engine.sequence import uniform
 from llm_service.engine.structure import Matcher
+from llm_service.engine.window import uniform
 from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Sampling
 
