@@ -36,12 +36,12 @@ class Sequence:
     A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
     `unknown` tokens may still be to come from steps under way; the last of them is draw number `drawn` of its step.
 
-    `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three.
-    `order` ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that
-    end it. `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
-    `asking`: until its items have places.
-    The prompt's tokens before `scored` have been scored by steps up to the last one planned, or need no score.
-    """
+    `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three. `order`
+    ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that end it.
+    `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
+    `asking`: until its items have places. The prompt's tokens before `scored` have been scored by steps up to the last
+    one planned, or need no score. `media_end` is one past the last place of a media row; `plain`: the likeliest token
+    is drawn, and nothing else asked."""
 
     id: int
     choice: int
