@@ -43,8 +43,10 @@ Event = Started | Scored | Token
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
-_SILENCE_SECONDS = 4.0
+_SILENCE_SECONDS = 3.5
 """An engine that says nothing for this long is frozen: it sends a beat every second."""
+_DOUBT_SECONDS = 0.5
+"""Unless it was this loop that stood still: then what the engine said meanwhile is here, and is read in this time."""
 
 
 @dataclass(eq=False)
@@ -180,9 +182,7 @@ class EngineFront:
             try:
                 child.send(self._settings)
                 while True:
-                    async with asyncio.timeout(_SILENCE_SECONDS if self.ready else None):
-                        message = await child.receive()
-                    self._take(message)
+                    self._take(await self._hear(child))
             except (ChildDied, TimeoutError) as error:
                 _log.error("the engine has ended", cause=str(error) or "it is frozen")
                 child.kill()
@@ -195,6 +195,15 @@ class EngineFront:
             if self._first is not None and self._first.exception() is not None:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _hear(self, child: Child[FromEngine]) -> FromEngine:
+        """The engine's next message; raises TimeoutError where it is frozen."""
+        try:
+            async with asyncio.timeout(_SILENCE_SECONDS if self.ready else None):
+                return await child.receive()
+        except TimeoutError:
+            async with asyncio.timeout(_DOUBT_SECONDS):
+                return await child.receive()
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
