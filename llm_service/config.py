@@ -86,7 +86,11 @@ class LlmConfig(ServerConfig):
     keep_media_whole: bool = option(
         False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
     )
-    overlap: bool = option(True, "plan the next step while one is computed; the tokens are the same either way")
+    overlap: str = option(
+        "auto",
+        "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
+        choices=("auto", "yes", "no"),
+    )
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
     max_waiting: int = option(
         256, "requests that wait for their first token; further ones are refused at once", minimum=1

@@ -146,7 +146,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
-        overlap=config.overlap,
+        overlap=config.overlap == "yes" or (config.overlap == "auto" and device != "cpu"),
         session_share=config.session_share,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),

@@ -19,7 +19,12 @@ ENCODER_FLAGS: dict[str, object] = {
     "store_bytes": "64MiB",
     "staging_bytes": "256MiB",
 }
-LLM_FLAGS: dict[str, object] = {"threads": 1, "kv_cache_bytes": "32MiB", "row_cache_bytes": "64MiB"}
+LLM_FLAGS: dict[str, object] = {
+    "threads": 1,
+    "kv_cache_bytes": "32MiB",
+    "row_cache_bytes": "64MiB",
+    "overlap": "yes",  # as on a GPU
+}
 
 
 @dataclass(frozen=True, slots=True)
