@@ -19,6 +19,7 @@ from encoder_service.engine.encode import Encoder
 from encoder_service.engine.flight import Ticket
 from encoder_service.meters import Meters
 from encoder_service.streams import merged
+from encoder_service.transports.inline import Inline
 from encoder_service.transports.link import Link
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2
@@ -207,11 +208,20 @@ class EncoderServicer(EncoderServiceServicer):
         timings = dict(ticket.timings)
         if not request.header_only:
             first = convert.first_row(request, index, header.tokens)
+            transport = parts.link.choose(request.accepts, request.host)
+            if isinstance(transport, Inline):
+                while first < header.tokens and not ticket.complete:
+                    async with aclosing(_waiting(ticket.more(first), ticket, index)) as events:
+                        async for event in events:
+                            yield event
+                    landed = ticket.landed
+                    for message in transport.landed(index, lambda: ticket.arriving, first, landed):
+                        yield message
+                    first = landed
             async with aclosing(_waiting(ticket.ready(), ticket, index)) as events:
                 async for event in events:
                     yield event
             started = time.perf_counter()
-            transport = parts.link.choose(request.accepts, request.host)
             async with aclosing(transport.send(index, ticket.entry, first, request.host)) as runs:
                 async for run in runs:
                     yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)

@@ -128,16 +128,24 @@ class Ticket:
         if self.flight is not None:
             self.found = await self._heard(asyncio.shield(self.flight.entry))
 
-    async def more(self, first: int) -> int:
-        """Rows that are there, once they are more than `first`, after `header`; raises the item's error."""
-        if self.flight is None:
-            return self.entry.header.tokens
-        await self._heard(self.flight.landed.reach(first + 1))
-        return self.flight.landed.count
+    @property
+    def complete(self) -> bool:
+        """All rows are in the store, after `header`."""
+        return self.flight is None or self.flight.holds_entry
+
+    @property
+    def landed(self) -> int:
+        """Rows that are there, from the first on, after `header`."""
+        return self.entry.header.tokens if self.flight is None else self.flight.landed.count
+
+    async def more(self, first: int) -> None:
+        """Returns once more than `first` rows are there, after `header`; raises the item's error."""
+        if self.flight is not None:
+            await self._heard(self.flight.landed.reach(first + 1))
 
     @property
     def arriving(self) -> memoryview:
-        """Where the rows are, of which `more` have landed. Good until the caller next waits for anything; raises
+        """Where the rows are, of which `landed` are there. Good until the caller next waits for anything; raises
         Unavailable where the rest failed meanwhile."""
         place = self.entry.span if self.flight is None else self.flight.place
         if place is None:

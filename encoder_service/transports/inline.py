@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from common.arena import SharedBuffer
 from common.row_frames import pack
 from common.wire import RowLayout
@@ -23,6 +25,16 @@ class Inline:
     def suits(self, _host: encoder_pb2.HostProof) -> bool:
         """Always."""
         return True
+
+    def landed(self, item: int, rows: Callable[[], memoryview], first: int, end: int) -> Iterator[bytes]:
+        """Messages for rows [first, end) of an item that is not complete yet.
+
+        `rows` is asked anew for each message where they are: what goes on between two may have been their end.
+        """
+        size = self._layout.row_bytes
+        for start, count in self._layout.chunks(first, end):
+            yield pack(item, start, count, rows()[start * size : (start + count) * size])
+            self._sent.add(self.number, count, count * size)
 
     async def send(self, item: int, entry: Entry, first: int, _host: encoder_pb2.HostProof) -> Chunks:
         """One message for each run of rows."""
