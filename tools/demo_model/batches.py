@@ -86,7 +86,7 @@ def level_at(step: int, rng: Random) -> Level:
 
 def kind_at(step: int, rng: Random) -> str:
     """One picture at first; several pictures, films and small talk join as it learns."""
-    many = 0.08 if step < 7000 else 0.35
+    many = 0.08 if step < 4200 else 0.35
     kinds = ("one", "differs", "several", "film", "talk")
     return rng.choices(kinds, (1 - many - 0.01, many * 0.3, many * 0.25, many * 0.45, 0.01))[0]
 
