@@ -10,9 +10,9 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
 
 from common.arena import Range, SharedBuffer
+from common.tasks import in_thread
 from common.wire import RowLayout
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.flight import Flight
@@ -24,8 +24,6 @@ from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels
 from encoder_service.media import embedding, geometry, limits
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.models.config import ModelConfig
-
-T = TypeVar("T")
 
 _COPY = 4 << 20
 """Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""
@@ -201,13 +199,3 @@ def _copy(buffer: SharedBuffer, span: Range, data: bytes | bytearray) -> None:
     source, target = memoryview(data), buffer.slice(span)
     for start in range(0, len(data), _COPY):
         target[start : start + _COPY] = source[start : start + _COPY]
-
-
-async def in_thread(work: Callable[..., T], *args: Any) -> T:
-    """Runs `work` in a thread, and does not leave before it has ended: it may be writing to leased memory."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
