@@ -123,6 +123,9 @@ class Internal(TwinlensError):
 MEDIA_HOST: Final = "MEDIA_HOST_UNAVAILABLE"
 """The reason of an Unavailable that is a foreign media host's: no encoder is to blame, and no other can do better."""
 
+MEDIA_CHANGED: Final = "MEDIA_CHANGED"
+"""The reason of an Unavailable where an address gave other media in the middle of a request: the next one is right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

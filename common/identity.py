@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from common.checkpoint import Checkpoint
@@ -54,6 +54,19 @@ def vision_digest(checkpoint: Checkpoint, dtype: DType) -> str:
             tail = file.read(min(_SAMPLE, info.end - info.begin))
         digest.update(framed(name.encode(), info.dtype.encode(), canonical(info.shape), head, tail))
     return digest.hexdigest()
+
+
+def about_pixels(frames: int, height: int, width: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """What the key of decoded pixels covers besides their bytes: the shape, and the time of each frame."""
+    return {"pixels": [frames, height, width], "seconds": list(seconds)}
+
+
+def about_rows(
+    grid: tuple[int, int, int], shape: tuple[int, int, int], dtype: str, seconds: Sequence[float], apart: float
+) -> dict[str, Any]:
+    """What the key of ready-made rows covers besides their bytes: the grid (t, h, w), the block's shape (count, levels,
+    width) and element type, and a video's times. So a block that contradicts itself never has the key of a good one."""
+    return {"rows": list(grid), "shape": [*shape, dtype], "seconds": list(seconds), "apart": apart}
 
 
 def content_key(

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.errors import InvalidInput, NotFound, Unsupported
 from llm_service.config import LlmConfig
+from llm_service.encoders.convert import DTYPES
 from llm_service.request import (
     ChatPrompt,
     Encoded,
@@ -18,9 +19,11 @@ from llm_service.request import (
     MediaOptions,
     Message,
     Modality,
-    Opaque,
+    Pixels,
     Request,
+    Rows,
     Sampling,
+    Source,
     Structure,
     TextPrompt,
     TokenPrompt,
@@ -114,20 +117,7 @@ class Requests:
             raise Unsupported("audio is not served in this release", field=f"{field}.modality")
         if modality is None:
             raise InvalidInput("a media item has no modality", reason="UNKNOWN_MODALITY", field=f"{field}.modality")
-        source: Encoded | Url | Key | Opaque
-        match message.WhichOneof("source"):
-            case "data":
-                source = Encoded(message.data)
-            case "url":
-                source = Url(message.url, message.known_key)
-            case "key":
-                source = Key(message.key)
-            case "pixels":
-                source = Opaque("pixels", message.pixels.SerializeToString())
-            case "embedding":
-                source = Opaque("embedding", message.embedding.SerializeToString())
-            case _:
-                raise InvalidInput("a media item has no content", reason="EMPTY_MEDIA", field=field)
+        source = _source(message, field)
         if message.known_key and not isinstance(source, Url):
             raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
         given = {name.name: value for name, value in message.options.ListFields()}
@@ -200,6 +190,31 @@ class Requests:
             raise InvalidInput(
                 f"a stop text has 1 to {self._config.max_stop_bytes} bytes", reason="BAD_STOP", field="sampling.stop"
             )
+
+
+def _source(message: media_pb2.Media, field: str) -> Source:
+    match message.WhichOneof("source"):
+        case "data":
+            return Encoded(message.data)
+        case "url":
+            return Url(message.url, message.known_key)
+        case "key":
+            return Key(message.key)
+        case "pixels":
+            block = message.pixels
+            return Pixels(block.data, block.frames, block.height, block.width, tuple(block.timestamps))
+        case "embedding":
+            rows, grid = message.embedding, message.embedding.grid
+            return Rows(
+                rows.data,
+                str(DTYPES.get(rows.dtype, "")),
+                (rows.count, rows.levels, rows.width),
+                (grid.t, grid.h, grid.w),
+                tuple(rows.timestamps),
+                rows.seconds_per_grid,
+            )
+        case _:
+            raise InvalidInput("a media item has no content", reason="EMPTY_MEDIA", field=field)
 
 
 def _depth(text: str) -> int:

@@ -44,11 +44,33 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
-    """Pixels or rows, in the wire's own form: this service only passes them on. `kind` is the field's name."""
+class Pixels:
+    """Decoded pixels, row-major [frames, height, width, 3] of 8 bits; `seconds` has the time of each frame, or nothing.
+    Whether all of it fits together is for an encoder to check."""
 
-    kind: Literal["pixels", "embedding"]
-    packed: bytes
+    data: bytes
+    frames: int
+    height: int
+    width: int
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that were computed elsewhere, row-major [count, levels, width] in `dtype`, empty where none was stated.
+    `grid` is (t, h, w) in patches; of a video, `seconds` are those of its frame groups, `apart` the time between.
+    Whether all of it fits together is for an encoder to check."""
+
+    data: bytes
+    dtype: str
+    shape: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    seconds: tuple[float, ...] = ()
+    apart: float = 0.0
+
+
+Source: TypeAlias = Encoded | Url | Key | Pixels | Rows
+"""How an item is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +79,7 @@ class MediaItem:
 
     index: int
     modality: Modality
-    source: Encoded | Url | Key | Opaque
+    source: Source
     options: MediaOptions = MediaOptions()
     mime_type: str = ""
     field: str = ""

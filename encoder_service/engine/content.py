@@ -67,14 +67,13 @@ class Contents:
 
     def _hash(self, item: Item) -> bytes:
         source, about = item.source, item.options.stated()
+        content: bytes | bytearray
         match source:
-            case Pixels():
-                about |= {"pixels": [source.frames, source.height, source.width], "seconds": source.timestamps}
-                content: bytes | bytearray = source.data
-            case Embedding():
-                about |= {"rows": [source.grid.t, source.grid.h, source.grid.w]}
-                about |= {"seconds": source.timestamps, "apart": source.seconds_per_grid} if source.timestamps else {}
-                content = source.data
+            case Pixels(content, frames, height, width, seconds):
+                about |= identity.about_pixels(frames, height, width, seconds)
+            case Embedding(content, dtype, count, levels, width, grid, seconds, apart):
+                shape = (count, levels, width)
+                about |= identity.about_rows((grid.t, grid.h, grid.w), shape, dtype.value, seconds, apart)
             case _:
                 assert isinstance(source, bytes | bytearray)
                 content = source

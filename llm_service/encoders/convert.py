@@ -6,7 +6,7 @@ from typing import assert_never
 
 from common.errors import DataLoss
 from common.wire import DType, crc32c
-from llm_service.request import Encoded, Key, MediaHeader, MediaItem, Modality, Opaque, Url
+from llm_service.request import Encoded, Key, MediaHeader, MediaItem, Modality, Pixels, Rows, Url
 from twinlens.v1 import encoder_pb2, media_pb2
 
 _MODALITIES: dict[Modality, media_pb2.Modality] = {
@@ -15,11 +15,12 @@ _MODALITIES: dict[Modality, media_pb2.Modality] = {
     "audio": media_pb2.MODALITY_AUDIO,
 }
 _NAMES: dict[int, Modality] = {number: name for name, number in _MODALITIES.items()}
-_DTYPES = {
+DTYPES = {
     media_pb2.DATA_TYPE_FLOAT32: DType.FLOAT32,
     media_pb2.DATA_TYPE_BFLOAT16: DType.BFLOAT16,
     media_pb2.DATA_TYPE_FLOAT16: DType.FLOAT16,
 }
+_NUMBERS = {dtype.value: number for number, dtype in DTYPES.items()}
 
 
 def media_message(item: MediaItem) -> media_pb2.Media:
@@ -32,16 +33,37 @@ def media_message(item: MediaItem) -> media_pb2.Media:
             media.url, media.known_key = url, known_key
         case Key(key):
             media.key = key
-        case Opaque("pixels", packed):
-            media.pixels.ParseFromString(packed)
-        case Opaque(_, packed):
-            media.embedding.ParseFromString(packed)
+        case Pixels():
+            media.pixels.CopyFrom(_pixels(item.source))
+        case Rows():
+            media.embedding.CopyFrom(_rows(item.source))
         case _ as unreachable:
             assert_never(unreachable)
     for name in ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate"):
         if (value := getattr(item.options, name)) is not None:
             setattr(media.options, name, value)
     return media
+
+
+def _pixels(given: Pixels) -> media_pb2.PixelBlock:
+    return media_pb2.PixelBlock(
+        data=given.data, frames=given.frames, height=given.height, width=given.width, timestamps=given.seconds
+    )
+
+
+def _rows(given: Rows) -> media_pb2.EmbeddingBlock:
+    count, levels, width = given.shape
+    t, h, w = given.grid
+    return media_pb2.EmbeddingBlock(
+        data=given.data,
+        dtype=_NUMBERS.get(given.dtype, media_pb2.DATA_TYPE_UNSPECIFIED),
+        count=count,
+        levels=levels,
+        width=width,
+        grid=media_pb2.Grid(t=t, h=h, w=w),
+        timestamps=given.seconds,
+        seconds_per_grid=given.apart,
+    )
 
 
 def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
@@ -55,7 +77,7 @@ def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
     grid = (message.grid.t, message.grid.h, message.grid.w)
     if len(message.key) != 32 or min(*grid, message.tokens, message.width, message.levels) < 1:
         raise DataLoss("an encoder sent a header that makes no sense")
-    if message.dtype not in _DTYPES or message.modality not in _NAMES:
+    if message.dtype not in DTYPES or message.modality not in _NAMES:
         raise DataLoss("an encoder sent a header that makes no sense")
     return MediaHeader(
         key=message.key,
@@ -64,7 +86,7 @@ def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
         tokens=message.tokens,
         width=message.width,
         levels=message.levels,
-        dtype=_DTYPES[message.dtype].value,
+        dtype=DTYPES[message.dtype].value,
         timestamps=tuple(message.timestamps),
         seconds_per_grid=message.seconds_per_grid,
         cached=message.cached,

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from common import log, tracing
-from common.errors import MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
+from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.identity import Identity
-from llm_service.encoders.known import KnownHeaders
+from llm_service.encoders.known import Known, KnownHeaders
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import UNREACHABLE, EncodeStream
-from llm_service.request import Key, MediaHeader, MediaItem, Request
+from llm_service.request import Key, MediaHeader, MediaItem, Request, Url
 from llm_service.rows import RowEntry, RowStore
 
 _log = log.get("fetch")
@@ -55,13 +55,14 @@ class Links:
 class Fetch:
     """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time."""
 
-    def __init__(self, links: Links, item: MediaItem, identity: Identity, request: Request) -> None:
+    def __init__(
+        self, links: Links, item: MediaItem, identity: Identity, request: Request, known: Known | None
+    ) -> None:
         self.item = item
-        # A stated type is for an encoder to check: it is no part of the key.
-        key = None if item.mime_type else identity.key
-        self.header: MediaHeader | None = links.known.find(key, request.salt, item.modality)
+        self.header = None if known is None else known.header
         self._links = links
         self._identity = identity
+        self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
         self._salt = request.salt
         self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
@@ -75,9 +76,8 @@ class Fetch:
 
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
-        again = Fetch(self._links, self.item, self._identity, self._request)
-        again.header = self.header
-        return again
+        known = None if self.header is None else Known(self.header, self._affinity)
+        return Fetch(self._links, self.item, self._identity, self._request, known)
 
     async def introduce(self) -> MediaHeader:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
@@ -109,7 +109,7 @@ class Fetch:
             entry.timings = self._stream.timings
 
         await self._persistently(receive)
-        self._links.pool.quarantine.clear(self._identity.affinity)
+        self._links.pool.quarantine.clear(self._affinity)
         if self._peer is not None:
             self._peer.breaker.succeeded()
 
@@ -128,7 +128,7 @@ class Fetch:
 
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
-        links, affinity = self._links, self._identity.affinity
+        links, affinity = self._links, self._affinity
         if links.pool.quarantine.holds(affinity):
             raise Internal("encoders have died over this item", reason="POISONED_ITEM", field=self.item.field)
         self._peer = None
@@ -140,11 +140,17 @@ class Fetch:
             links.budget.earn()
         self._opened = peer.breaker.now()
         with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
-            self._stream = await self._holds.enter_async_context(peer.encode(self.item, asking))
+            self._stream = await self._holds.enter_async_context(peer.encode(self._item(), asking))
             header = await self._stream.header()
         self._compare(header)
         self.header = header
-        links.known.remember(header, self._salt)
+        links.known.remember(header, self._salt, affinity)
+
+    def _item(self) -> MediaItem:
+        """What an encoder is asked for: once it is known what an address gives, it need not be fetched again."""
+        if self.header is None or not isinstance(self.item.source, Url):
+            return self.item
+        return dataclasses.replace(self.item, source=Url(self.item.source.url, self.header.key))
 
     def _compare(self, header: MediaHeader) -> None:
         """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""
@@ -152,6 +158,10 @@ class Fetch:
             raise DataLoss("an encoder speaks of another item")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
             self._links.known.forget(self.header, self._salt)
+            if isinstance(self.item.source, Url):
+                raise Unavailable(
+                    "an address gives other media than before", reason=MEDIA_CHANGED, field=self.item.field
+                )
             raise DataLoss("two encoders contradict each other on an item")
 
     async def _after(self, error: TwinlensError) -> None:
@@ -160,7 +170,7 @@ class Fetch:
         await self.close()
         if peer is None:  # no encoder could be picked, and that was waited for
             raise error
-        if error.reason == MEDIA_HOST:  # no encoder is to blame, and no other can do better
+        if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
             if not isinstance(self.item.source, Key) or not self._untried():
@@ -171,7 +181,7 @@ class Fetch:
             return
         peer.breaker.failed(self._opened)
         if isinstance(error, Unavailable):
-            peer.suspect(self._identity.affinity if heard and error.reason == UNREACHABLE else None)
+            peer.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
         _log.info("stream broke", address=peer.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS or not self._links.budget.spend():

@@ -1,5 +1,4 @@
-"""What an item is, before any encoder has seen it: its content key where it can be computed here, and what repeats of
-it have in common where it cannot."""
+"""What an item is, before any encoder has seen it: its content key, and what repeats of it have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common import identity, tasks
-from llm_service.request import Encoded, Key, MediaItem, Opaque, Url
+from llm_service.request import Encoded, Key, MediaItem, MediaOptions, Pixels, Rows, Url
 
 _SMALL = 64 << 10
 """Bytes that are hashed faster than a thread is asked to."""
@@ -17,34 +16,40 @@ _SMALL = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`key` is the content key, None where only an encoder can tell; `affinity` is alike for repeats of an item."""
+    """`key` is the content key, None for what an address gives; `affinity` is alike for repeats of an item.
+
+    `recalled` is the key under which a header that was seen before may stand for the item, None where an encoder has to
+    look at the item first: what it states besides its content might not be true of it.
+    """
 
     key: bytes | None
     affinity: bytes
+    recalled: bytes | None
 
 
 async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
     """Hashes an item's content, off the event loop where that takes long; `digest` is the encoders'."""
     match item.source:
-        case Key(key):
-            return Identity(key, key)
-        case Url(url):
-            return Identity(None, hashlib.sha256(url.encode()).digest())
-        case Encoded(data):
-            key = await _sized(_content_key, item, data, digest, salt, size=len(data))
-            return Identity(key, key)
-        case Opaque(_, data):
-            return Identity(None, await _sized(_plain_hash, data, size=len(data)))
+        case Url(url, known_key):
+            return Identity(None, hashlib.sha256(url.encode()).digest(), known_key or None)
+        case Key(key):  # it stands for its options, and an encoder refuses others
+            return Identity(key, key, key if item.options == MediaOptions() and not item.mime_type else None)
+        case Encoded() | Pixels() | Rows() as content:
+            about = _about(content) | {name: value for name, value in asdict(item.options).items() if value is not None}
+            data = content.data
+            key = await _sized(identity.content_key, digest, item.modality, about, salt, [data], size=len(data))
+            return Identity(key, key, None if item.mime_type else key)  # a stated type is no part of a key
 
 
-def _content_key(item: MediaItem, data: bytes, digest: str, salt: str) -> bytes:
-    """The same as the encoder computes; see `identity.content_key`."""
-    stated = {name: value for name, value in asdict(item.options).items() if value is not None}
-    return identity.content_key(digest, item.modality, stated, salt, [data])
-
-
-def _plain_hash(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def _about(content: Encoded | Pixels | Rows) -> dict[str, Any]:
+    """What a content's key covers besides its bytes and options."""
+    match content:
+        case Encoded():
+            return {}
+        case Pixels(_, frames, height, width, seconds):
+            return identity.about_pixels(frames, height, width, seconds)
+        case Rows(_, dtype, shape, grid, seconds, apart):
+            return identity.about_rows(grid, shape, dtype, seconds, apart)
 
 
 async def _sized(work: Callable[..., bytes], *args: Any, size: int) -> bytes:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from llm_service.request import MediaHeader, Modality
 
 _REMEMBERED = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A header, and the affinity by which the encoder that sent it was chosen: it, if any, has the rows."""
+
+    header: MediaHeader
+    affinity: bytes
 
 
 class KnownHeaders:
@@ -18,21 +27,22 @@ class KnownHeaders:
 
     def __init__(self, most: int = _REMEMBERED) -> None:
         self._most = most
-        self._headers: OrderedDict[tuple[bytes, str, Modality], MediaHeader] = OrderedDict()
+        self._known: OrderedDict[tuple[bytes, str, Modality], Known] = OrderedDict()
 
-    def find(self, key: bytes | None, salt: str, modality: Modality) -> MediaHeader | None:
-        """The header of an item that was seen under this salt."""
+    def find(self, key: bytes | None, salt: str, modality: Modality) -> Known | None:
+        """What is known of an item that was seen under this salt."""
         name = (key or b"", salt, modality)
-        if (header := self._headers.get(name)) is not None:
-            self._headers.move_to_end(name)
-        return header
+        if (known := self._known.get(name)) is not None:
+            self._known.move_to_end(name)
+        return known
 
-    def remember(self, header: MediaHeader, salt: str) -> None:
+    def remember(self, header: MediaHeader, salt: str, affinity: bytes) -> None:
         """Keeps a header that an encoder has sent."""
-        self._headers[header.key, salt, header.modality] = dataclasses.replace(header, cached=False)
-        while len(self._headers) > self._most:
-            self._headers.popitem(last=False)
+        known = Known(dataclasses.replace(header, cached=False), affinity)
+        self._known[header.key, salt, header.modality] = known
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
 
     def forget(self, header: MediaHeader, salt: str) -> None:
         """Drops a header that an encoder contradicts."""
-        self._headers.pop((header.key, salt, header.modality), None)
+        self._known.pop((header.key, salt, header.modality), None)

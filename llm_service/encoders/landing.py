@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from common.errors import Internal, TwinlensError
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
-from llm_service.encoders.identity import identify
+from llm_service.encoders.identity import Identity, identify
+from llm_service.encoders.known import Known
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import MediaHeader, MediaItem, Request
+from llm_service.request import MediaHeader, MediaItem, Request, Url
 from llm_service.rows import RowEntry, RowStore
 
 
@@ -88,7 +89,8 @@ class Landing:
 
         async def introduce(item: MediaItem) -> None:
             identity = await identify(item, self._links.pool.settings.digest, request.salt)
-            fetch = fetches[item.index] = Fetch(self._links, item, identity, request)
+            known = self._recall(item, identity, request.salt)
+            fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
             await fetch.introduce()
 
         try:
@@ -101,6 +103,14 @@ class Landing:
                 raise next(iter(error.exceptions)) from error
             raise
         return [fetch for fetch in fetches if fetch is not None]
+
+    def _recall(self, item: MediaItem, identity: Identity, salt: str) -> Known | None:
+        """What is known of an item from before. What an address gave is believed only where its rows are here: if they
+        had to be fetched again, the address might give something else by then."""
+        known = self._links.known.find(identity.recalled, salt, item.modality)
+        if known is None or (isinstance(item.source, Url) and not self._store.knows(known.header.key)):
+            return None
+        return known
 
     async def _room(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a

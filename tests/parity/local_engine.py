@@ -22,7 +22,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
-from llm_service.request import ChatPrompt, Laid, MediaHeader, MediaItem, Message, Opaque, Sampling
+from llm_service.request import ChatPrompt, Key, Laid, MediaHeader, MediaItem, Message, Sampling
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.runner import Runner
 from tests import reference
@@ -65,7 +65,7 @@ def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder |
         header, block = _image(directory, part) if isinstance(part, Image.Image) else _video(directory, part)
         headers.append(header)
         rows.append(block)
-    items = iter(MediaItem(n, header.modality, Opaque("embedding", b"")) for n, header in enumerate(headers))
+    items = iter(MediaItem(n, header.modality, Key(b"")) for n, header in enumerate(headers))
     message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
     pieces = builder.pieces(ChatPrompt((message,)), [header.modality for header in headers])
     return Prompt(builder.lay(pieces, headers), rows, inputs)

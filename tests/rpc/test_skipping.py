@@ -9,7 +9,7 @@ import pytest
 
 from tests import pictures
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, pair, tokens
-from twinlens import v1
+from twinlens import TwinlensError, user, v1
 
 FILES = [pictures.encoded(pictures.noise(256, 256, 9_700 + n)) for n in range(12)]  # 64 rows each
 QUESTION = "Tell me at great length what can be seen here, and leave nothing out, however small it may be, please."
@@ -41,6 +41,37 @@ def test_a_repeat_asks_no_encoder_for_anything(qwen3: Pair) -> None:
     assert len(tokens(qwen3.text, asked(about(file, "Another one?")))) == 8
     assert work(qwen3) == before
     assert qwen3.text.get_load().headers_known == known + 2
+
+
+def given_as_rows(both: Pair, item: v1.Media) -> v1.Media:
+    """The rows of an item, as a caller who has them gives them."""
+    header, block = v1.EncodeHeader(), v1.EmbeddingBlock()
+    for event in both.media.encode(item):
+        header.MergeFrom(event.header)
+        block.data += event.rows.data
+    block.count, block.levels, block.width, block.dtype = header.tokens, header.levels, header.width, header.dtype
+    block.grid.CopyFrom(header.grid)
+    return v1.Media(modality=item.modality, embedding=block)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "rows"])
+def test_a_repeat_of_pixels_or_of_ready_made_rows_asks_no_encoder_either(qwen3: Pair, kind: str) -> None:
+    item = v1.Media(modality=v1.MODALITY_IMAGE)
+    item.pixels.MergeFrom(v1.PixelBlock(data=pictures.noise(96, 64, 9_692).tobytes(), frames=1, height=64, width=96))
+    item = given_as_rows(qwen3, item) if kind == "rows" else item
+    first = answer(qwen3.text, asked(user(item, "One?")))
+    before, known = work(qwen3), qwen3.text.get_load().headers_known
+    again = answer(qwen3.text, asked(user(item, "One?")))
+    assert again.choices[0].token_ids == first.choices[0].token_ids
+    assert (work(qwen3), qwen3.text.get_load().headers_known) == (before, known + 1)
+    contradicting = v1.Media.FromString(item.SerializeToString())
+    if kind == "rows":
+        contradicting.embedding.count += 1
+    else:
+        contradicting.pixels.height += 1
+    with pytest.raises(TwinlensError) as error:
+        answer(qwen3.text, asked(user(contradicting, "One?")))
+    assert error.value.code.name == "INVALID_ARGUMENT"
 
 
 def test_a_tenant_who_states_anothers_key_is_told_that_there_is_none(qwen3: Pair) -> None:

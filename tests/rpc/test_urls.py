@@ -14,7 +14,7 @@ from tests import pictures
 from tests.launch import Service, encoder_server, llm_server
 from tests.media_host import MediaHost, media_host
 from tests.rpc.encoder_client import IMAGE, VIDEO, Client, image
-from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, about, asked, quiet, tokens, usable
+from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, about, answer, asked, quiet, tokens, usable
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, user, v1
 from twinlens.v1 import media_pb2
@@ -138,6 +138,11 @@ def test_the_llm_service_takes_addresses_and_answers_as_for_the_bytes(checkpoint
         for each in (at(host.url("/good")), at(host.url("/good"), known_key=bytes(32))):
             asking = asked(user(each, "What is it?"))
             assert tokens(text, asking) == tokens(text, asked(about(GOOD, "What is it?")))
+        key = answer(text, asked(about(GOOD, "And?"))).started.spans[0].key
+        before = text.get_load()
+        for _ in range(2):
+            assert tokens(text, asked(user(at(host.url("/good"), known_key=key), "What is it?")))
+        assert text.get_load().encode_attempts == before.encode_attempts, "its rows are here"
         for path, code in (
             ("/status/404", grpc.StatusCode.FAILED_PRECONDITION),
             ("/status/500", grpc.StatusCode.UNAVAILABLE),

@@ -1,0 +1,218 @@
+"""Encoders that say what a test scripted for them, over real gRPC, and a row store behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from common.grpc_calls import CallFrame
+from common.identity import content_key
+from common.wire import DType, RowLayout, crc32c
+from llm_service.encoders.landing import Landing
+from llm_service.encoders.peer import LinkSettings
+from llm_service.encoders.pool import EncoderPool
+from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
+from llm_service.rows import RowEntry, RowStore
+from tests.waiting import until
+from twinlens import v1
+
+DIGEST = "the digest of our model"
+LAYOUT = RowLayout(levels=2, width=8, dtype=DType.FLOAT32)  # rows of 64 bytes
+ROWS, RUN = 12, 4
+
+Say = Callable[["Call"], Awaitable[None]]
+
+
+def key_of(data: bytes, salt: str = "salt") -> bytes:
+    return content_key(DIGEST, "image", {}, salt, [data])
+
+
+def content(data: bytes, first: int = 0, count: int = ROWS) -> bytes:
+    """The rows of an item, each row told apart from all others; every number in them is finite."""
+    noise = b"".join(hashlib.sha512(data + b"%d" % row).digest() for row in range(first, first + count))
+    return (np.frombuffer(noise, "<u4") & 0x3FFFFFFF).tobytes()
+
+
+@dataclass
+class Call:
+    """One Encode call at a scripted encoder, and what can be said in it."""
+
+    data: bytes
+    request: v1.EncodeRequest
+    context: Any
+
+    async def header(self, **changes: Any) -> None:
+        given = {
+            "key": key_of(self.data, self.request.cache_salt),
+            "modality": v1.MODALITY_IMAGE,
+            "grid": v1.Grid(t=1, h=4, w=12),
+            "tokens": ROWS,
+            "width": 8,
+            "levels": 2,
+            "dtype": v1.DATA_TYPE_FLOAT32,
+            **changes,
+        }
+        await self.context.write(v1.EncodeResponse(header=v1.EncodeHeader(**given)))
+
+    async def rows(self, first: int, count: int = RUN, **changes: Any) -> None:
+        data = content(self.data, first, count)
+        given = {"first_row": first, "count": count, "data": data, "crc32c": crc32c(data), **changes}
+        await self.context.write(v1.EncodeResponse(rows=v1.EncodeRows(**given)))
+
+    async def done(self) -> None:
+        await self.context.write(v1.EncodeResponse(done=v1.EncodeDone()))
+
+    async def breaks(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        await self.context.abort(code, "host 10.0.0.1 in /srv/encoder fell over")
+
+
+async def well(call: Call) -> None:
+    await call.context.write(v1.EncodeResponse(progress=v1.EncodeProgress(stage="queue")))
+    await call.header()
+    start = call.request.first_rows[0] if call.request.first_rows else 0
+    for first in range(start, ROWS, RUN):
+        await call.rows(first)
+    await call.done()
+
+
+@dataclass
+class ScriptedEncoder(v1.EncoderServiceServicer):
+    """Says in each call what its script says; the last line of the script is repeated."""
+
+    script: list[Say] = field(default_factory=lambda: [well])
+    digest: str = DIGEST
+    address: str = ""
+    calls: list[Call] = field(default_factory=list)
+    open: int = 0
+    deadlines: list[float] = field(default_factory=list)
+
+    async def GetInfo(self, request: Any, context: Any) -> v1.EncoderServiceGetInfoResponse:
+        return v1.EncoderServiceGetInfoResponse(digest=self.digest)
+
+    async def GetLoad(self, request: Any, context: Any) -> v1.EncoderServiceGetLoadResponse:
+        return v1.EncoderServiceGetLoadResponse()
+
+    async def Encode(self, request: v1.EncodeRequest, context: Any) -> None:
+        call = Call(request.items[0].data, request, context)
+        say = self.script[min(len(self.calls), len(self.script) - 1)]
+        self.calls.append(call)
+        self.deadlines.append(context.time_remaining())
+        self.open += 1
+        try:
+            await say(call)
+        finally:
+            self.open -= 1
+
+
+@dataclass
+class Bench:
+    """Scripted encoders, a store, and a landing between them."""
+
+    encoders: list[ScriptedEncoder]
+    store: RowStore
+    pool: EncoderPool
+    landing: Landing
+
+    async def usable(self, count: int) -> None:
+        await eventually(lambda: sum(peer.usable for peer in self.pool.peers) == count)
+
+    async def land(self, *files: bytes, deadline: float | None = None) -> list[RowEntry]:
+        return await self.landing.land(request(*files, deadline=deadline))
+
+    async def whole(self, data: bytes) -> bytes:
+        """The rows of an item, after its entry is complete; the entry is released."""
+        (entry,) = await self.land(data)
+        try:
+            await settled(entry)
+            if entry.error is not None:
+                raise entry.error
+            return bytes(self.store.buffer.slice(entry.place))
+        finally:
+            self.store.release(entry)
+
+    def first_and_second(self, data: bytes) -> tuple[ScriptedEncoder, ScriptedEncoder]:
+        """The encoder that is asked first for an item, and the other."""
+        identity = key_of(data)
+        ranked = sorted(self.encoders, key=lambda e: hashlib.sha256(identity + e.address.encode()).digest())
+        return ranked[0], ranked[1]
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    await asyncio.to_thread(until, holds, "what the test waits for", 20)
+
+
+async def settled(entry: RowEntry) -> None:
+    await eventually(lambda: entry.error is not None or entry.complete)
+
+
+def request(*files: bytes, deadline: float | None = None, salt: str = "salt") -> Request:
+    media = tuple(MediaItem(n, "image", Encoded(data), field=f"here[{n}]") for n, data in enumerate(files))
+    return Request("name", TextPrompt("x"), media, Sampling(max_tokens=1), salt=salt, priority=3, deadline=deadline)
+
+
+@asynccontextmanager
+async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0) -> AsyncIterator[Bench]:
+    """Starts servers for the encoders; asserts at the end that no call and no place was left."""
+    async with AsyncExitStack() as stack:
+        for encoder in encoders:
+            server = grpc.aio.server(interceptors=[CallFrame("")])
+            v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
+            encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+        store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
+        stack.callback(store.close)
+        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0, silence=silence)
+        pool = EncoderPool([encoder.address for encoder in encoders], settings)
+        await pool.start()
+        stack.push_async_callback(pool.stop)
+        yield Bench(list(encoders), store, pool, Landing(pool, store, 1.0))
+        await eventually(lambda: not any(encoder.open for encoder in encoders))
+        assert all(peer.in_flight == 0 for peer in pool.peers)
+        store.check_idle()
+
+
+class _Driven(v1.EncoderServiceServicer):
+    """A scripted encoder behind the frame, which drives generators; the script itself writes to the stream."""
+
+    def __init__(self, script: ScriptedEncoder) -> None:
+        self._script = script
+
+    async def GetInfo(self, request: Any, context: Any) -> v1.EncoderServiceGetInfoResponse:
+        return await self._script.GetInfo(request, context)
+
+    async def GetLoad(self, request: Any, context: Any) -> v1.EncoderServiceGetLoadResponse:
+        return await self._script.GetLoad(request, context)
+
+    async def Encode(self, request: Any, context: Any) -> AsyncIterator[v1.EncodeResponse]:
+        await self._script.Encode(request, context)
+        if False:
+            yield v1.EncodeResponse()
+
+
+async def hangs_before_the_header(call: Call) -> None:
+    await asyncio.Event().wait()
+
+
+async def hangs_after_the_header(call: Call) -> None:
+    await call.header()
+    await asyncio.Event().wait()
+
+
+async def breaks_in_the_middle(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+    await call.breaks()
+
+
+async def damages_rows(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+    await call.rows(RUN, data=b"\0" * RUN * 64)

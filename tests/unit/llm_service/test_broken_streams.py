@@ -1,0 +1,208 @@
+"""Streams that break, fall silent or lie, over real gRPC: caught, and taken up elsewhere from the first missing row."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from common.errors import DataLoss, Internal, TwinlensError, Unavailable
+from common.wire import crc32c
+from tests.unit.llm_service.scripted import (
+    ROWS,
+    RUN,
+    Call,
+    Say,
+    ScriptedEncoder,
+    bench,
+    breaks_in_the_middle,
+    content,
+    damages_rows,
+    hangs_after_the_header,
+    key_of,
+    settled,
+)
+from twinlens import v1
+
+
+async def breaks_at_once(call: Call) -> None:
+    await call.breaks()
+
+
+async def breaks_after_the_header(call: Call) -> None:
+    await call.header()
+    await call.breaks()
+
+
+async def is_cut_off(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+
+
+async def is_done_too_early(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+    await call.done()
+
+
+async def doubles_rows(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+    await call.rows(0)
+
+
+async def loses_rows(call: Call) -> None:
+    await call.header()
+    await call.rows(RUN)
+
+
+async def miscounts_rows(call: Call) -> None:
+    await call.header()
+    await call.rows(0, count=RUN, data=content(call.data, 0, 3), crc32c=crc32c(content(call.data, 0, 3)))
+
+
+async def sends_what_is_no_number(call: Call) -> None:
+    await call.header()
+    data = np.array([float("nan")] * RUN * 16, "<f4").tobytes()
+    await call.rows(0, data=data, crc32c=crc32c(data))
+
+
+async def sends_too_many(call: Call) -> None:
+    await call.header(tokens=RUN)
+    await call.rows(0)
+    await call.rows(RUN)
+
+
+async def sends_a_header_of_another_width(call: Call) -> None:
+    await call.header(width=16)
+
+
+async def sends_a_header_of_another_type(call: Call) -> None:
+    await call.header(dtype=v1.DATA_TYPE_BFLOAT16)
+
+
+async def sends_a_senseless_header(call: Call) -> None:
+    await call.header(key=b"short", grid=v1.Grid())
+
+
+async def says_cancelled(call: Call) -> None:
+    await call.header()
+    await call.breaks(grpc.StatusCode.CANCELLED)
+
+
+BROKEN: list[Say] = [
+    breaks_at_once,
+    breaks_after_the_header,
+    breaks_in_the_middle,
+    is_cut_off,
+    is_done_too_early,
+    damages_rows,
+    doubles_rows,
+    loses_rows,
+    miscounts_rows,
+    sends_what_is_no_number,
+    sends_a_header_of_another_width,
+    sends_a_header_of_another_type,
+    sends_a_senseless_header,
+    says_cancelled,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda say: say.__name__.replace("_", " "))
+async def test_a_stream_that_breaks_or_lies_is_taken_up_on_another_encoder_from_the_first_missing_row(
+    broken: Say,
+) -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [broken]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+        assert b.store.counters.received == ROWS, "a row landed twice"
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda say: say.__name__.replace("_", " "))
+async def test_where_no_other_encoder_is_the_error_is_ours_and_says_nothing_of_the_host(broken: Say) -> None:
+    async with bench(ScriptedEncoder([broken])) as b:
+        await b.usable(1)
+        with pytest.raises((Unavailable, DataLoss)) as error:
+            await b.whole(b"picture")
+        assert "10.0.0.1" not in error.value.message
+        assert "/srv" not in error.value.message
+        assert b.store.used_bytes == 0
+
+
+async def test_more_rows_than_the_header_said_never_reach_the_arena() -> None:
+    async with bench(ScriptedEncoder([sends_too_many])) as b:
+        await b.usable(1)
+        (entry,) = await b.land(b"picture")
+        await settled(entry)
+        assert entry.landed <= RUN
+        b.store.release(entry)
+
+
+async def test_a_stream_that_breaks_after_its_last_row_has_done_its_work() -> None:
+    async def breaks_at_the_end(call: Call) -> None:
+        await call.header()
+        await call.rows(0, ROWS)
+        await call.breaks()
+
+    async with bench(ScriptedEncoder([breaks_at_the_end])) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        assert await b.whole(b"picture") == content(b"picture")
+
+
+async def test_an_encoder_that_gives_another_key_is_not_believed() -> None:
+    async def gives_another_key(call: Call) -> None:
+        await call.header(key=key_of(b"another"))
+        await call.rows(0, ROWS)
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script, second.script = [breaks_in_the_middle], [gives_another_key]
+        with pytest.raises((DataLoss, Unavailable)):
+            await b.whole(b"picture")
+
+
+async def test_an_encoder_that_falls_silent_is_left_for_another() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), silence=0.3) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [hangs_after_the_header]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+
+
+async def test_a_header_that_was_damaged_is_not_believed() -> None:
+    async def with_a_wrong_sum(call: Call) -> None:
+        await call.header(crc32c=1)
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [with_a_wrong_sum]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert len(second.calls) == 1
+
+
+async def test_when_everything_fails_retries_do_not_make_it_worse() -> None:
+    async with bench(ScriptedEncoder([damages_rows]), ScriptedEncoder([damages_rows]), rows=150 * ROWS) as b:
+        await b.usable(2)
+        ends = await asyncio.gather(*(b.whole(b"picture %d" % number) for number in range(150)), return_exceptions=True)
+        assert all(isinstance(end, DataLoss | Unavailable) for end in ends)
+        assert b.landing.counters.attempts <= 1.2 * 150 + 64
+
+
+async def test_errors_that_callers_see_are_of_our_tree() -> None:
+    async def fails_strangely(call: Call) -> None:
+        raise RuntimeError("inside")
+
+    async with bench(ScriptedEncoder([fails_strangely])) as b:
+        await b.usable(1)
+        with pytest.raises(TwinlensError) as error:
+            await b.whole(b"picture")
+        assert isinstance(error.value, Internal)

@@ -1,0 +1,60 @@
+"""What a stream of events makes of time: an encoder that says that it is busy is waited for, a silent one is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from common.errors import Unavailable
+from common.wire import crc32c
+from llm_service.encoders.stream import EncodeStream
+from llm_service.encoders.transports.inline import Inline
+from tests.unit.llm_service.scripted import LAYOUT, ROWS, content
+from twinlens import v1
+
+SILENCE = 50.0
+
+
+class SlowCall:
+    """A call whose every event takes `seconds` to come, by the event loop's clock, which it puts forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, events: list[v1.EncodeResponse]) -> None:
+        self._seconds, self._events, self._passed = seconds, iter(events), 0.0
+        loop = asyncio.get_running_loop()
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + self._passed)
+
+    async def read(self) -> v1.EncodeResponse:
+        self._passed += self._seconds
+        for _ in range(3):  # timers whose time has come go off
+            await asyncio.sleep(0)
+        return next(self._events)
+
+
+def stream(call: Any) -> EncodeStream:
+    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, field="here[0]", first=0, silence=SILENCE)
+
+
+def busy(times: int) -> list[v1.EncodeResponse]:
+    """`times` words that the item is alive, then all its rows."""
+    data = content(b"picture")
+    rows = v1.EncodeRows(count=ROWS, data=data, crc32c=crc32c(data))
+    progress = v1.EncodeResponse(progress=v1.EncodeProgress(stage="queue"))
+    return [progress] * times + [v1.EncodeResponse(rows=rows), v1.EncodeResponse(done=v1.EncodeDone())]
+
+
+async def test_an_encoder_that_says_that_it_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
+    call = SlowCall(monkeypatch, 0.8 * SILENCE, busy(10))
+    assert [count async for count, _ in stream(call).rows(target)] == [ROWS]
+    assert target == content(b"picture")
+
+
+async def test_one_that_says_nothing_for_too_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
+    call = SlowCall(monkeypatch, 1.2 * SILENCE, busy(10))
+    with pytest.raises(Unavailable) as error:
+        _ = [count async for count, _ in stream(call).rows(target)]
+    assert error.value.reason == "ENCODER_SILENT"

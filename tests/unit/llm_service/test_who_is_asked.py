@@ -1,0 +1,141 @@
+"""Which encoder is asked for an item, over real gRPC: its own, another where that is full, all for a key alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from common.errors import Exhausted, NotFound, Unavailable
+from llm_service.encoders.peer import LinkSettings
+from llm_service.encoders.pool import EncoderPool
+from llm_service.request import Key, MediaItem
+from tests.unit.llm_service.scripted import (
+    DIGEST,
+    LAYOUT,
+    ROWS,
+    Call,
+    ScriptedEncoder,
+    bench,
+    content,
+    eventually,
+    hangs_after_the_header,
+    request,
+    settled,
+    well,
+)
+from twinlens import v1
+
+
+async def test_an_encoder_of_another_model_is_never_asked() -> None:
+    async with bench(ScriptedEncoder(digest="another")) as b:
+        await eventually(lambda: b.pool.peers)
+        with pytest.raises(Unavailable) as error:
+            await b.land(b"picture")
+        assert error.value.reason == "NO_ENCODER"
+        assert b.encoders[0].calls == []
+
+
+async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there() -> None:
+    async with bench(ScriptedEncoder()) as b:  # asked before the first answer to GetInfo has come
+        assert await b.whole(b"picture") == content(b"picture")
+
+
+async def test_repeats_go_where_they_went_and_different_items_are_spread() -> None:
+    async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
+        await b.usable(3)
+        for _ in range(2):
+            for number in range(40):
+                await b.whole(b"picture %d" % number)
+        seen = [{call.data for call in encoder.calls} for encoder in b.encoders]
+        assert all(seen)
+        assert sum(map(len, seen)) == 40, "one picture went to two encoders"
+
+
+async def test_a_crowded_encoder_is_passed_over() -> None:
+    scripts = [hangs_after_the_header]
+    async with bench(ScriptedEncoder(scripts), ScriptedEncoder(scripts), rows=12 * ROWS) as b:
+        await b.usable(2)
+        first, second = b.encoders
+        # Twelve pictures that are all the first encoder's: it is asked until eight calls are under way there.
+        names = (b"picture %d" % number for number in itertools.count())
+        its_own = itertools.islice((name for name in names if b.first_and_second(name)[0] is first), 12)
+        held = [await b.land(name) for name in its_own]
+        await eventually(lambda: (first.open, second.open) == (8, 4))
+        for (entry,) in held:
+            b.store.release(entry)
+
+
+async def is_full(call: Call) -> None:
+    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=200)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+
+async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [is_full]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+        assert b.landing.counters.retries == 0, "being sent away costs no retry"
+
+
+async def test_where_all_encoders_are_full_an_item_waits_for_room() -> None:
+    async with bench(ScriptedEncoder([is_full, is_full, well])) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        assert len(b.encoders[0].calls) == 3
+
+
+async def test_where_all_stay_full_the_caller_is_told_so_with_a_hint() -> None:
+    async with bench(ScriptedEncoder([is_full]), ScriptedEncoder([is_full])) as b:
+        await b.usable(2)
+        with pytest.raises(Exhausted) as error:
+            await b.land(b"picture")
+        assert error.value.reason == "QUEUE_FULL"
+        assert error.value.retry_after
+
+
+async def test_a_deadline_ends_the_wait_for_room() -> None:
+    async with bench(ScriptedEncoder([is_full])) as b:
+        await b.usable(1)
+        with pytest.raises(Exhausted):
+            await b.land(b"picture", deadline=asyncio.get_running_loop().time())
+        assert len(b.encoders[0].calls) == 1
+
+
+async def test_a_key_is_sought_at_every_encoder() -> None:
+    async def has_it_not(call: Call) -> None:
+        status = v1.Status(code=5, message="no such key", reason="KEY_NOT_FOUND", field="items[0].key")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async def has_it(call: Call) -> None:
+        await call.header(key=call.request.items[0].key)
+        await call.rows(0, ROWS)
+        await call.done()
+
+    by_key = replace(request(b""), media=(MediaItem(0, "image", Key(b"k" * 32), field="here[0]"),))
+    async with bench(*(ScriptedEncoder([has_it_not]) for _ in range(3))) as b:
+        await b.usable(3)
+        with pytest.raises(NotFound):
+            await b.landing.land(by_key)
+        assert [len(encoder.calls) for encoder in b.encoders] == [1, 1, 1]
+        b.encoders[1].script = [has_it]
+        (entry,) = await b.landing.land(by_key)
+        await settled(entry)
+        assert entry.error is None
+        b.store.release(entry)
+
+
+@pytest.mark.parametrize("bad", ["no-such-name.invalid", "label" * 20 + ".invalid", "a..b"])
+async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: str) -> None:
+    async with bench(ScriptedEncoder()) as b:
+        port = b.encoders[0].address.rpartition(":")[2]
+        addresses = (f"dns:///{bad}:7001", f"dns:///localhost:{port}")
+        pool = EncoderPool(addresses, LinkSettings(digest=DIGEST, layout=LAYOUT))
+        await pool.start()
+        await eventually(lambda: any(peer.usable for peer in pool.peers))
+        await pool.stop()
