@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import Service, encoder_server
+from tests.rpc.encoder_client import Client
 from tests.rpc.pairs import Pair, pair
 
 
@@ -15,3 +17,17 @@ def qwen3(checkpoints: Callable[..., Path]) -> Iterator[Pair]:
     """Both services over a Qwen3-VL checkpoint."""
     with pair(checkpoints("qwen3_vl")) as both:
         yield both
+
+
+@pytest.fixture(scope="package")
+def service(checkpoints: Callable[..., Path]) -> Iterator[Service]:
+    """An encoder alone, with every option as it comes. Its workers may be held up, and its decoders killed."""
+    with encoder_server(checkpoints("qwen3_vl")) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def client(service: Service) -> Iterator[Client]:
+    """A client of it."""
+    with Client(service) as calls:
+        yield calls

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -10,10 +14,33 @@ import google_crc32c
 import grpc
 import numpy as np
 
+from tests import pictures
 from tests.launch import Service
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
 IMAGE, VIDEO = media_pb2.MODALITY_IMAGE, media_pb2.MODALITY_VIDEO
+WORKER, DECODER = "encoder_service.worker", "encoder_service.media"
+
+_seed = itertools.count(5000)
+
+
+def new_picture(width: int = 60, height: int = 60) -> bytes:
+    """A picture that no test has sent before."""
+    return pictures.encoded(pictures.noise(width, height, next(_seed)))
+
+
+@contextmanager
+def frozen(service: Service, module: str) -> Iterator[None]:
+    """The service's processes of this module stand still for the length of the block."""
+    pids = service.children(module)
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in set(pids) & set(service.children(module)):
+            os.kill(pid, signal.SIGCONT)
 
 
 def floats(data: bytes, dtype: int) -> np.ndarray:
@@ -62,6 +89,16 @@ class Encoded:
                 self.error = event.error.status
             case "progress":
                 self.progress.append(event.progress.stage)
+
+
+def follow(stream: Any, event: str, found: Encoded | None = None) -> Encoded:
+    """Reads one item's stream up to the first event of this kind."""
+    found = found or Encoded()
+    for each in stream:
+        found.add(each)
+        if each.WhichOneof("event") == event:
+            return found
+    raise AssertionError(f"the stream ended without {event}")
 
 
 class Client:

@@ -1,0 +1,109 @@
+"""Processes of the encoder service that are killed or stand still: what their work becomes, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests import pictures
+from tests.launch import command_line, encoder_server
+from tests.rpc.encoder_client import (
+    DECODER,
+    WORKER,
+    Client,
+    Encoded,
+    follow,
+    frozen,
+    image,
+    new_picture,
+    video,
+)
+from tests.waiting import until
+from twinlens.v1 import encoder_pb2
+
+INTERNAL, UNAVAILABLE = 13, 14
+
+
+def test_a_killed_decode_process_costs_no_error(service, client):
+    with frozen(service, DECODER):
+        stream = client.start([image(new_picture())])
+        until(lambda: client.load().queued_items == 1, "the item is with a decode process")
+        for pid in service.children(DECODER)[:1]:
+            os.kill(pid, signal.SIGKILL)
+    assert len(follow(stream, "done").rows)
+    until(lambda: len(service.children(DECODER)) == 2, "it is replaced")
+    assert client.one(image(new_picture())).error is None
+
+
+def test_a_stuck_decoder_is_the_media_s_fault_and_is_replaced(checkpoints):
+    with (
+        encoder_server(checkpoints("qwen2_vl"), decode_seconds=0.5, decode_processes=1) as service,
+        Client(service) as client,
+    ):
+        with frozen(service, DECODER):
+            stuck = client.one(video(pictures.video(pictures.frames(8))))
+        assert (stuck.error.code, stuck.error.reason) == (3, "MEDIA_TOO_SLOW")
+        until(lambda: len(service.children(DECODER)) == 1, "it is replaced")
+        assert client.one(image(new_picture())).error is None
+
+
+def test_a_killed_worker_fails_what_it_had_and_comes_back(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl")) as service, Client(service) as client:
+        data = new_picture()
+        before = client.one(image(new_picture()))
+        with frozen(service, WORKER):
+            stream = client.start([image(data)])
+            found = follow(stream, "header")
+            until(lambda: client.load().running_items == 1, "it is with the worker")
+            (pid,) = service.children(WORKER)
+            os.kill(pid, signal.SIGKILL)
+            found = follow(stream, "error", found)
+        assert (found.error.code, found.error.reason) == (UNAVAILABLE, "NO_WORKER")
+        assert found.error.HasField("retry_after_ms")
+
+        health = health_pb2_grpc.HealthStub(client.channel)
+        check = health_pb2.HealthCheckRequest(service="twinlens.v1.EncoderService")
+        serving = health_pb2.HealthCheckResponse.SERVING
+        until(lambda: health.Check(check).status == serving and not client.one(image(data)).error, "it is back")
+        assert before.error is None
+        assert client.load().store_entries == 2
+
+
+def test_a_killed_worker_costs_no_error_where_there_is_another(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), workers=2) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            stream = client.start([image(new_picture())])
+            follow(stream, "header")
+            until(lambda: client.load().running_items == 1, "it is with a worker")
+            os.kill(service.children(WORKER)[0], signal.SIGKILL)  # idle workers are given work in order
+        found = follow(stream, "done", Encoded(header=encoder_pb2.EncodeHeader(levels=1, width=64, dtype=1)))
+        assert len(found.rows)
+        until(lambda: len(service.children(WORKER)) == 2, "it is replaced")
+
+
+def test_media_that_ends_workers_is_refused_in_the_end(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl")) as service, Client(service) as client:
+        poison = image(new_picture())
+        for _ in range(2):
+            until(lambda: not client.one(image(new_picture())).error, "a worker is there")
+            with frozen(service, WORKER):
+                stream = client.start([poison])
+                found = follow(stream, "header")
+                until(lambda: client.load().running_items == 1, "it is with the worker")
+                (pid,) = service.children(WORKER)
+                os.kill(pid, signal.SIGKILL)
+                found = follow(stream, "error", found)
+        assert (found.error.code, found.error.reason) == (INTERNAL, "POISON_ITEM")
+        until(lambda: not client.one(image(new_picture())).error, "a worker is there")
+        assert client.one(poison).error.reason == "POISON_ITEM"
+        assert client.one(image(new_picture())).error is None
+
+
+def test_nothing_outlives_a_service_that_is_killed(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), exit_code=-signal.SIGKILL) as service:
+        below = list(service.descendants())
+        assert len(below) == 3
+        service.process.kill()
+        until(lambda: not any(map(command_line, below)), "its processes are gone")

@@ -1,0 +1,109 @@
+"""Rows of the encoder service, over real gRPC: the reference's, whatever they were computed with and wherever from."""
+
+from __future__ import annotations
+
+import io
+
+import decord
+import numpy as np
+import pytest
+import torch
+
+from tests import pictures, reference
+from tests.checkpoints import FAMILIES
+from tests.launch import encoder_server
+from tests.rpc.encoder_client import (
+    IMAGE,
+    VIDEO,
+    Client,
+    image,
+    new_picture,
+    video,
+)
+from twinlens.v1 import media_pb2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints):
+    folder = checkpoints(family, layout="saved", sharded=True)
+    photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]
+    clip = pictures.video(pictures.frames(33), fps=10)
+    with encoder_server(folder) as service, Client(service) as client:
+        found = client.encode(*(image(pictures.encoded(each)) for each in photographs), video(clip))
+
+    rows = reference.rows(folder, *reference.images_inputs(folder, photographs))
+    ours = torch.from_numpy(np.concatenate([each.rows for each in found[:2]]))
+    torch.testing.assert_close(ours, rows, rtol=1e-4, atol=1e-4)
+
+    reader = decord.VideoReader(io.BytesIO(clip))
+    decoded = reference.Video(reader.get_batch(range(len(reader))).asnumpy(), reader.get_avg_fps())
+    patches, grids, _ = reference.video_inputs(folder, decoded)
+    torch.testing.assert_close(
+        torch.from_numpy(found[2].rows.copy()), reference.rows(folder, patches, grids), rtol=1e-4, atol=1e-4
+    )
+    header = found[2].header
+    assert [header.grid.t, header.grid.h, header.grid.w] == grids[0].tolist()
+    assert len(header.timestamps) == header.grid.t
+
+
+def test_cutting_a_video_and_packing_pictures_changes_no_row(checkpoints):
+    folder = checkpoints("qwen2_5_vl")
+    clip, photographs = pictures.video(pictures.frames(60)), [new_picture(200, 100), new_picture(70, 300)]
+    items = [video(clip), *map(image, photographs)]
+    with encoder_server(folder) as service, Client(service) as client:
+        whole = client.encode(*items)
+    with encoder_server(folder, workers=2, batch_patches=80) as service, Client(service) as client:
+        cut = client.encode(*items)
+        assert client.load().vit_calls > 3
+    for one, other in zip(whole, cut, strict=True):
+        assert one.header.key == other.header.key
+        np.testing.assert_allclose(one.rows, other.rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_come_in_the_type_that_was_asked_for(checkpoints, dtype):
+    data = new_picture(100, 80)
+    found = {}
+    for name in ("float32", dtype):
+        with encoder_server(checkpoints("qwen2_5_vl"), dtype=name) as service, Client(service) as client:
+            found[name] = client.one(image(data))
+            assert client.info().dtype == found[name].header.dtype
+    exact, near = found["float32"].rows, found[dtype].rows
+    assert near.shape == exact.shape
+    cosine = (exact * near).sum(-1) / np.linalg.norm(exact, axis=-1) / np.linalg.norm(near, axis=-1)
+    assert 0.98 < cosine.min() < 1
+    assert found["float32"].header.key != found[dtype].header.key
+
+
+def test_decoded_frames_are_taken_as_they_are(client):
+    frames = pictures.frames(5)
+    block = media_pb2.PixelBlock(data=frames.tobytes(), frames=5, height=96, width=128, timestamps=[0, 0.5, 1, 1.5, 2])
+    found = client.one(media_pb2.Media(modality=VIDEO, pixels=block))
+    assert found.header.grid.t == 3
+    assert list(found.header.timestamps) == [0.25, 1.25, 2.0]
+    assert found.header.seconds_per_grid == 1.0
+    assert len(found.rows) == found.header.tokens
+
+
+def test_rows_that_were_computed_elsewhere_are_kept_under_a_key(client):
+    made = client.one(image(new_picture(96, 64)))
+    block = media_pb2.EmbeddingBlock(
+        data=made.rows.tobytes(),
+        dtype=made.header.dtype,
+        count=made.header.tokens,
+        levels=made.header.levels,
+        width=made.header.width,
+        grid=made.header.grid,
+    )
+    before = client.load()
+    given = client.one(media_pb2.Media(modality=IMAGE, embedding=block))
+    by_key = client.one(media_pb2.Media(modality=IMAGE, key=given.header.key))
+    assert np.array_equal(made.rows, given.rows)
+    assert np.array_equal(made.rows, by_key.rows)
+    assert client.load().vit_calls == before.vit_calls
+
+
+def test_a_frame_with_too_many_patches_is_refused(checkpoints):
+    folder = checkpoints("qwen2_vl")
+    with encoder_server(folder, max_patches_per_call=16, batch_patches=16) as service, Client(service) as client:
+        assert client.one(image(new_picture(300, 300))).error.reason == "TOO_MANY_PATCHES"

@@ -1,0 +1,119 @@
+"""Streams of the encoder service: what is said when, and what ends them early."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tests import pictures
+from tests.launch import encoder_server
+from tests.rpc.encoder_client import (
+    DECODER,
+    WORKER,
+    Client,
+    Encoded,
+    follow,
+    frozen,
+    image,
+    new_picture,
+)
+from tests.waiting import until
+from twinlens.v1 import encoder_pb2
+
+EXHAUSTED = 8
+
+
+def test_an_error_names_the_item_by_its_place_in_the_caller_s_own_request(service, client):
+    broken = image(pictures.encoded(pictures.photograph("rocket"), "JPEG")[:8000])
+    with frozen(service, DECODER):
+        first = client.start([broken])
+        until(lambda: client.load().queued_items == 1, "the first waits")
+        second = client.start([image(new_picture()), broken])
+        until(lambda: client.load().store_hits + client.load().queued_items > 1, "the second waits")
+    fields = [event.error.status.field for stream in (first, second) for event in stream if event.HasField("error")]
+    assert fields == ["items[0]", "items[1]"]
+
+
+def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(service, client):
+    with frozen(service, WORKER):
+        stream = client.start([image(new_picture())])
+        found = follow(stream, "header")
+        found = follow(stream, "progress", found)
+        assert found.header.tokens
+        assert found.progress
+        assert not found.pieces
+    assert len(follow(stream, "done", found).rows) == found.header.tokens
+
+
+def test_a_call_that_is_cancelled_drops_what_no_one_has_begun(service, client):
+    before = client.load()
+    with frozen(service, WORKER):
+        running = client.start([image(new_picture())])
+        follow(running, "header")
+        until(lambda: client.load().running_items == 1, "the first item is with the worker")
+        waiting = [client.start([image(new_picture())]) for _ in range(3)]
+        for each in waiting:
+            follow(each, "header")
+        until(lambda: client.load().queued_patches > 0, "others wait")
+        for each in waiting:
+            each.cancel()
+        until(lambda: client.load().queued_items == 0, "they are dropped")
+        assert client.load().queued_patches == 0
+    follow(running, "done", Encoded(header=encoder_pb2.EncodeHeader(levels=3, width=64, dtype=1)))
+    assert client.load().vit_calls - before.vit_calls == 1
+    assert client.one(image(new_picture())).error is None
+
+
+def test_a_deadline_ends_a_call_that_waits(service, client):
+    with frozen(service, WORKER):
+        with pytest.raises(grpc.RpcError) as late:
+            client.one(image(new_picture()), timeout=1)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        until(lambda: client.load().open_streams == 0, "the stream is closed")
+    assert client.one(image(new_picture())).error is None
+
+
+def test_a_full_queue_is_said_at_once_with_a_hint(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), max_queued_items=2) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            streams = [client.start([image(new_picture())]) for _ in range(2)]
+            heads = [follow(stream, "header") for stream in streams]
+            refused = client.one(image(new_picture()))
+        assert (refused.error.code, refused.error.reason) == (EXHAUSTED, "QUEUE_FULL")
+        assert refused.error.retry_after_ms > 0
+        assert all(len(follow(*pair).rows) for pair in zip(streams, ["done"] * 2, heads, strict=True))
+        assert client.one(image(new_picture())).error is None
+
+
+def test_two_hundred_calls_at_once_all_finish_or_are_refused(client):
+    datas = [new_picture() for _ in range(200)]
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(lambda data: client.one(image(data)), datas))
+    for each in found:
+        assert each.error is None or each.error.code == EXHAUSTED
+    assert sum(each.error is None for each in found) > 0
+
+
+def test_a_stream_that_runs_when_the_service_is_told_to_stop_is_finished(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl")) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            stream = client.start([image(new_picture())])
+            found = follow(stream, "header")
+            service.process.send_signal(signal.SIGTERM)
+            found = follow(stream, "progress", found)
+        assert len(follow(stream, "done", found).rows) == found.header.tokens
+        assert service.process.wait(30) == 0
+
+
+def test_a_stream_that_outlasts_the_grace_time_is_ended_and_the_service_ends_well(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), grace_seconds=0.2) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            stream = client.start([image(new_picture())])
+            found = follow(stream, "header")
+            service.process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                follow(stream, "done", found)
+        assert service.process.wait(30) == 0
