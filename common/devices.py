@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
+"""By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
+
 
 def cuda_device_count() -> int:
     """GPUs that the CUDA driver offers to this process (CUDA_VISIBLE_DEVICES counts); 0 without a driver."""

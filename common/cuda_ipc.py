@@ -1,0 +1,179 @@
+"""Memory of NVIDIA GPUs that other processes read: CUDA IPC, through the driver's own interface.
+
+Names are those of the CUDA Driver API, in the library that the driver brings along; torch, whose caching allocator
+packs many tensors into a block, is only asked for the current stream. Every call needs the device's primary context to
+be current, which it is in a thread that has used the device by torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import uuid
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.device_memory import DeviceMemoryError
+
+HANDLE_BYTES = 64
+_GRANULE = 2 << 20
+"""Smaller allocations may share a block with others, which a handle would give away too."""
+
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", c_ubyte * 16),)
+
+
+class CudaMemory:
+    """The driver; raises DeviceMemoryError where there is none."""
+
+    def __init__(self) -> None:
+        _call("cuInit", c_uint(0))
+
+    def create(self, device: torch.device, size: int) -> CudaPool:
+        """An allocation of whole 2 MiB."""
+        size = -(-size // _GRANULE) * _GRANULE
+        address, handle = c_uint64(), _Handle()
+        with _made_current(device):
+            _call("cuMemAlloc_v2", byref(address), c_size_t(size))
+            try:
+                _call("cuIpcGetMemHandle", byref(handle), address)
+            except DeviceMemoryError:
+                _call("cuMemFree_v2", address)
+                raise
+        return CudaPool(device, address.value, bytes(handle.reserved), size)
+
+    def open(self, device: torch.device, handle: bytes) -> CudaMapping:
+        """Opens a handle; access to a peer is turned on where the memory is another GPU's."""
+        if len(handle) != HANDLE_BYTES:
+            raise DeviceMemoryError("this is no handle of a CUDA IPC pool")
+        address, base, size = c_uint64(), c_uint64(), c_size_t()
+        given = _Handle((c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
+        with _made_current(device):
+            _call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint(_LAZY_PEER_ACCESS))
+            mapping = CudaMapping(device, address.value, 0)
+            try:
+                _call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+            except DeviceMemoryError:
+                mapping.close()
+                raise
+        mapping.size = size.value - (address.value - base.value)
+        return mapping
+
+    def reachable(self, devices: Sequence[torch.device]) -> list[str]:
+        """Of the GPUs that this process sees, those that all of `devices` are, or are peers of."""
+        count = c_int()
+        _call("cuDeviceGetCount", byref(count))
+        every = [_ordinal(index) for index in range(count.value)]
+        mine = [every[_index(device)] for device in devices]
+        return [_uuid(other) for other in every if all(one == other or _peers(one, other) for one in mine)]
+
+
+class CudaPool:
+    """See `device_memory.Pool`."""
+
+    def __init__(self, device: torch.device, address: int, handle: bytes, size: int) -> None:
+        self.device = _uuid(_ordinal(_index(device)))
+        self.handle = handle
+        self.size = size
+        self._on = device
+        self._address = address
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Device to device, on the current stream."""
+        if offset < 0 or offset + source.nbytes > self.size:
+            raise DeviceMemoryError("this is outside of the pool")
+        _copy(self._on, self._address + offset, source.data_ptr(), source.nbytes)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        with torch.cuda.device(self._on):
+            _call("cuMemFree_v2", c_uint64(self._address))
+
+
+class CudaMapping:
+    """See `device_memory.Mapping`. `size` bytes are mapped."""
+
+    def __init__(self, device: torch.device, address: int, size: int) -> None:
+        self.size = size
+        self._on = device
+        self._address = address
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Device to device, or from a peer, on the current stream."""
+        if offset < 0 or offset + target.nbytes > self.size:
+            raise DeviceMemoryError("this is outside of the pool")
+        _copy(self._on, target.data_ptr(), self._address + offset, target.nbytes)
+
+    def close(self) -> None:
+        """Unmaps, once everything that was begun on the device has ended."""
+        with torch.cuda.device(self._on):
+            torch.cuda.synchronize(self._on)
+            _call("cuIpcCloseMemHandle", c_uint64(self._address))
+
+
+def _copy(device: torch.device, target: int, source: int, size: int) -> None:
+    """The driver tells from the addresses which GPUs they belong to."""
+    with torch.cuda.device(device):
+        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        _call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
+
+
+def _made_current(device: torch.device) -> torch.cuda.device:
+    """A block in which the device's context is current; waiting for the device makes one where there is none."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.device(device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device == torch.device("cuda") else device.index
+
+
+def _ordinal(index: int) -> int:
+    """The driver's name for the GPU that torch calls cuda:index; both count what CUDA_VISIBLE_DEVICES leaves."""
+    device = c_int()
+    _call("cuDeviceGet", byref(device), c_int(index))
+    return device.value
+
+
+def _uuid(device: int) -> str:
+    """As nvidia-smi writes it."""
+    found = _Uuid()
+    _call("cuDeviceGetUuid_v2", byref(found), c_int(device))
+    return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+
+def _peers(one: int, other: int) -> bool:
+    yes = c_int()
+    _call("cuDeviceCanAccessPeer", byref(yes), c_int(one), c_int(other))
+    return bool(yes.value)
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceMemoryError("there is no CUDA driver here") from error
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls the driver; raises DeviceMemoryError for what it does not do."""
+    try:
+        function = getattr(_library(), name)
+    except AttributeError as error:
+        raise DeviceMemoryError(f"the CUDA driver is too old: it has no {name}") from error
+    if code := function(*arguments):
+        said = c_char_p()
+        _library().cuGetErrorName(c_int(code), byref(said))
+        raise DeviceMemoryError(f"{name}: {said.value.decode() if said.value else code}")

@@ -1,0 +1,93 @@
+"""Device memory that one process makes and others on the same host read: the few calls that this takes, as a protocol.
+
+One process makes a pool, an allocation of its own that lives as long as the process does, since what becomes of readers
+when it is freed under them is not defined. Others map it by its handle. Who may read what, and when, is not known here:
+leases say that. So that memory whose owner has died can never be taken for rows, whatever the device does with it,
+rows are announced with a sum over their bytes (`row_sum`), which the reader compares after its copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from common.devices import MEMORY_DRIVERS
+
+
+class DeviceMemoryError(Exception):
+    """Device memory cannot be made, or not be read by others; the message says why, for the operator."""
+
+
+class Pool(Protocol):
+    """The owner's side. `device` is the UUID of the device that it lies on, `handle` what others open it by."""
+
+    device: str
+    handle: bytes
+    size: int
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Copies contiguous bytes (uint8, on the same device) to an offset, in the order of the current stream."""
+        ...
+
+    def close(self) -> None:
+        """Frees it. Nobody may have it open any more."""
+        ...
+
+
+class Mapping(Protocol):
+    """A reader's side: another process's pool, opened."""
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Copies bytes to contiguous memory (uint8) on the reader's device, in the order of the current stream.
+
+        Raises DeviceMemoryError for a range that the pool does not have.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of it."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """The driver of one kind of device."""
+
+    def create(self, device: torch.device, size: int) -> Pool:
+        """A pool of at least `size` bytes that other processes can open; raises DeviceMemoryError."""
+        ...
+
+    def open(self, device: torch.device, handle: bytes) -> Mapping:
+        """Maps another process's pool so that `device` can read it; raises DeviceMemoryError."""
+        ...
+
+    def reachable(self, devices: Sequence[torch.device]) -> list[str]:
+        """UUIDs of the devices whose memory every one of `devices` can read."""
+        ...
+
+
+def driver(device: torch.device) -> DeviceMemory:
+    """The driver of a device's kind; raises DeviceMemoryError where there is none."""
+    if device.type not in MEMORY_DRIVERS:
+        raise DeviceMemoryError(f"a {device.type} has no memory of its own to share: this needs a GPU")
+    module, _, name = MEMORY_DRIVERS[device.type].partition(":")
+    return cast("DeviceMemory", getattr(importlib.import_module(module), name)())
+
+
+def row_sum(data: Tensor, row_bytes: int) -> Tensor:
+    """A number (int64, on the data's device) that two runs of rows have in common if they are the same.
+
+    `data` is uint8, contiguous, whole rows of `row_bytes`, an even number. Rows are summed up as 16-bit numbers and the
+    sums weighted with odd numbers by their place, all modulo 2^64: so rows of another item, rows in another order, and
+    memory that was freed and written by others all tell.
+    """
+    sums = data.view(torch.int16).view(-1, row_bytes // 2).sum(1, dtype=torch.int64)
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=data.device)).sum()
+
+
+def as_unsigned(number: int) -> int:
+    """A 64-bit number as the contract carries it."""
+    return number & 0xFFFF_FFFF_FFFF_FFFF
