@@ -23,6 +23,7 @@ from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.structure import Matchers, Structures
+from llm_service.engine.wake import Wake
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.settings import EngineSettings
@@ -81,7 +82,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         ranks.wait_for_all()
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
-    blocks = runner.blocks
+    blocks, wake = runner.blocks, Wake()
     context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
     scheduler = Scheduler(
         BlockManager(
@@ -93,12 +94,12 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         Limits(settings.max_running, settings.max_step_tokens, context, settings.keep_media_whole),
         end_tokens(checkpoint),
         runner.row_bytes,
-        Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint))),
+        Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)), wake.set),
     )
     link.send(Ready(context=context, kv_blocks=blocks, devices=[place.device_name for place in places]))
     threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()
     pipeline = Pipeline(LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
-    return EngineCore(link, scheduler, pipeline, overlap=settings.overlap), pipeline
+    return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
 
 
 def _beat(link: ParentLink[ToEngine], scheduler: Scheduler) -> None:

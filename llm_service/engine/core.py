@@ -24,21 +24,22 @@ from llm_service.engine.messages import (
 )
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
+from llm_service.engine.wake import Wake
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
 
 
-_FORMING_SECONDS = 0.005
-"""How often it is looked whether a grammar is there when nothing else is to be done."""
-
-
 class EngineCore:
     """Drives a scheduler and a pipeline from the front's messages. With `overlap` the next step is planned and handed
-    over while one is computed; without it, when its result is in. The tokens are the same."""
+    over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
+    is there, which no message says."""
 
-    def __init__(self, link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, *, overlap: bool) -> None:
+    def __init__(
+        self, link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, wake: Wake, *, overlap: bool
+    ) -> None:
         self._link = link
+        self._wake = wake
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._depth = 2 if overlap else 1
@@ -85,17 +86,17 @@ class EngineCore:
             self._link.send(Released(ended))
 
     def _rest(self) -> None:
-        """Waits for a message or for the next deadline. An engine that turns idle proves, now and then, that it has
-        lost nothing."""
+        """Waits for a message, a grammar or the next deadline. An engine that turns idle proves, now and then, that it
+        has lost nothing."""
         if time.monotonic() >= self._next_proof:
             self._scheduler.check_integrity()
             self._next_proof = time.monotonic() + _PROOF_SECONDS
         deadline = self._scheduler.next_deadline()
         waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         waits += [] if self._pipeline.beat_seconds is None else [self._pipeline.beat_seconds]
-        waits += [_FORMING_SECONDS] if self._scheduler.forming else []
-        if not select.select([self._link.fileno()], [], [], min(waits, default=None))[0]:
+        if not select.select([self._link.fileno(), self._wake.fileno()], [], [], min(waits, default=None))[0]:
             self._pipeline.beat()
+        self._wake.clear()
 
     def _take(self, message: ToEngine) -> None:
         answer: FromEngine | None = None

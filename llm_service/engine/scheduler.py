@@ -234,11 +234,6 @@ class Scheduler:
         if self._queues.remove(sequence):
             self._ended.append((self._planned_steps, sequence.id))
 
-    @property
-    def forming(self) -> bool:
-        """A sequence waits for its grammar alone, and no message will say when it is there."""
-        return self._matching > 0 and any(sequence.forming is not None for sequence in self._queues.waiting)
-
     # --- what others may know ------------------------------------------------------------------------------------
 
     def state(self) -> State:

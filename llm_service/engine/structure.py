@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -80,15 +80,19 @@ class Structures:
 
 
 class Matchers:
-    """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second."""
+    """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second. `made` is
+    called in that thread whenever there is one more."""
 
-    def __init__(self, structures: Structures) -> None:
+    def __init__(self, structures: Structures, made: Callable[[], None]) -> None:
         self._structures = structures
+        self._made = made
         self._thread = ThreadPoolExecutor(1, "matchers")
 
     def __call__(self, grammar: str) -> Future[Matcher]:
         """A new matcher, soon."""
-        return self._thread.submit(self._structures.matcher, grammar)
+        future = self._thread.submit(self._structures.matcher, grammar)
+        future.add_done_callback(lambda _: self._made())
+        return future
 
 
 def _grammar(structure: Structure) -> str:

@@ -18,6 +18,7 @@ from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Abort, Add, Failed, Flush, Flushed, Inspect, Released, Started, State, Tokens
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.wake import Wake
 from llm_service.plan import Draw, StepPlan, StepResult
 from llm_service.request import Sampling
 from tests.unit.llm_service.simulated import EOS, ROW_BYTES, HashExecutor, Order, expected
@@ -136,11 +137,12 @@ def served(turns: list[list[Any]], *, overlap: bool) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
     pipeline = Pipeline(HashExecutor(4))
     scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
-    link = Link(turns)
+    link, wake = Link(turns), Wake()
     try:
         with deciding(pipeline), pytest.raises(EOFError):
-            EngineCore(link, scheduler, pipeline, overlap=overlap).run()  # type: ignore[arg-type]
+            EngineCore(link, scheduler, pipeline, wake, overlap=overlap).run()  # type: ignore[arg-type]
     finally:
+        wake.close()
         link.close()
     return link.sent
 
