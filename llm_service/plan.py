@@ -4,6 +4,7 @@ step, and they cannot be part of a cycle, so the garbage collector is spared the
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 
@@ -126,3 +127,51 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs | None]
     scores: list[list[TokenLogprobs]] = []
     replayed: bool = False
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Copy rows from an encoder's pool of device memory to a rank's mirror of the row arena.
+
+    The pool is called `region` and opened by `handle`. `size` bytes, whole rows, go from `source` in it to `target`, an
+    offset in the arena; `row_sum` is what `device_memory.row_sum` gives for them, as an unsigned number.
+    """
+
+    id: int
+    region: str
+    handle: bytes
+    source: int
+    target: int
+    size: int
+    row_sum: int
+
+
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """`size` bytes at `offset` of the arena are given to other rows: what the mirror has there counts no more."""
+
+    offset: int
+    size: int
+
+
+class Unmap(msgspec.Struct, frozen=True, tag=True):
+    """A pool is gone: let go of its memory."""
+
+    region: str
+
+
+MirrorOrder = Pull | Vacate | Unmap
+"""What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
+
+
+class Pulled(enum.IntEnum):
+    """What came of a `Pull`, the worst first: of a group's ranks, the least one counts."""
+
+    UNREACHABLE = 0
+    DAMAGED = 1
+    LANDED = 2
+
+
+class ToRank(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells the others to do: one of these."""
+
+    plan: StepPlan | None = None
+    order: MirrorOrder | None = None

@@ -7,16 +7,21 @@ from torch import Tensor
 
 from llm_service.models.decoder import Deepstack
 from llm_service.plan import RowSlice
+from llm_service.worker.mirror import Mirror
 
 
 class RowArena:
-    """The landed rows, as the workers see them: `levels` · `width` elements of `dtype` a row, in shared memory."""
+    """The landed rows, as the workers see them: `levels` · `width` elements of `dtype` a row, in shared memory, but for
+    those that `mirror` has on the device."""
 
-    def __init__(self, memory: memoryview, levels: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: memoryview, levels: int, width: int, dtype: torch.dtype, mirror: Mirror | None = None
+    ) -> None:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.levels = levels
         self.width = width
         self.dtype = dtype
+        self.mirror = mirror
 
     @property
     def row_bytes(self) -> int:
@@ -27,9 +32,17 @@ class RowArena:
         """A view uint8 [count · row_bytes] of a run of rows."""
         return self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
 
-    def read(self, rows: RowSlice) -> Tensor:
-        """A view [count, levels, width] of a run of rows."""
-        return self.bytes_of(rows).view(self.dtype).view(rows.count, self.levels, self.width)
+    def read(self, rows: RowSlice) -> list[Tensor]:
+        """Views [n, levels, width] of a run of rows, in order, each where its rows are."""
+        if self.mirror is None:
+            return [self._shaped(self.bytes_of(rows))]
+        return [
+            self._shaped(self.mirror.bytes_of(begin, end) if here else self._bytes[begin:end])
+            for begin, end, here in self.mirror.split(rows.offset, rows.count * self.row_bytes)
+        ]
+
+    def _shaped(self, data: Tensor) -> Tensor:
+        return data.view(self.dtype).view(-1, self.levels, self.width)
 
 
 def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | None:
@@ -39,9 +52,13 @@ def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | N
     """
     if not rows:
         return None
-    blocks = [arena.read(piece).to(hidden.device, hidden.dtype) for piece in rows]
-    for piece, block in zip(rows, blocks, strict=True):
-        hidden[piece.at : piece.at + piece.count] = block[:, 0]
+    blocks: list[Tensor] = []
+    for piece in rows:
+        at = piece.at
+        for part in arena.read(piece):
+            blocks.append(part.to(hidden.device, hidden.dtype))
+            hidden[at : at + len(part)] = blocks[-1][:, 0]
+            at += len(part)
     if arena.levels == 1:
         return None
     index = torch.cat([torch.arange(piece.at, piece.at + piece.count, device=hidden.device) for piece in rows])

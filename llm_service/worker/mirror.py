@@ -1,0 +1,125 @@
+"""Rows on a rank's own device: a mirror of the row arena, filled by copies out of encoders' device memory.
+
+A row lies at the same offset in both, so nobody but the rank needs to know where it is: what was pulled is in the
+mirror, everything else in the arena. The front orders every copy (`plan.Pull`) and says when a place is given to other
+rows; a group's ranks obey the same orders between the same steps, and what did not land on all of them is on none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common import log
+from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, row_sum
+from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+
+_log = log.get("mirror")
+
+
+@dataclass(slots=True)
+class Spans:
+    """A set of byte offsets, as sorted runs [begin, end) that do not touch.
+
+    >>> spans = Spans()
+    >>> spans.add(0, 8), spans.add(8, 16), spans.remove(4, 6)
+    (None, None, None)
+    >>> list(spans.split(2, 20))
+    [(2, 4, True), (4, 6, False), (6, 16, True), (16, 20, False)]
+    """
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def add(self, begin: int, end: int) -> None:
+        """Puts [begin, end) in."""
+        first, last = bisect_left(self.ends, begin), bisect_right(self.begins, end)
+        if first < last:
+            begin, end = min(begin, self.begins[first]), max(end, self.ends[last - 1])
+        self.begins[first:last], self.ends[first:last] = [begin], [end]
+
+    def remove(self, begin: int, end: int) -> None:
+        """Takes [begin, end) out."""
+        first, last = bisect_right(self.ends, begin), bisect_left(self.begins, end)
+        if first >= last:
+            return
+        low, high = self.begins[first], self.ends[last - 1]
+        left = [(low, begin)] if low < begin else []
+        right = [(end, high)] if end < high else []
+        self.begins[first:last] = [run[0] for run in left + right]
+        self.ends[first:last] = [run[1] for run in left + right]
+
+    def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """[begin, end) in pieces, in order, each with whether it is in the set."""
+        for index in range(bisect_right(self.ends, begin), len(self.begins)):
+            low, high = max(begin, self.begins[index]), min(end, self.ends[index])
+            if low >= high:
+                break
+            if begin < low:
+                yield begin, low, False
+            yield low, high, True
+            begin = high
+        if begin < end:
+            yield begin, end, False
+
+
+class Mirror:
+    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open."""
+
+    def __init__(
+        self, memory: DeviceMemory, device: torch.device, size: int, row_bytes: int, dtype: torch.dtype
+    ) -> None:
+        self._memory = memory
+        self._device = device
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self._row_bytes = row_bytes
+        self._dtype = dtype
+        self._here = Spans()
+        self._open: dict[str, Mapping] = {}
+
+    def split(self, offset: int, size: int) -> Iterator[tuple[int, int, bool]]:
+        """Bytes of the arena in pieces (begin, end, whether the mirror has them)."""
+        return self._here.split(offset, offset + size)
+
+    def bytes_of(self, begin: int, end: int) -> Tensor:
+        """A view uint8 of bytes that are here."""
+        return self._bytes[begin:end]
+
+    @torch.inference_mode()
+    def obey(self, order: MirrorOrder, agree: Callable[[int], int]) -> Pulled:
+        """Does what it is told; `agree` gives the least of what all ranks say. LANDED for what is no pull."""
+        match order:
+            case Pull():
+                end = Pulled(agree(self._pull(order)))
+                if end is Pulled.LANDED:
+                    self._here.add(order.target, order.target + order.size)
+                return end
+            case Vacate(offset, size):
+                self._here.remove(offset, offset + size)
+            case Unmap(region):
+                if (mapping := self._open.pop(region, None)) is not None:
+                    mapping.close()
+        return Pulled.LANDED
+
+    def _pull(self, pull: Pull) -> Pulled:
+        """Copies, waits for the copy, and looks at what has come: whoever writes to the pool later writes too late."""
+        target = self._bytes[pull.target : pull.target + pull.size]
+        if len(target) != pull.size or pull.target < 0 or not pull.size or pull.size % self._row_bytes:
+            return Pulled.DAMAGED
+        try:
+            self._mapping(pull).read(pull.source, target)
+        except DeviceMemoryError as error:
+            _log.warning("an encoder's device memory cannot be read", region=pull.region, cause=str(error))
+            return Pulled.UNREACHABLE
+        finite = target.view(self._dtype).isfinite().all()
+        found, is_finite = torch.stack([row_sum(target, self._row_bytes), finite.to(torch.int64)]).tolist()
+        return Pulled.LANDED if as_unsigned(found) == pull.row_sum and is_finite else Pulled.DAMAGED
+
+    def _mapping(self, pull: Pull) -> Mapping:
+        if pull.region not in self._open:
+            self._open[pull.region] = self._memory.open(self._device, pull.handle)
+        return self._open[pull.region]
