@@ -121,8 +121,8 @@ class Generator:
             laid = await asyncio.to_thread(self._prompts.lay, pieces, headers)
             self._check_length(laid)
             job.place.measure(len(laid.ids))
-            alone = request.sampling.n == 1  # choices share their rows, and one of them may always be reading
-            await media.take(self._prefixes.covered(laid, request.salt) if alone else ())
+            scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
+            await media.take(() if scored else self._prefixes.covered(laid, request.salt))
             ticket = job.ticket = self._submit(request, laid, media, self._warm(request, laid))
         except BaseException:
             await media.abandon()

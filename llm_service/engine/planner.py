@@ -123,8 +123,8 @@ class Planner:
         hits = self._blocks.match(identities)
         begin = hits * self._blocks.block_size
         if sequence.lacks_rows(begin):
-            sequence.asking = True  # it holds no block while it waits for room, so that no two can hold each other up
-            choice.asking.append(sequence)
+            if self._queues.ask(sequence):  # it holds no block while it waits, so that no two can hold each other up
+                choice.asking.append(sequence)
             return 0
         if not sequence.ready(begin):
             sequence.starved = True  # until its next row lands; others may go first

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from llm_service.engine.messages import NOWHERE
 from llm_service.engine.sequence import Order, Sequence
 
 
@@ -56,6 +57,18 @@ class Queues:
         if not siblings:
             del self.requests[sequence.id]
         return not siblings
+
+    def ask(self, sequence: Sequence) -> bool:
+        """Has all choices of a request wait for places for its items, which are nowhere until then. False, and nothing
+        is done, while one of them is still to read rows where they are."""
+        choices = self.requests[sequence.id]
+        if any(choice.running and choice.computed < choice.media_end for choice in choices):
+            return False
+        for choice in choices:
+            choice.asking = True
+        for item in sequence.items:
+            item.offset, item.landed = NOWHERE, 0
+        return True
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of all requests."""

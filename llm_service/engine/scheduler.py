@@ -131,10 +131,7 @@ class Scheduler:
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
-        for sequence in choice.asking:
-            for item in sequence.items:
-                item.offset, item.landed = NOWHERE, 0
-            self._wanted.append((self._planned_steps, sequence.id))
+        self._wanted.extend((self._planned_steps, sequence.id) for sequence in choice.asking)
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started

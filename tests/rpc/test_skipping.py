@@ -93,8 +93,20 @@ def test_a_span_that_the_prefix_cache_covers_is_neither_encoded_nor_fetched(forg
         again = answer(text, asked(about(file, QUESTION)))
         assert again.choices[0].token_ids == right.choices[0].token_ids
         assert again.started.cached_tokens > right.started.cached_tokens
+    several = answer(text, asked(about(FILES[0], QUESTION), n_greedy(3)))
+    assert [choice.token_ids for choice in several.choices] == [alone[0].choices[0].token_ids] * 3
     assert work(forgetful) == before
-    assert text.get_load().items_covered == covered + 2
+    assert text.get_load().items_covered == covered + 3
+
+
+def test_a_prompt_that_is_scored_needs_its_rows_whatever_is_cached(forgetful: Pair) -> None:
+    text = forgetful.text
+    right = tokens(text, asked(about(FILES[8], QUESTION)))
+    tokens(text, asked(about(FILES[9], QUESTION)))
+    received, covered = text.get_load().rows_received, text.get_load().items_covered
+    scored = v1.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    assert tokens(text, asked(about(FILES[8], QUESTION), scored)) == right
+    assert (text.get_load().rows_received, text.get_load().items_covered) == (received + 64, covered)
 
 
 def test_where_the_cache_has_lost_what_it_covered_rows_are_asked_for_again(forgetful: Pair) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llm_service.engine.blocks import BlockManager
-from llm_service.engine.messages import Add, Failed, ItemRows, Token
+from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.engine.structure import Matcher
 from llm_service.engine.window import uniform
@@ -252,10 +252,12 @@ class Simulation:
         self.steps = 0
         self.computed = 0
         self._depth = 2 if overlap else 1
+        self.wanted: list[int] = []
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
 
-    def submit(self, order: Order) -> int:
+    def submit(self, order: Order, nowhere: int = 0) -> int:
+        """A new request, the first `nowhere` of whose pictures have no place in the arena."""
         id = len(self.outcomes) + 1
         n = order.sampling.n
         self.outcomes[id] = Outcome(order, [[] for _ in range(n)], [""] * n)
@@ -265,7 +267,10 @@ class Simulation:
                 token_ids=array("i", order.prompt).tobytes(),
                 positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
                 delta=0,
-                items=[ItemRows(p.key, p.offset, p.placed(), 0) for p in order.pictures],
+                items=[
+                    ItemRows(p.key, NOWHERE if number < nowhere else p.offset, p.placed(), 0)
+                    for number, p in enumerate(order.pictures)
+                ],
                 sampling=order.sampling,
                 salt=order.salt,
                 priority=order.priority,
@@ -274,8 +279,29 @@ class Simulation:
         )
         return id
 
+    def place(self, id: int, *landed: int) -> None:
+        """Gives a request that wants them places for all its pictures, with so many rows of each there, or all."""
+        self.wanted.remove(id)
+        pictures = self.outcomes[id].order.pictures
+        here = [min(rows, picture.rows) for rows, picture in zip(landed, pictures, strict=False)]
+        here += [picture.rows for picture in pictures[len(here) :]]
+        for picture, rows in zip(pictures, here, strict=True):
+            self.executor.landed[picture.name] = max(rows, self.executor.landed.get(picture.name, 0))
+        self.scheduler.placed(id, [(p.offset, rows) for p, rows in zip(pictures, here, strict=True)])
+
+    def _give_back(self, id: int) -> None:
+        """The request has none of its places any more: what no other one has may be overwritten."""
+        self.wanted.append(id)
+        others = [o for other, o in self.outcomes.items() if other != id and not (o.over and o.released)]
+        kept = {picture.name for outcome in others for picture in outcome.order.pictures}
+        for picture in self.outcomes[id].order.pictures:
+            if picture.name not in kept:
+                self.executor.landed[picture.name] = 0
+
     def land(self, id: int, item: int, rows: int) -> None:
-        """Rows up to `rows` of an item are in the arena, and the request is told."""
+        """Rows up to `rows` of an item are in the arena, and the request is told; unless it waits for places."""
+        if id in self.wanted:
+            return
         picture = self.outcomes[id].order.pictures[item]
         here = max(rows, self.executor.landed.get(picture.name, 0))
         self.executor.landed[picture.name] = here
@@ -317,6 +343,8 @@ class Simulation:
             step = self._compute()
         for event in self.scheduler.take_failures():
             self._fail(event)
+        for wanted in self.scheduler.take_wanted():
+            self._give_back(wanted.id)
         for id in self.scheduler.take_ended():
             self.outcomes[id].released += 1
         if check:
@@ -366,7 +394,9 @@ class Simulation:
                 self.land_all(id)
         work = sum((len(o.order.prompt) + o.order.sampling.max_tokens) * len(o.tokens) for o in self.outcomes.values())
         for _ in range(10 * work + 10):
-            if self.step(check=check) is None:
+            for id in tuple(self.wanted):
+                self.place(id)
+            if self.step(check=check) is None and not self.wanted:
                 break
         self.check_over()
 

@@ -113,7 +113,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        self.engine.submit(data.draw(orders(self.engine.limits.max_context)))
+        asked = data.draw(orders(self.engine.limits.max_context))
+        self.engine.submit(asked, nowhere=data.draw(st.integers(0, len(asked.pictures))))
 
     @precondition(lambda self: self.open_requests())
     @rule(data=st.data())
@@ -123,6 +124,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         if pictures:
             item = data.draw(st.integers(0, len(pictures) - 1))
             self.engine.land(id, item, data.draw(st.integers(0, pictures[item].rows)))
+
+    @precondition(lambda self: self.engine.wanted)
+    @rule(data=st.data())
+    def place(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(self.engine.wanted))
+        self.engine.place(id, *(data.draw(st.integers(0, p.rows)) for p in self.engine.outcomes[id].order.pictures))
 
     @precondition(lambda self: self.open_requests())
     @rule(data=st.data())

@@ -4,92 +4,117 @@ from __future__ import annotations
 
 import pytest
 
-from llm_service.engine.messages import NOWHERE, Wanted
-from tests.unit.llm_service.simulated import Picture, Simulation, expected
+from llm_service.engine.messages import NOWHERE
+from tests.unit.llm_service.simulated import Order, Picture, Simulation, expected
 from tests.unit.llm_service.test_scheduler import order, run_until_over, simulation, text
 
 PICTURES = (Picture(name=1, start=3, rows=6), Picture(name=2, start=12, rows=5))
 ORDER = order(text(30), PICTURES)
+CHOICES = order(text(30), PICTURES, n=3, max_tokens=4, temperature=1.0, seed=3)
 
 
-def submit_nowhere(engine: Simulation) -> int:
-    """The request, with no place for any of its items."""
-    id = engine.submit(ORDER)
-    for sequence in engine.scheduler._queues.requests[id]:
-        for item in sequence.items:
-            item.offset = NOWHERE
-    return id
+def computed_before(engine: Simulation, asked: Order = ORDER) -> None:
+    """The request was computed once, and its rows have gone since."""
+    id = engine.submit(asked)
+    engine.land_all(id)
+    run_until_over(engine, id)
+    engine.executor.landed.clear()
 
 
-def place(engine: Simulation, id: int) -> None:
-    """Gives all items their places, with all rows there."""
-    for picture in PICTURES:
-        engine.executor.landed[picture.name] = picture.rows
-    engine.scheduler.placed(id, [(picture.offset, picture.rows) for picture in PICTURES])
-
-
-def said(engine: Simulation, id: int) -> list[int]:
-    return engine.outcomes[id].tokens[0]
+def check(engine: Simulation, id: int) -> None:
+    """Every choice has said what the prompt makes it say."""
+    asked = engine.outcomes[id].order
+    wanted = [expected(asked, choice, engine.limits)[0] for choice in range(asked.sampling.n)]
+    assert engine.outcomes[id].tokens == wanted
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_the_cache_covers_needs_no_place(overlap: bool) -> None:
+@pytest.mark.parametrize("asked", [ORDER, CHOICES], ids=["one choice", "three choices"])
+def test_what_the_cache_covers_needs_no_place(asked: Order, overlap: bool) -> None:
     engine = simulation(overlap=overlap)
-    first = engine.submit(ORDER)
-    engine.land_all(first)
-    run_until_over(engine, first)
-    again = submit_nowhere(engine)
+    computed_before(engine)
+    again = engine.submit(asked, nowhere=2)
     run_until_over(engine, again)
-    assert engine.scheduler.take_wanted() == []
-    assert said(engine, again) == said(engine, first) == expected(ORDER, 0, engine.limits)[0]
+    assert engine.wanted == []
+    check(engine, again)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_it_does_not_cover_is_asked_for_once_and_waited_for(overlap: bool) -> None:
+@pytest.mark.parametrize("asked", [ORDER, CHOICES], ids=["one choice", "three choices"])
+def test_what_it_does_not_cover_is_asked_for_once_and_waited_for(asked: Order, overlap: bool) -> None:
     engine = simulation(overlap=overlap)
-    id = submit_nowhere(engine)
+    id = engine.submit(asked, nowhere=2)
     assert engine.step() is None
-    assert engine.scheduler.take_wanted() == [Wanted(id)]
+    assert engine.wanted == [id]
     engine.scheduler.landed(id, 0, 6)  # of a place that it had before: it means nothing now
     assert engine.step() is None
-    assert engine.scheduler.take_wanted() == []
-    place(engine, id)
+    assert engine.wanted == [id]
+    engine.place(id)
     run_until_over(engine, id)
-    assert said(engine, id) == expected(ORDER, 0, engine.limits)[0]
+    assert engine.wanted == []
+    check(engine, id)
 
 
 def test_one_who_waits_for_places_holds_no_block_and_nobody_up() -> None:
     engine = simulation(blocks=16)
-    waiting = submit_nowhere(engine)
+    waiting = engine.submit(ORDER, nowhere=2)
     assert engine.step() is None
     other = engine.submit(order(text(40, seed=1)))
     run_until_over(engine, other)
     assert engine.scheduler.state().kv_blocks_used == 0
-    place(engine, waiting)
+    engine.place(waiting)
     run_until_over(engine, waiting)
-    assert said(engine, waiting) == expected(ORDER, 0, engine.limits)[0]
+    check(engine, waiting)
 
 
 def test_a_part_that_is_covered_is_not_enough() -> None:
     """Blocks of the first picture are there, those of the second are not: both are asked for, together."""
     engine = simulation()
-    before = engine.submit(order(ORDER.prompt[:12], PICTURES[:1]))
-    engine.land_all(before)
-    run_until_over(engine, before)
-    id = submit_nowhere(engine)
+    computed_before(engine, order(ORDER.prompt[:12], PICTURES[:1]))
+    id = engine.submit(ORDER, nowhere=2)
     engine.step()
-    assert engine.scheduler.take_wanted() == [Wanted(id)]
-    place(engine, id)
+    assert engine.wanted == [id]
+    engine.place(id)
     run_until_over(engine, id)
-    assert said(engine, id) == expected(ORDER, 0, engine.limits)[0]
+    check(engine, id)
 
 
 def test_one_who_leaves_while_waiting_leaves_nothing() -> None:
     engine = simulation()
-    id = submit_nowhere(engine)
+    id = engine.submit(ORDER, nowhere=2)
     engine.step()
     engine.abort(id)
     engine.step()
-    place(engine, id)  # it was on its way
+    engine.place(id)  # it was on its way
     assert engine.step() is None
     engine.scheduler.check_integrity()
+
+
+def test_choices_that_are_left_when_the_one_that_asked_ends_do_not_ask_again() -> None:
+    engine = simulation()
+    id = engine.submit(CHOICES, nowhere=2)
+    engine.step()
+    engine.abort_choice(id, 0)
+    assert engine.step() is None
+    assert engine.wanted == [id]
+    engine.place(id)
+    run_until_over(engine, id)
+    wanted = [expected(CHOICES, choice, engine.limits)[0] for choice in (1, 2)]
+    assert engine.outcomes[id].tokens == [[], *wanted]
+
+
+def test_nobody_asks_while_another_choice_is_to_read_rows_where_they_are() -> None:
+    engine = simulation()
+    computed_before(engine, order(ORDER.prompt[:12], PICTURES[:1]))
+    id = engine.submit(order(text(30), PICTURES, n=2), nowhere=1)
+    engine.land(id, 1, 2)
+    engine.step()  # up to the second row of the second picture
+    queues = engine.scheduler._queues
+    first, second = queues.requests[id]
+    assert first.running
+    assert not queues.ask(second)
+    assert (second.asking, second.items[1].offset) == (False, PICTURES[1].offset)
+    engine.land(id, 1, 5)
+    engine.step()
+    assert queues.ask(second)
+    assert {item.offset for item in second.items} == {NOWHERE}
