@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
@@ -14,7 +14,7 @@ from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
 KEY_BYTES = 32
-_MOST_KEYS = 1024
+_MOST_KEYS = _MOST_LEASES = 1024
 
 _MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
 MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
@@ -25,10 +25,12 @@ DTYPES = {
 }
 
 
-def check_items(items: list[media_pb2.Media], limits: MediaLimits) -> None:
-    """Raises InvalidInput for no items, or too many of a kind."""
+def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
+    """Raises InvalidInput for no items, or too many of a kind. A flood of them is only counted."""
     if not items:
         raise InvalidInput("there are no items", reason="NO_ITEMS", field="items")
+    if len(items) > limits.max_images + limits.max_videos:
+        raise InvalidInput("there are too many items", reason="TOO_MANY_ITEMS", field="items")
     counts = Counter(media.modality for media in items)
     for kind, most in (
         (media_pb2.MODALITY_IMAGE, limits.max_images),
@@ -37,13 +39,17 @@ def check_items(items: list[media_pb2.Media], limits: MediaLimits) -> None:
         if counts[kind] > most:
             what = media_pb2.Modality.Name(kind).removeprefix("MODALITY_").lower()
             raise InvalidInput(f"more than {most} items are a {what}", reason="TOO_MANY_ITEMS", field="items")
-    if len(items) > limits.max_images + limits.max_videos:
-        raise InvalidInput("there are too many items", reason="TOO_MANY_ITEMS", field="items")
+
+
+def check_first_rows(request: encoder_pb2.EncodeRequest) -> None:
+    """Raises InvalidInput unless there is a first row for each item, or for none."""
+    if len(request.first_rows) not in (0, len(request.items)):
+        raise InvalidInput("there must be one first row for each item", reason="BAD_FIRST_ROW", field="first_rows")
 
 
 def first_row(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> int:
     """The first row of an item that the caller wants; raises InvalidInput for one that the item does not have."""
-    first = request.first_rows[index] if index < len(request.first_rows) else 0
+    first = request.first_rows[index] if request.first_rows else 0
     if not 0 <= first <= tokens:
         raise InvalidInput("the item has no such row", reason="BAD_FIRST_ROW", field=f"first_rows[{index}]")
     return first
@@ -84,6 +90,13 @@ def keys(request: encoder_pb2.ProbeRequest) -> list[bytes]:
     if len(request.keys) > _MOST_KEYS:
         raise InvalidInput(f"more than {_MOST_KEYS} keys", reason="TOO_MANY_KEYS", field="keys")
     return [key(value, f"keys[{index}]") for index, value in enumerate(request.keys)]
+
+
+def leases(request: encoder_pb2.ReleaseRequest) -> Sequence[str]:
+    """The leases that are given back; raises InvalidInput for too many."""
+    if len(request.leases) > _MOST_LEASES:
+        raise InvalidInput(f"more than {_MOST_LEASES} leases", reason="TOO_MANY_LEASES", field="leases")
+    return request.leases
 
 
 def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad | None:
@@ -170,15 +183,14 @@ def _source(media: media_pb2.Media, source: str | None, options: Options, field:
         case "url":
             return Url(media.url, key(media.known_key, f"{field}.known_key") if media.known_key else b"")
         case "embedding":
-            return _embedding(media, options, f"{field}.embedding")
+            if options.stated():
+                raise InvalidInput("rows have no options", reason="BAD_OPTION", field=f"{field}.options")
+            return _embedding(media.embedding, f"{field}.embedding")
         case _:
             raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)
 
 
-def _embedding(media: media_pb2.Media, options: Options, field: str) -> Embedding:
-    given = media.embedding
-    if options.stated():
-        raise InvalidInput("rows have no options", reason="BAD_OPTION", field=field)
+def _embedding(given: media_pb2.EmbeddingBlock, field: str) -> Embedding:
     dtype = next((kind for kind, number in DTYPES.items() if number == given.dtype), None)
     if dtype is None:
         raise InvalidInput("the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.dtype")

@@ -58,7 +58,8 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> AsyncGenerator[Any, None]:
         """Streams headers and rows."""
         parts = self._ready()
-        convert.check_items(list(request.items), parts.config)
+        convert.check_items(request.items, parts.config)
+        convert.check_first_rows(request)
         parts.link.choose(request.accepts, request.host)
         self._open_streams += 1
         try:
@@ -77,7 +78,7 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> encoder_pb2.PrefetchResponse:
         """Encodes into the store behind the caller's back; answers when the headers are known."""
         parts = self._ready()
-        convert.check_items(list(request.items), parts.config)
+        convert.check_items(request.items, parts.config)
         answer = encoder_pb2.PrefetchResponse()
         found = await asyncio.gather(*(self._prefetch(parts, request, index) for index in range(len(request.items))))
         for each in found:
@@ -102,7 +103,7 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.ReleaseRequest, encoder_pb2.ReleaseResponse],
     ) -> encoder_pb2.ReleaseResponse:
         """Gives leases back."""
-        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(request.leases))
+        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(convert.leases(request)))
 
     async def GetInfo(
         self,

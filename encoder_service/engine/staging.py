@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common.arena import Range, RangeAllocator, SharedBuffer
-from common.errors import Exhausted
+from common.errors import InvalidInput
 
 _GIVE_BACK = 4 << 20
 """Freed ranges from this size on are given back to the system; smaller ones are soon used again."""
@@ -53,10 +53,10 @@ class Staging:
     async def lease(self, *sizes: int) -> AsyncIterator[Lease]:
         """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing behind.
 
-        Raises Exhausted, without a retry hint, where the sizes are more than the whole arena.
+        Raises InvalidInput where the sizes are more than the whole arena: no waiting can help.
         """
         if sum(sizes) + 64 * len(sizes) > self._ranges.capacity:
-            raise Exhausted("the media does not fit the staging memory", reason="STAGING_TOO_SMALL", retry_after=None)
+            raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
         lease = Lease(self, await self._take(sizes))
         try:
             yield lease

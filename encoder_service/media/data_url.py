@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import urllib.parse
 
 from common.errors import InvalidInput
 
 _SCHEME = "data:"
+_ESCAPED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
+"""The signs of base64 that some callers escape; one after the other these cost milliseconds, whatever else is there."""
 
 
 def is_data(url: str) -> bool:
@@ -28,8 +29,11 @@ def decode(url: str, field: str) -> tuple[bytes, str]:
     mime_type, *parameters = head.split(";")
     if not comma or "base64" not in (each.strip().lower() for each in parameters):
         raise _bad(field)
+    if "%" in body:
+        for escaped, sign in _ESCAPED.items():
+            body = body.replace(escaped, sign)
     try:
-        return base64.b64decode(urllib.parse.unquote_to_bytes(body) if "%" in body else body, validate=True), mime_type
+        return base64.b64decode(body, validate=True), mime_type
     except (binascii.Error, ValueError):
         raise _bad(field) from None
 

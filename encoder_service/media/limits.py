@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from common.config import option, size
 from common.errors import InvalidInput
@@ -44,6 +45,7 @@ def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
         case Pixels() as pixels:
             _check_size(item, limits)
             _check_pixels(pixels, item.modality, f"{item.field}.pixels", limits)
+            _check_pixel_options(pixels, item.options, item.field)
         case data:
             if not data:
                 raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
@@ -139,9 +141,7 @@ def _check_sides(width: int, height: int, field: str, limits: MediaLimits) -> No
 
 
 def _check_options(options: Options, modality: Modality, field: str, limits: MediaLimits) -> None:
-    def refuse(name: str, why: str) -> InvalidInput:
-        return InvalidInput(f"{name} {why}", reason="BAD_OPTION", field=f"{field}.options.{name}")
-
+    refuse = partial(_bad_option, field)
     for name in ("min_pixels", "max_pixels"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= limits.max_video_area:
@@ -156,3 +156,15 @@ def _check_options(options: Options, modality: Modality, field: str, limits: Med
         raise refuse("fps", "must be above 0 and at most 1000")
     if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
         raise refuse("max_frames", f"must be from 1 to {limits.max_frames}")
+
+
+def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
+    """All frames that were decoded by the caller are kept, and those that have times are at those times."""
+    if options.max_frames is not None:
+        raise _bad_option(field, "max_frames", "does not go with decoded frames, which are all kept")
+    if options.fps is not None and pixels.timestamps:
+        raise _bad_option(field, "fps", "does not go with timestamps")
+
+
+def _bad_option(field: str, name: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{name} {why}", reason="BAD_OPTION", field=f"{field}.options.{name}")

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from encoder_service.item import Inspection
+from encoder_service.media.container import is_whole
 from encoder_service.media.sniff import video_format
 
 _AT_ONCE = 8
 """Frames decoded in one call, so that memory does not grow with a video's length."""
+_NARROW = 128
+"""Pixels of a line below which the padding at its end may be as long as the line."""
 
 
 def prepare() -> None:
@@ -22,9 +25,11 @@ def prepare() -> None:
 
 
 def open_reader(data: bytes, threads: int = 1) -> Any:
-    """A reader of the video's frames; raises ValueError where it cannot be read."""
+    """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there."""
     if video_format(data[:512]) is None:
         raise ValueError("not a video of a supported format")
+    if not is_whole(data):
+        raise ValueError("the video is cut off")
     import decord
 
     try:
@@ -45,8 +50,19 @@ def inspect(reader: Any) -> Inspection:
 def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
     """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there by now."""
     for start in range(0, len(frames), _AT_ONCE):
-        batch = reader.get_batch(list(frames[start : start + _AT_ONCE])).asnumpy()
+        wanted = list(frames[start : start + _AT_ONCE])
+        narrow = out.shape[2] < _NARROW
+        batch = np.stack([_frame(reader, each) for each in wanted]) if narrow else reader.get_batch(wanted).asnumpy()
         if batch.shape[1:] != out.shape[1:]:
             raise ValueError("a frame's size changed in the middle of the video")
         out[start : start + len(batch)] = batch
         yield start + len(batch)
+
+
+def _frame(reader: Any, number: int) -> np.ndarray:
+    """One frame, [height, width, 3]. Of one that was turned upright, the library takes the padding at the end of a
+    line for more channels, and then cannot put frames together."""
+    frame = reader[number].asnumpy()
+    height, width = frame.shape[:2]
+    lines: np.ndarray = frame.reshape(height, -1)[:, : 3 * width]
+    return lines.reshape(height, width, 3)

@@ -10,6 +10,7 @@ import pytest
 from tests.launch import Service, encoder_server
 from tests.rpc.encoder_client import Client
 from tests.rpc.pairs import Pair, pair
+from tests.rpc.refusals import Strict
 
 
 @pytest.fixture(scope="package")
@@ -31,3 +32,13 @@ def client(service: Service) -> Iterator[Client]:
     """A client of it."""
     with Client(service) as calls:
         yield calls
+
+
+@pytest.fixture(scope="package")
+def strict(checkpoints: Callable[..., Path]) -> Iterator[Strict]:
+    """An encoder for what it must refuse."""
+    with (
+        encoder_server(checkpoints("qwen2_5_vl"), decode_processes=1, max_frames=64) as running,
+        Client(running) as calls,
+    ):
+        yield Strict(running, calls)

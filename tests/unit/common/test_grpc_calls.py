@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, Self
 
 import grpc
@@ -287,3 +288,35 @@ async def test_a_port_that_is_taken_is_an_oserror() -> None:
     with pytest.raises(OSError, match="cannot listen"):
         await GrpcServer(ServerConfig(listen=first.address), []).bind()
     await first.drain()
+
+
+class Late:
+    """The context of a call whose deadline passed on the way."""
+
+    def __init__(self, remaining: float) -> None:
+        self.remaining = remaining
+        self.code: grpc.StatusCode | None = None
+
+    def time_remaining(self) -> float:
+        return self.remaining
+
+    async def abort(self, code: grpc.StatusCode, *_: object) -> None:
+        self.code = code
+        raise grpc.aio.AbortError
+
+
+@pytest.mark.parametrize("remaining", [0.0, -1.0])
+async def test_a_call_whose_deadline_has_passed_is_refused_before_any_work(remaining: float) -> None:
+    servicer, context = Scripted(), Late(remaining)
+
+    async def find(_: object) -> grpc.RpcMethodHandler[Any, Any]:
+        return grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, v1.GenerateRequest.FromString, v1.GenerateResponse.SerializeToString
+        )
+
+    called = SimpleNamespace(method=GENERATE, invocation_metadata=())
+    handler = await CallFrame("").intercept_service(find, called)  # type: ignore[arg-type]
+    with pytest.raises(grpc.aio.AbortError):
+        await handler.unary_stream(b"", context)
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert servicer.asked == []

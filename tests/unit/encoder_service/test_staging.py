@@ -8,7 +8,7 @@ import random
 import pytest
 
 from common.arena import SharedBuffer
-from common.errors import Exhausted
+from common.errors import InvalidInput
 from encoder_service.engine.staging import Staging
 
 
@@ -48,10 +48,10 @@ async def test_a_lease_waits_until_all_of_it_can_be_had(staging):
 
 
 async def test_what_never_fits_is_refused_without_a_hint(staging):
-    with pytest.raises(Exhausted) as refused:
+    with pytest.raises(InvalidInput) as refused:
         async with staging.lease(2000):
             pass
-    assert refused.value.retry_after is None
+    assert (refused.value.reason, refused.value.retry_after) == ("STAGING_TOO_SMALL", None)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,104 @@
+"""Videos as the decode process reads them: whole ones alone, upright, at the times that they say."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_service.item import Inspection
+from encoder_service.media import container, video
+from tests import bad_files, pictures
+
+
+def shown(data: bytes) -> np.ndarray:
+    """All frames, [count, height, width, 3]."""
+    reader = video.open_reader(data)
+    seen = video.inspect(reader)
+    out = np.empty((seen.frames, seen.height, seen.width, 3), np.uint8)
+    assert [*video.decode(reader, range(seen.frames), out)][-1] == seen.frames
+    return out
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+@pytest.mark.parametrize(("width", "height"), [(64, 4), (64, 20), (64, 96), (96, 126), (96, 128), (160, 210)])
+def test_a_turned_video_is_shown_upright(degrees, width, height):
+    plain = pictures.video(np.random.default_rng(height).integers(0, 256, (10, height, width, 3), np.uint8))
+    upright = np.rot90(shown(plain), -degrees // 90, (1, 2))
+    assert np.array_equal(shown(bad_files.turned(plain, degrees)), upright)
+
+
+def test_frames_that_stand_unevenly_are_counted_one_by_one():
+    data, drawn = bad_files.uneven()
+    frames = shown(data)
+    apart = np.abs(frames[:, None].astype(np.int16) - drawn[None]).mean((2, 3, 4))
+    assert apart.argmin(1).tolist() == list(range(12))
+
+
+CONTAINERS = {
+    "MP4": bad_files.index_first,
+    "Matroska": lambda: pictures.video(pictures.frames(60), container="matroska"),
+    "AVI": lambda: pictures.video(pictures.frames(60), container="avi"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_video_that_is_cut_off_anywhere_is_not_read(name):
+    whole = CONTAINERS[name]()
+    assert container.is_whole(whole)
+    assert video.inspect(video.open_reader(whole)) == Inspection(128, 96, 60, 10.0)
+    for end in (len(whole) * 9 // 10, len(whole) // 2, len(whole) // 5, len(whole) - 1):
+        with pytest.raises((ValueError, RuntimeError)):
+            video.open_reader(whole[:end])
+
+
+def test_a_container_that_grows_as_it_is_sent_may_end_anywhere():
+    streamed = pictures.video(pictures.frames(60), container="mpegts", codec="mpeg2video")
+    assert container.is_whole(streamed[: len(streamed) // 2])
+
+
+def box(kind: bytes, body: bytes, size: int | None = None) -> bytes:
+    return struct.pack(">I", 8 + len(body) if size is None else size) + kind + body
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        (box(b"ftyp", b"isom") + box(b"mdat", b"x" * 100), True),
+        (box(b"ftyp", b"isom") + box(b"mdat", b"x" * 100, size=109), False),
+        (box(b"ftyp", b"isom") + box(b"mdat", b"x" * 100, size=0), True),
+        (box(b"ftyp", b"isom") + box(b"mdat", struct.pack(">Q", 116) + b"x" * 100, size=1), True),
+        (box(b"ftyp", b"isom") + box(b"mdat", struct.pack(">Q", 117) + b"x" * 100, size=1), False),
+        (box(b"ftyp", b"isom") + box(b"free", b"x", size=500), True),
+        (box(b"ftyp", b"isom") + b"\0\0\0", True),
+    ],
+)
+def test_boxes_of_an_mp4(boxes, whole):
+    assert container.is_whole(boxes) is whole
+
+
+@pytest.mark.parametrize(
+    ("size", "whole"), [(b"\x84", True), (b"\x85", False), (b"\xff", True), (b"\x40\x04", True), (b"\x40\x05", False)]
+)
+def test_a_segment_of_matroska_has_a_size_or_goes_on_to_the_end(size, whole):
+    assert container.is_whole(b"\x1a\x45\xdf\xa3\x82hi\x18\x53\x80\x67" + size + b"four") is whole
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"\0\0\0\x10ftyp", b"\x1a\x45\xdf\xa3", b"RIFF\xff\xff\xff\xffAVI "]))
+def test_no_bytes_break_it(data, head):
+    assert container.is_whole(head + data) in (True, False)
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 3, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
+def test_a_video_that_lies_about_its_time_has_finite_figures(ticks):
+    seen = video.inspect(video.open_reader(bad_files.lies_about_time(ticks)))
+    assert seen.frames <= 10
+    assert np.isfinite(seen.fps)
+
+
+def test_a_video_of_no_frames_is_not_read():
+    with pytest.raises((ValueError, RuntimeError)):
+        video.inspect(video.open_reader(bad_files.claims_frames(0)))
