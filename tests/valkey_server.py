@@ -92,7 +92,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._start(self._accept)
+        self._accepting = self._start(self._accept)
 
     @property
     def url(self) -> str:
@@ -103,6 +103,7 @@ class Proxy:
         self._closing.set()
         self.flowing.set()
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()  # a connection that it has just taken is one of those to be ended
         self._listener.close()
         for each in self._open:
             with contextlib.suppress(OSError):
@@ -135,10 +136,11 @@ class Proxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def _start(self, work, *args) -> None:
+    def _start(self, work, *args) -> threading.Thread:
         thread = threading.Thread(target=work, args=args)
         self._threads.append(thread)
         thread.start()
+        return thread
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class TierClient:
     `url` may hold user, password, database and TLS settings. `counts` are totals since start.
     """
 
-    def __init__(self, url: str, *, seconds: float) -> None:
+    def __init__(self, url: str, *, seconds: float, breaker: Breaker | None = None) -> None:
         pool = valkey.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
@@ -91,7 +91,7 @@ class TierClient:
         )
         self._server = valkey.Valkey.from_pool(pool)
         self._seconds = seconds
-        self.breaker = Breaker()
+        self.breaker = breaker or Breaker()
         self.counts: Counter[str] = Counter()
 
     async def close(self) -> None:

@@ -10,23 +10,9 @@ import pytest
 from common.errors import InvalidInput, NotFound, TwinlensError
 from encoder_service.item import Key
 from encoder_service.worker.messages import BatchFailed
-from tests import valkey_server
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 from tests.unit.encoder_service.test_encode import LAYOUT, SEEN, encoder, item, rows
 from tests.waiting import until
-
-
-@pytest.fixture(scope="module")
-def running():
-    with valkey_server.server() as made:
-        yield made
-
-
-@pytest.fixture
-def server(running):
-    with running.client() as client:
-        client.flushall()
-    return running
 
 
 async def written(made, count: int) -> None:
