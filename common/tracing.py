@@ -117,10 +117,11 @@ def in_turn(stages: Mapping[str, float], begun: float) -> None:
     record(spans)
 
 
-def record(spans: Iterable[tuple[str, float, float]]) -> None:
+def record(spans: Iterable[tuple[str, float, float]], **attributes: str | int) -> None:
     """Spans, under the current one, for what was measured: (name, when it began, when it ended)."""
     if _sink.tracer is None:
         return
     zero = time.time_ns() - round(time.perf_counter() * 1e9)
     for name, begun, ended in spans:
-        _sink.tracer.start_span(name, start_time=zero + round(begun * 1e9)).end(zero + round(ended * 1e9))
+        span = _sink.tracer.start_span(name, start_time=zero + round(begun * 1e9), attributes=attributes)
+        span.end(zero + round(ended * 1e9))

@@ -17,7 +17,7 @@ from llm_service.admission import Admission
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront, Ticket
-from llm_service.engine.messages import Add, Scored, Started
+from llm_service.engine.messages import Add, Prefilled, Scored, Started
 from llm_service.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.grammar.compiler import Compiler
 from llm_service.job import Job, Stages, aborted
@@ -100,9 +100,9 @@ class Generator:
             raise aborted() from None
         finally:
             place.leave()
-            meter.end(outcome, job.stages.seconds)
+            meter.end(outcome, job.stages.all)
             self.outcomes[outcome] += 1
-            self.stage_totals.update(job.stages.seconds)
+            self.stage_totals.update(job.stages.all)
             tracing.in_turn(job.stages.seconds, job.stages.begun)
             self._open[request.id].remove(job)
             if not self._open[request.id]:
@@ -189,6 +189,9 @@ class Generator:
                     stages.mark("queue")
                     yield Begun(laid, event.cached)
                     continue
+                if isinstance(event, Prefilled):
+                    stages.prefilled(event)
+                    continue
                 if isinstance(event, Scored):
                     end = event.first + len(event.logprobs)
                     yield PromptScores(event.first, laid.ids[event.first : end], event.logprobs)
@@ -210,5 +213,5 @@ class Generator:
                     if not event.ended:
                         self._engine.abort(ticket.id, event.choice)
                     stages.mark("decode_tokens")
-                    timings = {**stages.seconds, **media.encoder_seconds()}
+                    timings = {**stages.all, **media.seconds()}
                     yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, timings)

@@ -6,20 +6,37 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from common import tracing
 from common.errors import Cancelled
 from llm_service.admission import Place
 from llm_service.engine.front import Ticket
+from llm_service.engine.messages import Prefilled
 from llm_service.events import Begun, Delta, Ended, Event
 from llm_service.meters import RequestMeter
 
 
 @dataclass(slots=True)
 class Stages:
-    """Seconds by stage, each from the end of the one before."""
+    """Seconds by stage, each from the end of the one before; `beside` are those of what goes on meanwhile."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
     begun: float = field(default_factory=time.perf_counter)
     _last: float = 0.0
+    _prefilled: float = 0.0
+
+    @property
+    def all(self) -> dict[str, float]:
+        """Every stage there is."""
+        return self.seconds | self.beside
+
+    def prefilled(self, chunk: Prefilled) -> None:
+        """A step has computed something of the prompt; its time counts once, however many choices it was for."""
+        about = {"choice": chunk.choice, "first_token": chunk.first, "tokens": chunk.count}
+        tracing.record([("prefill", chunk.began, chunk.ended)], **about)
+        if chunk.began >= self._prefilled:
+            self.beside["prefill"] = self.beside.get("prefill", 0.0) + chunk.ended - chunk.began
+            self._prefilled = chunk.ended
 
     def mark(self, stage: str) -> None:
         """Ends a stage now; only the first time counts."""

@@ -158,10 +158,13 @@ class MediaRows:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
 
-    def encoder_seconds(self) -> dict[str, float]:
-        """What encoders spent on the items that this request brought in, by stage, summed over items."""
+    def seconds(self) -> dict[str, float]:
+        """What this service and encoders spent on the items, by stage, summed over items; landing and encoders' stages
+        are of those items alone that this request brought in."""
         total: Counter[str] = Counter()
+        for fetch in self._fetches:
+            total.update({"hash": fetch.hash_seconds})
         for entry in self._seen:
             if entry.brought_by == self._request.id:
-                total.update({f"encoder_{stage}": seconds for stage, seconds in entry.timings.items()})
+                total.update(entry.timings)
         return dict(total)

@@ -121,12 +121,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
-    score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it."""
+    score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it. `began` and `ended`
+    are of `time.perf_counter`, which all processes of a host share."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     scores: list[list[TokenLogprobs]] = []
     replayed: bool = False
+    began: float = 0.0
+    ended: float = 0.0
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):

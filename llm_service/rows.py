@@ -23,7 +23,8 @@ Watcher = Callable[["RowEntry"], None]
 @dataclass(slots=True, eq=False)
 class RowEntry:
     """An item's place in the arena. `landed` rows, from the first on, are there; `error` says why no more will come;
-    `timings` are the encoder's seconds by stage, once all rows are here, and `brought_by` the request that asked."""
+    `timings` are seconds by stage, the encoder's with `encoder_` before their names, once all rows are here, and
+    `brought_by` the request that asked."""
 
     header: MediaHeader
     place: Range

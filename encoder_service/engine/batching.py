@@ -17,8 +17,9 @@ from encoder_service.worker.messages import Piece
 class Unit:
     """Something to compute. `done` is settled once, when no worker can write its rows any more.
 
-    `number` says how old it is; `started_at` when a worker first got it, 0 before; `passed` how often others went while
-    it waited. One that is `alone` shares a batch with nothing: it was there when a worker died.
+    `number` says how old it is; `started_at` when a worker first got it, 0 before; `preprocess` the seconds that its
+    batch's pixels took to become patches; `passed` how often others went while it waited. One that is `alone` shares a
+    batch with nothing: it was there when a worker died.
     """
 
     key: bytes
@@ -29,6 +30,7 @@ class Unit:
     done: asyncio.Future[None]
     alone: bool = False
     started_at: float = 0.0
+    preprocess: float = 0.0
     attempts: int = 0
     passed: int = 0
 

@@ -215,6 +215,7 @@ class Dispatcher:
                 self._count(slot, answer)
                 for index, unit in enumerate(slot.take()):
                     self._suspects.clear(unit.key)
+                    unit.preprocess = answer.preprocess_seconds
                     if index in answer.not_finite:
                         self._fail([unit], Internal("the rows are not finite", reason="ROWS_NOT_FINITE"))
                     elif not unit.done.done():

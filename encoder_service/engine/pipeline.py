@@ -167,7 +167,9 @@ class Pipeline:
             now = time.perf_counter()
             begun = min((unit.started_at for unit in flight.units if unit.started_at), default=now)
             self._count(flight, "queue", begun - submitted)
-            self._count(flight, "vit", now - begun)
+            preprocess = min(sum(unit.preprocess for unit in flight.units), now - begun)
+            self._count(flight, "preprocess", preprocess)
+            self._count(flight, "vit", now - begun - preprocess)
 
     @contextmanager
     def timed(self, flight: Flight, name: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -53,7 +54,10 @@ class Links:
 
 
 class Fetch:
-    """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time."""
+    """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time.
+
+    `hash_seconds` is what it took to compute its key.
+    """
 
     def __init__(
         self, links: Links, item: MediaItem, identity: Identity, request: Request, known: Known | None
@@ -62,6 +66,7 @@ class Fetch:
         self.header = None if known is None else known.header
         self._links = links
         self._identity = identity
+        self.hash_seconds = 0.0
         self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
         self._salt = request.salt
@@ -98,6 +103,7 @@ class Fetch:
             if self._stream is None:
                 await self._open(entry.landed)
             assert self._stream is not None
+            began = time.perf_counter()
             try:
                 with tracing.span("landing", rows=entry.header.tokens - entry.landed):
                     async with aclosing(self._stream.rows(store.place(entry))) as runs:
@@ -106,7 +112,8 @@ class Fetch:
             except _RETRIED:
                 if not entry.complete:
                     raise
-            entry.timings = self._stream.timings
+            entry.timings = {f"encoder_{stage}": seconds for stage, seconds in self._stream.timings.items()}
+            entry.timings["landing"] = time.perf_counter() - began
 
         await self._persistently(receive)
         self._links.pool.quarantine.clear(self._affinity)

@@ -7,8 +7,10 @@ request's deadline does not bound the stream; when it ends, and nobody else wait
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 
+from common import tracing
 from common.errors import Internal, TwinlensError
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import Identity, identify
@@ -88,9 +90,13 @@ class Landing:
         fetches: list[Fetch | None] = [None] * len(request.media)
 
         async def introduce(item: MediaItem) -> None:
+            began = time.perf_counter()
             identity = await identify(item, self._links.pool.settings.digest, request.salt)
+            ended = time.perf_counter()
+            tracing.record([("hash", began, ended)], item=item.index)
             known = self._recall(item, identity, request.salt)
             fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
+            fetch.hash_seconds = ended - began
             await fetch.introduce()
 
         try:

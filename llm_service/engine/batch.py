@@ -15,13 +15,15 @@ from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order; and those
-    whose prompt is scored, in the order of the scores, with the place of the first token scored."""
+    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order; those
+    whose prompt is scored, in the order of the scores, with the place of the first token scored; and what it computes
+    of prompts: (sequence, place of the first token, tokens)."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
     drawing: list[Sequence]
     scoring: list[tuple[Sequence, int]]
+    prefill: list[tuple[Sequence, int, int]]
 
 
 def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step:
@@ -36,6 +38,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
     drawing: list[Sequence] = []
     scores: list[Score] = []
     scoring: list[tuple[Sequence, int]] = []
+    prefill: list[tuple[Sequence, int, int]] = []
     for sequence, count in work.items():
         begin, at = sequence.computed, len(token_ids)
         end = begin + count
@@ -46,6 +49,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
         else:
             positions.window(window.positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
+            prefill.append((sequence, begin, count))
         chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
         if sequence.scored < sequence.prompt_tokens and (asked := window.score(sequence, count, at)):
             scores.append(asked)
@@ -59,7 +63,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
             drawing.append(sequence)
         sequence.planned(count, drawn)
     plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
-    return Step(plan, list(work.items()), drawing, scoring)
+    return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 
 class _Positions:

@@ -18,13 +18,17 @@ from llm_service.engine.messages import (
     Inspect,
     Landed,
     Placed,
+    Prefilled,
+    Prefills,
     Released,
     ToEngine,
     Tokens,
 )
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
+from llm_service.engine.sequence import Sequence
 from llm_service.engine.wake import Wake
+from llm_service.plan import StepResult
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
@@ -70,8 +74,10 @@ class EngineCore:
                 return True
         if not self._under_way:
             return False
-        result = self._pipeline.collect()
-        tokens = self._scheduler.finish(self._under_way.popleft(), result)
+        result, step = self._pipeline.collect(), self._under_way.popleft()
+        tokens = self._scheduler.finish(step, result)
+        if step.prefill:
+            self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
         for scored in self._scheduler.take_scored():
             self._link.send(scored)
         if tokens:
@@ -118,3 +124,7 @@ class EngineCore:
                 answer = self._scheduler.state()
         if answer is not None:
             self._link.send(answer)
+
+
+def _prefilled(sequence: Sequence, first: int, count: int, result: StepResult) -> Prefilled:
+    return Prefilled(sequence.id, sequence.choice, first, count, result.began, result.ended)

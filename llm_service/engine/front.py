@@ -27,6 +27,8 @@ from llm_service.engine.messages import (
     Inspect,
     Landed,
     Placed,
+    Prefilled,
+    Prefills,
     Ready,
     Released,
     Scored,
@@ -39,7 +41,7 @@ from llm_service.engine.messages import (
 )
 from llm_service.settings import EngineSettings
 
-Event = Started | Scored | Token
+Event = Started | Prefilled | Scored | Token
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
@@ -224,9 +226,9 @@ class EngineFront:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Tokens(tokens):
-                for token in tokens:
-                    self._tell(token.id, token)
+            case Tokens(events) | Prefills(events):
+                for event in events:
+                    self._tell(event.id, event)
             case Started(id) | Scored(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text):

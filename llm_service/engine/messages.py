@@ -125,6 +125,24 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs]
 
 
+class Prefilled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`count` tokens of one choice, from token `first` on, were computed by one step, between `began` and `ended` of
+    `time.perf_counter`, which all processes of a host share."""
+
+    id: int
+    choice: int
+    first: int
+    count: int
+    began: float
+    ended: float
+
+
+class Prefills(msgspec.Struct, frozen=True, tag=True):
+    """What one step computed of prompts. It comes before the step's tokens."""
+
+    chunks: list[Prefilled]
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """What one step produced."""
 
@@ -176,4 +194,4 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
     blocks: int
 
 
-FromEngine = Ready | Unable | Started | Wanted | Scored | Tokens | Failed | Released | Beat | Flushed | State
+FromEngine = Ready | Unable | Started | Wanted | Prefills | Scored | Tokens | Failed | Released | Beat | Flushed | State

@@ -12,8 +12,11 @@ vain for each sequence that ends."""
 
 from __future__ import annotations
 
+import time
 from queue import SimpleQueue
 from typing import Protocol
+
+import msgspec
 
 from llm_service.plan import StepPlan, StepResult
 
@@ -68,8 +71,9 @@ class Pipeline:
         chosen: list[int] = []
         while (order := self._plans.get()) != "close":
             if isinstance(order, StepPlan):
+                began = time.perf_counter()
                 result = self._executor.run(order.filled(chosen))
                 chosen = result.tokens
-                self._results.put(result)
+                self._results.put(msgspec.structs.replace(result, began=began, ended=time.perf_counter()))
             else:
                 self._executor.beat()

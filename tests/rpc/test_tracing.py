@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -17,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from common import tracing
 from tests import pictures
 from tests.rpc.pairs import about, answer, asked, pair
+from twinlens import user, v1
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -38,6 +40,20 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
+def _parent(span: Span, spans: dict[bytes, tuple[str, Span]]) -> str:
+    """The name of the span that one is under."""
+    return spans[span.parent_span_id][1].name
+
+
+def _seconds(span: Span) -> float:
+    assert span.end_time_unix_nano >= span.start_time_unix_nano
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def _numbers(span: Span) -> dict[str, int]:
+    return {each.key: each.value.int_value for each in span.attributes}
+
+
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A collector that services started by the test are told of by the standard variables."""
@@ -53,28 +69,40 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def test_a_request_is_one_trace_over_both_services(collector: Collector, checkpoints: Callable[..., Path]) -> None:
-    file = pictures.encoded(pictures.noise(96, 96, 9_900))
-    with pair(checkpoints("qwen3_vl")) as both, grpc.insecure_channel(both.llm.address) as channel:
+    file = pictures.encoded(pictures.noise(256, 256, 9_900))
+    address = v1.Media(modality=v1.MODALITY_IMAGE, url=f"data:image/png;base64,{base64.b64encode(file).decode()}")
+    chunks = {"max_step_tokens": 40, "max_running": 8}
+    with pair(checkpoints("qwen3_vl"), **chunks) as both, grpc.insecure_channel(both.llm.address) as channel:
         metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
-        *_, last = LlmServiceStub(channel).Generate(asked(about(file)), metadata=metadata, timeout=60)
+        first, *_, last = LlmServiceStub(channel).Generate(
+            asked(user(address, "What is it?")), metadata=metadata, timeout=60
+        )
         answer(both.text, asked(about(file, "another question, and a trace of its own")))
     # Both services have ended, and have sent everything.
-    ours = [(service, span) for service, span in collector.spans if span.trace_id.hex() == TRACE]
-    names = {(service, span.name) for service, span in ours}
-    assert names >= {("twinlens-llm", name) for name in ("Generate", "prompt", "header", "landing", "queue")}
-    assert names >= {("twinlens-llm", name) for name in ("first_token", "decode_tokens")}
-    assert names >= {("twinlens-encoder", name) for name in ("Encode", "hash", "decode", "queue", "vit", "transfer")}
-    by_id = {span.span_id: span for _, span in ours}
-    (root,) = (span for _, span in ours if span.name == "Generate")
+    ours = {span.span_id: (service, span) for service, span in collector.spans if span.trace_id.hex() == TRACE}
+    (root,) = (span for _, span in ours.values() if span.name == "Generate")
     assert root.parent_span_id.hex() == PARENT
-    for _, span in ours:
-        assert span.end_time_unix_nano >= span.start_time_unix_nano
-        while span.span_id != root.span_id:
-            span = by_id[span.parent_span_id]
+    found = {(service, span.name, _parent(span, ours)) for service, span in ours.values() if span is not root}
+    assert found == {
+        *(("twinlens-llm", name, "Generate") for name in ("prompt", "hash", "header", "encode_header", "landing")),
+        *(("twinlens-llm", name, "Generate") for name in ("rows", "queue", "prefill", "first_token", "decode_tokens")),
+        ("twinlens-encoder", "Encode", "header"),
+        *(("twinlens-encoder", name, "Encode") for name in ("fetch", "hash", "inspect", "decode", "room")),
+        *(("twinlens-encoder", name, "Encode") for name in ("queue", "preprocess", "vit", "transfer")),
+    }
     told = {timing.stage: timing.seconds for timing in last.finished.timings}
-    for stage in ("prompt", "queue", "first_token"):
-        (span,) = (span for service, span in ours if (service, span.name) == ("twinlens-llm", stage))
-        assert (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 == pytest.approx(told[stage], abs=1e-5)
+    for service, name, _ in found - {("twinlens-encoder", "Encode", "header"), ("twinlens-llm", "header", "Generate")}:
+        spent = sum(_seconds(span) for where, span in ours.values() if (where, span.name) == (service, name))
+        stage = f"encoder_{name}" if service == "twinlens-encoder" else name
+        assert spent == pytest.approx(told[stage], abs=2e-3), stage
+    prefilled = [span for _, span in ours.values() if span.name == "prefill"]
+    parts = sorted((_numbers(span)["first_token"], _numbers(span)["tokens"]) for span in prefilled)
+    assert len(parts) >= first.started.prompt_tokens // 40
+    assert parts[0][0] == 0
+    assert [begin + count for begin, count in parts] == [
+        *(begin for begin, _ in parts[1:]),
+        first.started.prompt_tokens,
+    ]
     others = {span.trace_id for _, span in collector.spans} - {bytes.fromhex(TRACE)}
     assert len(others) == 1, "housekeeping makes no traces"
 
