@@ -14,7 +14,7 @@ from twinlens.answers import Answer
 from twinlens.channel import Endpoint
 from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
 from twinlens.errors import error_from
-from twinlens.prompts import Prompt, user
+from twinlens.prompts import Prompt, generate_request, user
 from twinlens.streams import AsyncStream
 
 Reply = TypeVar("Reply", bound=Message)
@@ -65,11 +65,17 @@ class AsyncLlmClient(_AsyncClient):
         question: str,
         *media: v1.Media,
         sampling: v1.SamplingParams | None = None,
+        cache_salt: str = "",
+        session_id: str = "",
         timeout: float | None = None,
     ) -> Answer:
-        """Asks about pictures and videos and waits for the whole answer."""
+        """Asks about pictures and videos and waits for the whole answer.
+
+        Nothing is shared with requests of another `cache_salt`; what a `session_id` has used is kept for its next turn.
+        """
         answer = Answer()
-        async with self.generate(user(*media, question), sampling, timeout=timeout) as events:
+        request = generate_request(user(*media, question), sampling, cache_salt=cache_salt, session_id=session_id)
+        async with self.generate(request, timeout=timeout) as events:
             async for event in events:
                 answer.add(event)
         return answer

@@ -44,10 +44,16 @@ class Completion:
 
 @dataclass(slots=True)
 class Answer:
-    """What a generation has said so far. `started` tells where the media stand in the prompt."""
+    """What a generation has said so far. `started` tells where the media stand in the prompt.
+
+    Where `prompt_logprobs` were asked for, they and `prompt_token_ids` have one entry for each token of the prompt from
+    the second on; the first has nothing before it.
+    """
 
     started: GenerateStarted = field(default_factory=GenerateStarted)
     choices: list[Completion] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, event: GenerateResponse) -> None:
         """Takes in the next event of the stream."""
@@ -55,6 +61,8 @@ class Answer:
             case "started":
                 self.started = event.started
             case "delta":
+                self.prompt_token_ids.extend(event.delta.prompt.token_ids)
+                self.prompt_logprobs.extend(event.delta.prompt.logprobs)
                 self._choice(event.delta.index).add_delta(event.delta)
             case "finished":
                 self._choice(event.finished.index).finish(event.finished)

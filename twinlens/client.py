@@ -72,11 +72,17 @@ class LlmClient(_Client):
         question: str,
         *media: v1.Media,
         sampling: v1.SamplingParams | None = None,
+        cache_salt: str = "",
+        session_id: str = "",
         timeout: float | None = None,
     ) -> Answer:
-        """Asks about pictures and videos and waits for the whole answer."""
+        """Asks about pictures and videos and waits for the whole answer.
+
+        Nothing is shared with requests of another `cache_salt`; what a `session_id` has used is kept for its next turn.
+        """
         answer = Answer()
-        with self.generate(user(*media, question), sampling, timeout=timeout) as events:
+        request = generate_request(user(*media, question), sampling, cache_salt=cache_salt, session_id=session_id)
+        with self.generate(request, timeout=timeout) as events:
             for event in events:
                 answer.add(event)
         return answer

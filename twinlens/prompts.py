@@ -22,7 +22,7 @@ from twinlens.v1 import (
 )
 
 Source: TypeAlias = "str | Path | bytes"
-"""A file's path, its content, or an http(s) address."""
+"""A file's path, its content, or an http(s) or data address."""
 
 Prompt: TypeAlias = "str | ChatMessage | Sequence[ChatMessage] | ChatInput | TextInput | TokensInput"
 """A question; one message; a conversation; or a prompt that is laid out or tokenized already."""
@@ -34,15 +34,17 @@ def image(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     mime_type: str | None = None,
+    known_key: bytes = b"",
 ) -> Media:
     """A picture. Raises OSError for a file that cannot be read.
 
     `min_pixels` and `max_pixels` bound the area after resizing (None: the model's settings). `mime_type` is
     what the bytes are said to be; the service refuses bytes that contradict it (None: they speak for
-    themselves).
+    themselves). `known_key` is the content key that an address had before, as an answer's spans say it: where
+    its rows are still there, nothing is fetched.
     """
     options = MediaOptions(min_pixels=min_pixels, max_pixels=max_pixels)
-    return _media(MODALITY_IMAGE, source, options, mime_type)
+    return _media(MODALITY_IMAGE, source, options, mime_type, known_key)
 
 
 def video(
@@ -54,12 +56,13 @@ def video(
     max_pixels: int | None = None,
     pruning_rate: float | None = None,
     mime_type: str | None = None,
+    known_key: bytes = b"",
 ) -> Media:
     """A video. Raises OSError for a file that cannot be read.
 
     `fps` frames are taken of each second, at most `max_frames` in all; `max_pixels` bounds all frames
     together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
-    `mime_type` as in `image`.
+    `mime_type` and `known_key` as in `image`.
     """
     options = MediaOptions(
         fps=fps,
@@ -68,7 +71,7 @@ def video(
         max_pixels=max_pixels,
         video_pruning_rate=pruning_rate,
     )
-    return _media(MODALITY_VIDEO, source, options, mime_type)
+    return _media(MODALITY_VIDEO, source, options, mime_type, known_key)
 
 
 def message(role: str, *parts: str | Media) -> ChatMessage:
@@ -137,13 +140,13 @@ def _part(part: str | Media) -> ChatPart:
     return ChatPart(text=part) if isinstance(part, str) else ChatPart(media=part)
 
 
-def _media(modality: Modality, source: Source, options: MediaOptions, mime_type: str | None) -> Media:
-    media = Media(modality=modality, mime_type=mime_type)
+def _media(modality: Modality, source: Source, options: MediaOptions, mime_type: str | None, known_key: bytes) -> Media:
+    media = Media(modality=modality, mime_type=mime_type, known_key=known_key)
     if options.ListFields():
         media.options.CopyFrom(options)
     if isinstance(source, bytes):
         media.data = source
-    elif isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+    elif isinstance(source, str) and source.lower().startswith(("http://", "https://", "data:")):
         media.url = source
     else:
         media.data = Path(source).read_bytes()

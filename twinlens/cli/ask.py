@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,19 @@ from google.protobuf.json_format import MessageToDict
 
 from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, bounded, endpoint
-from twinlens.cli.tables import milliseconds
+from twinlens.cli.tables import milliseconds, table
 from twinlens.client import STREAM_TIMEOUT, LlmClient
 from twinlens.errors import TwinlensError
 from twinlens.prompts import generate_request, image, system, user, video
-from twinlens.v1 import ChatMessage, FinishReason, GenerateRequest, GenerateResponse, Media, SamplingParams
+from twinlens.v1 import (
+    ChatMessage,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    Media,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 _SAMPLING = (
     "max_tokens",
@@ -29,6 +38,8 @@ _SAMPLING = (
     "frequency_penalty",
     "seed",
     "stop",
+    "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -49,6 +60,7 @@ def add_parser(commands: Any) -> None:
         )
     parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
+    parser.add_argument("--session", metavar="NAME", default="", help="keep what it uses for the next one of that name")
     parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
     parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
     parser.add_argument(
@@ -73,6 +85,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}-penalty", type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
+    for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):
+        shown = f"then print how likely {whose} tokens were, and N of the likeliest, to standard error"
+        group.add_argument(f"--{name}", type=int, metavar="N", help=shown)
 
 
 def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
@@ -100,6 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise
     if not arguments.json:
         print()
+    if arguments.prompt_logprobs is not None and not arguments.json:
+        _show_logprobs("prompt", 1, answer.prompt_token_ids, answer.prompt_logprobs)
+    if arguments.logprobs is not None and not arguments.json:
+        for choice in answer.choices:
+            _show_logprobs("answer", 0, choice.token_ids, choice.logprobs)
     if arguments.timings:
         _show_timings(answer)
     return 0
@@ -114,7 +134,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
     question = sys.stdin.read() if arguments.question == "-" else arguments.question
     messages: list[ChatMessage] = [system(arguments.system)] if arguments.system else []
     messages.append(user(*(_media(kind, source, arguments) for kind, source in arguments.media), question))
-    return generate_request(messages, _sampling(arguments))
+    return generate_request(messages, _sampling(arguments), session_id=arguments.session)
 
 
 def _check_preprocessing(arguments: argparse.Namespace) -> None:
@@ -142,6 +162,15 @@ def _show(event: GenerateResponse, as_json: bool) -> None:
         print(json.dumps(MessageToDict(event, preserving_proto_field_name=True)), flush=True)
     elif event.HasField("delta"):
         print(event.delta.text, end="", flush=True)
+
+
+def _show_logprobs(what: str, first: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+    """A line for each token: its place, itself, the logarithm of its probability, and the likeliest with theirs."""
+    rows = [(what, "token", "logprob", "likeliest")]
+    for place, (token, said) in enumerate(zip(tokens, logprobs, strict=True), first):
+        likeliest = ", ".join(f"{top.token_id} {top.logprob:.3f}" for top in said.top)
+        rows.append((str(place), str(token), f"{said.logprob:.3f}", likeliest))
+    print(table(rows), file=sys.stderr)
 
 
 def _show_timings(answer: Answer) -> None:

@@ -6,25 +6,17 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from twinlens.cli import watch
+from twinlens.cli import sections, watch
 from twinlens.cli.connection import add_flags, endpoint
-from twinlens.cli.tables import milliseconds, share, size, table
 from twinlens.client import EncoderClient, LlmClient
 from twinlens.errors import TwinlensError
-from twinlens.v1 import (
-    EncoderServiceGetInfoResponse,
-    EncoderServiceGetLoadResponse,
-    LlmServiceGetInfoResponse,
-    LlmServiceGetLoadResponse,
-    StageTiming,
-)
+from twinlens.v1 import EncoderServiceGetLoadResponse
 
 
 def add_parser(commands: Any) -> None:
@@ -58,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     with LlmClient(endpoint(arguments.address, arguments)) as llm:
         info, load = llm.get_info(), llm.get_load()
     report: dict[str, Any] = {"llm": {"address": arguments.address, **_pair(info, load)}, "encoders": []}
-    sections = [_llm_text(arguments.address, info, load)]
+    texts = [sections.llm(arguments.address, info, load)]
     failures = 0
     for address in arguments.encoder or [known.address for known in load.encoders]:
         try:
@@ -67,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         except TwinlensError as error:
             failures += 1
             report["encoders"].append({"address": address, "error": str(error)})
-            sections.append(f"encoder {address}: {error}")
+            texts.append(f"encoder {address}: {error}")
         else:
             report["encoders"].append({"address": address, **_pair(its_info, its_load)})
-            sections.append(_encoder_text(address, its_info, its_load))
-    print(json.dumps(report, indent=2) if arguments.json else "\n\n".join(sections))
+            texts.append(sections.encoder(address, its_info, its_load))
+    print(json.dumps(report, indent=2) if arguments.json else "\n\n".join(texts))
     if failures:
         print(f"twinlens: {failures} of the encoders did not answer", file=sys.stderr)
     return min(failures, 1)
@@ -103,53 +95,3 @@ def _pair(info: Message, load: Message) -> dict[str, Any]:
         "info": MessageToDict(info, preserving_proto_field_name=True),
         "load": MessageToDict(load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),
     }
-
-
-def _llm_text(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadResponse) -> str:
-    ended = f"{load.finished_requests} / {load.failed_requests} / {load.cancelled_requests}"
-    hits = share(load.prefix_hit_tokens, load.prompt_tokens)
-    blocks = share(load.kv_blocks_used, load.kv_blocks_total)
-    rows = [
-        ("requests waiting / running", f"{load.waiting} / {load.running}"),
-        ("finished / failed / cancelled", ended),
-        ("prompt / generated tokens", f"{load.prompt_tokens} / {load.generated_tokens}"),
-        ("prefix cache hits", f"{load.prefix_hit_tokens} tokens ({hits})"),
-        ("KV blocks in use", f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks})"),
-        ("embedding rows received", f"{load.rows_received}, of them {load.rows_shared} from shared memory"),
-        ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
-        ("encode streams / retries", f"{load.encode_attempts} / {load.encode_retries}"),
-        ("embedding rows held", f"{size(load.row_bytes)} of {size(load.row_capacity_bytes)}"),
-        ("preemptions / steps", f"{load.preemptions} / {load.steps}"),
-    ]
-    for known in load.encoders:
-        state = "usable" if known.usable else "not usable"
-        state += ", shared memory" if known.shared_memory else ""
-        rows.append((f"encoder {known.address}", f"{state}, {known.in_flight} in flight"))
-    title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
-    return _section(title, rows, load.stage_totals)
-
-
-def _encoder_text(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServiceGetLoadResponse) -> str:
-    asked = load.store_hits + load.store_misses
-    rows = [
-        ("items queued / running", f"{load.queued_items} / {load.running_items}"),
-        ("encoded / failed", f"{load.encoded_items} / {load.failed_items}"),
-        ("open streams", str(load.open_streams)),
-        ("ViT passes / patches", f"{load.vit_calls} / {load.vit_patches}"),
-        ("store hits / misses", f"{load.store_hits} / {load.store_misses} ({share(load.store_hits, asked)})"),
-        (
-            "store",
-            f"{load.store_entries} entries, {size(load.store_bytes)} of {size(load.store_capacity_bytes)}",
-        ),
-    ]
-    title = f"encoder {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
-    return _section(title, rows, load.stage_totals)
-
-
-def _section(title: str, rows: Iterable[tuple[str, str]], stages: Iterable[StageTiming]) -> str:
-    lines = [title, *(f"  {name:<30} {value}" for name, value in rows)]
-    times = [(timing.stage, milliseconds(timing.seconds)) for timing in stages]
-    if times:
-        shown = table([("stage", "total"), *times])
-        lines += ["", *(f"  {line}" for line in shown.splitlines())]
-    return "\n".join(lines)

@@ -70,7 +70,7 @@ def _llm_row(before: Sample, now: Sample) -> tuple[str, ...]:
         str(new.waiting),
         str(new.running),
         f"KV {blocks}, rows {rows}",
-        share(new.prefix_hit_tokens - old.prefix_hit_tokens, new.prompt_tokens - old.prompt_tokens),
+        share(new.prefix_hit_tokens - old.prefix_hit_tokens, new.prefix_query_tokens - old.prefix_query_tokens),
         ", ".join(rates),
     )
 

@@ -24,8 +24,14 @@ def script(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
     """A generation that says WORDS."""
     yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, request_id=request.request_id))
     yield v1.GenerateResponse()  # an event of a newer service
+    sampling = request.sampling
+    if sampling.HasField("prompt_logprobs"):
+        scored = v1.TokenLogprobs(logprob=-0.5, top=[v1.TopLogprob(token_id=8, logprob=-0.25)])
+        prompt = v1.PromptLogprobs(first=1, token_ids=[7], logprobs=[scored])
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(prompt=prompt))
+    logprobs = [v1.TokenLogprobs(logprob=-0.125)] if sampling.HasField("logprobs") else []
     for number, word in enumerate(WORDS):
-        yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word, token_ids=[number]))
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word, token_ids=[number], logprobs=logprobs))
     usage = v1.Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=3)
     timings = [v1.StageTiming(stage="prefill", seconds=0.0123456)]
     finished = v1.GenerateFinished(reason=v1.FINISH_REASON_STOP, usage=usage, timings=timings)
@@ -66,10 +72,15 @@ class FakeLlm(v1.LlmServiceServicer):
         return v1.LlmServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
 
     def GetLoad(self, request, context):
-        encoders = [v1.EncoderStatus(address=address, usable=True) for address in self.encoders]
+        encoders = [v1.EncoderStatus(address=address, usable=True, failures=2) for address in self.encoders]
         stages = [v1.StageTiming(stage="prefill", seconds=1.5)]
         return v1.LlmServiceGetLoadResponse(
-            prompt_tokens=200, prefix_hit_tokens=50, encoders=encoders, stage_totals=stages
+            prompt_tokens=300,
+            prefix_query_tokens=200,
+            prefix_hit_tokens=50,
+            sessions=3,
+            encoders=encoders,
+            stage_totals=stages,
         )
 
     def FlushCache(self, request, context):
@@ -102,7 +113,16 @@ class FakeEncoder(v1.EncoderServiceServicer):
         return v1.EncoderServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
 
     def GetLoad(self, request, context):
-        return v1.EncoderServiceGetLoadResponse(vit_calls=3, store_hits=3, store_misses=1, store_bytes=3 << 20)
+        sent = [v1.RowsSent(transport=kind, rows=9, bytes=9 << 10) for kind in (v1.TRANSPORT_SHARED_MEMORY, 99)]
+        return v1.EncoderServiceGetLoadResponse(
+            vit_calls=3,
+            store_hits=3,
+            store_misses=1,
+            store_bytes=3 << 20,
+            estimated_milliseconds=1500,
+            rows_sent=sent,
+            shared=v1.SharedStoreLoad(hits=6, written=5),
+        )
 
     def FlushCache(self, request, context):
         return v1.EncoderServiceFlushCacheResponse(entries=2, bytes=64)

@@ -21,6 +21,15 @@ def test_a_whole_stream_becomes_an_answer() -> None:
     assert answer.started.request_id == "r"
 
 
+def test_scores_of_the_prompt_are_kept_apart_from_those_of_the_choice() -> None:
+    sampling = v1.SamplingParams(prompt_logprobs=1, logprobs=0)
+    answer = told(*script(v1.GenerateRequest(sampling=sampling)))
+    assert answer.prompt_token_ids == [7]
+    assert [each.logprob for each in answer.prompt_logprobs] == [-0.5]
+    assert [each.logprob for each in answer.choices[0].logprobs] == [-0.125] * 3
+    assert answer.choices[0].token_ids == [0, 1, 2]
+
+
 def test_choices_that_interleave_are_kept_apart() -> None:
     deltas = [(1, "b"), (0, "a"), (1, "d"), (0, "c")]
     answer = told(*(v1.GenerateResponse(delta=v1.GenerateDelta(index=i, text=text)) for i, text in deltas))

@@ -71,6 +71,25 @@ class TestAsk:
         assert "9 prompt tokens (4 cached), 3 generated, FINISH_REASON_STOP" in err
         assert "12.3 ms" in err
 
+    def test_logprobs_go_to_standard_error_the_prompts_before_the_answers(
+        self, llm: FakeLlm, llm_address: str, capsys
+    ) -> None:
+        assert ask(llm_address, "what?", "--prompt-logprobs", "1", "--logprobs", "0") == 0
+        out, err = capsys.readouterr()
+        assert out == "A red circle.\n"
+        assert [line.split() for line in err.splitlines() if "-" not in line[:5]] == [
+            ["prompt", "token", "logprob", "likeliest"],
+            ["1", "7", "-0.500", "8", "-0.250"],
+            ["answer", "token", "logprob", "likeliest"],
+            *([str(n), str(n), "-0.125"] for n in range(3)),
+        ]
+        sampling = llm.requests[0].sampling
+        assert (sampling.prompt_logprobs, sampling.logprobs, sampling.HasField("logprobs")) == (1, 0, True)
+
+    def test_a_session_is_named(self, llm: FakeLlm, llm_address: str) -> None:
+        assert ask(llm_address, "what?", "--session", "talk") == 0
+        assert llm.requests[0].session_id == "talk"
+
     def test_a_dash_reads_the_question(self, llm: FakeLlm, llm_address: str, monkeypatch) -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
         assert ask(llm_address, "-") == 0
@@ -139,11 +158,18 @@ class TestStatus:
         assert "1,500 ms" in out
         assert f"encoder {encoder_address}: demo (Qwen3VL) on cpu" in out
         assert "3 / 1 (75%)" in out
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert "sessions kept warm 3" in lines
+        assert f"encoder {encoder_address} usable, 0 in flight, 2 streams broke in a row" in lines
+        assert "patches queued / running 0 / 0, done in about 1,500 ms" in lines
+        assert "rows sent by shared memory 9, 9.0 KiB" in lines
+        assert "rows sent in a newer way, 99 9, 9.0 KiB" in lines
+        assert "shared store 6 hits, 5 written, 0 not written, 0 errors, 0 damaged, 0 waits in vain" in lines
 
     def test_encoders_may_be_named(self, llm_address: str, encoder_address: str, capsys) -> None:
         assert main(["status", "--llm", llm_address, "--encoder", encoder_address, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert report["llm"]["load"]["prompt_tokens"] == "200"
+        assert report["llm"]["load"]["prompt_tokens"] == "300"
         assert report["encoders"][0]["load"]["vit_calls"] == "3"
 
     def test_an_encoder_that_is_down_is_shown_as_such(self, llm: FakeLlm, llm_address: str, capsys) -> None:

@@ -56,9 +56,11 @@ def test_both_clients_have_the_same_methods() -> None:
 class TestThreads:
     def test_an_answer_is_put_together(self, llm: FakeLlm, llm_address: str) -> None:
         with LlmClient(llm_address) as client:
-            answer = client.ask("what?", image(b"png"), sampling=SamplingParams(max_tokens=5))
+            sampling = SamplingParams(max_tokens=5)
+            answer = client.ask("what?", image(b"png"), sampling=sampling, cache_salt="mine", session_id="talk")
         assert answer.text == "A red circle."
         (request,) = llm.requests
+        assert (request.cache_salt, request.session_id) == ("mine", "talk")
         assert request.sampling.max_tokens == 5
         assert [part.WhichOneof("part") for part in request.chat.messages[0].parts] == ["media", "text"]
 
@@ -124,7 +126,7 @@ class TestThreads:
             assert client.tokenize([user("a"), user("b")]) == [2]
             assert client.tokenize(user("a")) == [1]
             assert client.get_info().model == "demo"
-            assert client.get_load().prompt_tokens == 200
+            assert client.get_load().prompt_tokens == 300
             assert client.flush_cache().kv_blocks == 7
 
     def test_sampling_given_twice_is_refused(self, llm_address: str) -> None:
@@ -151,7 +153,10 @@ class TestThreads:
 class TestEventLoop:
     async def test_an_answer_is_put_together(self, llm: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(llm_address) as client:
-            assert (await client.ask("what?", image(b"png"))).text == "A red circle."
+            answer = await client.ask("what?", image(b"png"), cache_salt="mine", session_id="talk")
+        assert answer.text == "A red circle."
+        (request,) = llm.requests
+        assert (request.cache_salt, request.session_id) == ("mine", "talk")
 
     async def test_many_answers_at_once_are_kept_apart(self, llm: FakeLlm, llm_address: str) -> None:
         def echo(request: v1.GenerateRequest):

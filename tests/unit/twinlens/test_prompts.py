@@ -18,9 +18,21 @@ def test_a_file_is_read(tmp_path) -> None:
     assert video(path).modality == v1.MODALITY_VIDEO
 
 
-@pytest.mark.parametrize("address", ["http://host/a.png", "https://host/a.png", "HTTPS://host/a.png"])
-def test_an_http_address_is_left_to_the_encoder(address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["http://host/a.png", "https://host/a.png", "HTTPS://host/a.png", "data:image/png;base64,AA=="]
+)
+def test_an_address_is_left_to_the_encoder(address: str) -> None:
     assert image(address).url == address
+
+
+def test_the_key_that_an_address_had_goes_with_it() -> None:
+    key = bytes(range(32))
+    assert (
+        image("https://host/a.png", known_key=key).known_key
+        == video("https://host/a.mp4", known_key=key).known_key
+        == key
+    )
+    assert image("https://host/a.png").known_key == b""
 
 
 def test_a_missing_file_is_an_os_error() -> None:

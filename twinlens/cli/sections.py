@@ -1,0 +1,107 @@
+"""What `twinlens status` says of each service, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from twinlens.cli.tables import milliseconds, share, size, table
+from twinlens.v1 import (
+    EncoderServiceGetInfoResponse,
+    EncoderServiceGetLoadResponse,
+    EncoderStatus,
+    LlmServiceGetInfoResponse,
+    LlmServiceGetLoadResponse,
+    RowsSent,
+    SharedStoreLoad,
+    StageTiming,
+    Transport,
+)
+
+
+def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadResponse) -> str:
+    """An LLM service: its requests, caches, and the encoders that it knows."""
+    ended = f"{load.finished_requests} / {load.failed_requests} / {load.cancelled_requests}"
+    hits = share(load.prefix_hit_tokens, load.prefix_query_tokens)
+    blocks = share(load.kv_blocks_used, load.kv_blocks_total)
+    rows = [
+        ("requests waiting / running", f"{load.waiting} / {load.running}, {load.waiting_tokens} prompt tokens wait"),
+        ("finished / failed / cancelled", f"{ended}, of the failed {load.refused_requests} refused at once"),
+        ("sessions kept warm", str(load.sessions)),
+        ("prompt / generated tokens", f"{load.prompt_tokens} / {load.generated_tokens}"),
+        ("prefix cache hits", f"{load.prefix_hit_tokens} tokens ({hits})"),
+        (
+            "KV blocks in use",
+            f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks}), {load.kv_blocks_cached} cached",
+        ),
+        ("embedding rows received", f"{load.rows_received}, of them {load.rows_shared} from shared memory"),
+        ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
+        ("headers known from before", str(load.headers_known)),
+        ("encode streams / retries", f"{load.encode_attempts} / {load.encode_retries}"),
+        ("embedding rows held", f"{size(load.row_bytes)} of {size(load.row_capacity_bytes)}"),
+        ("preemptions / steps", f"{load.preemptions} / {load.steps}, {load.graph_steps} of them by graphs"),
+        *((f"encoder {known.address}", _state(known)) for known in load.encoders),
+    ]
+    title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
+    return _section(title, rows, load.stage_totals)
+
+
+def _state(known: EncoderStatus) -> str:
+    state = "usable" if known.usable else "not usable"
+    state += ", shared memory" if known.shared_memory else ""
+    state += f", {known.in_flight} in flight"
+    return state + (f", {known.failures} streams broke in a row" if known.failures else "")
+
+
+def encoder(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServiceGetLoadResponse) -> str:
+    """An encoder: its queues, its store, and what left it."""
+    asked = load.store_hits + load.store_misses
+    rows = [
+        ("items queued / running", f"{load.queued_items} / {load.running_items}"),
+        ("patches queued / running", f"{load.queued_patches} / {load.running_patches}{_until_done(load)}"),
+        ("encoded / failed", f"{load.encoded_items} / {load.failed_items}"),
+        ("open streams / leases", f"{load.open_streams} / {load.leases}"),
+        ("ViT passes / patches", f"{load.vit_calls} / {load.vit_patches}"),
+        ("store hits / misses", f"{load.store_hits} / {load.store_misses} ({share(load.store_hits, asked)})"),
+        (
+            "store",
+            f"{load.store_entries} entries, {size(load.store_bytes)} of {size(load.store_capacity_bytes)}",
+        ),
+        *((f"rows sent {_way(sent)}", f"{sent.rows}, {size(sent.bytes)}") for sent in load.rows_sent),
+    ]
+    if load.HasField("shared"):
+        rows.append(("shared store", _shared(load.shared)))
+    title = f"encoder {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
+    return _section(title, rows, load.stage_totals)
+
+
+def _until_done(load: EncoderServiceGetLoadResponse) -> str:
+    known = load.HasField("estimated_milliseconds") and load.estimated_milliseconds
+    return f", done in about {milliseconds(load.estimated_milliseconds / 1000)}" if known else ""
+
+
+def _way(sent: RowsSent) -> str:
+    """A transport's name.
+
+    >>> _way(RowsSent(transport=2))
+    'by shared memory'
+    """
+    if sent.transport not in Transport.values():
+        return f"in a newer way, {sent.transport}"
+    name = Transport.Name(sent.transport).removeprefix("TRANSPORT_").lower().replace("_", " ")
+    return name if name == "inline" else f"by {name}"
+
+
+def _shared(load: SharedStoreLoad) -> str:
+    return (
+        f"{load.hits} hits, {load.written} written, {load.dropped} not written, {load.errors} errors, "
+        f"{load.garbage} damaged, {load.waits_in_vain} waits in vain"
+    )
+
+
+def _section(title: str, rows: Iterable[tuple[str, str]], stages: Iterable[StageTiming]) -> str:
+    lines = [title, *(f"  {name:<30} {value}" for name, value in rows)]
+    times = [(timing.stage, milliseconds(timing.seconds)) for timing in stages]
+    if times:
+        shown = table([("stage", "total"), *times])
+        lines += ["", *(f"  {line}" for line in shown.splitlines())]
+    return "\n".join(lines)
