@@ -76,6 +76,10 @@ class LlmConfig(ServerConfig):
     block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
     prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
     row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
+    row_mirror: bool = option(
+        False,
+        "set as much of each rank's GPU aside, for rows of encoders with --device-pool-bytes, by CUDA IPC",
+    )
     max_context: int = option(
         0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0
     )
@@ -145,6 +149,10 @@ class LlmConfig(ServerConfig):
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
+        if self.row_mirror and not self.shared_memory:
+            raise ValueError("--row-mirror needs --shared-memory: that is how a shared host is proved")
+        if self.row_mirror and self.meeting().nodes > 1:
+            raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")
         if self.encoder_cert and not self.encoder_ca:
             raise ValueError("--encoder-cert needs --encoder-ca")
 

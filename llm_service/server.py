@@ -150,5 +150,6 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         session_share=config.session_share,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
+        row_mirror=config.row_mirror,
         log_level=config.log_level,
     )

@@ -36,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     session_share: float
     row_bytes: int
     row_levels: int
+    row_mirror: bool
     log_level: str
 
 

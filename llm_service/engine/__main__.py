@@ -19,7 +19,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
-from llm_service.engine.messages import Beat, Ready, ToEngine, Unable
+from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.structure import Matchers, Structures
@@ -30,7 +30,7 @@ from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
 from llm_service.worker.executor import BEAT_SECONDS, GroupExecutor, LoneExecutor
 from llm_service.worker.lead import lead, place_of
-from llm_service.worker.load import load_runner
+from llm_service.worker.load import load_runner, reachable
 from llm_service.worker.ranks import device_of
 
 
@@ -96,9 +96,17 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
         runner.row_bytes,
         Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)), wake.set),
     )
-    link.send(Ready(context=context, kv_blocks=blocks, devices=[place.device_name for place in places]))
+    link.send(
+        Ready(
+            context=context,
+            kv_blocks=blocks,
+            devices=[place.device_name for place in places],
+            reachable=reachable(settings, [device_of(place) for place in places]),
+        )
+    )
     threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()
-    pipeline = Pipeline(LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks))
+    executor = LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks)
+    pipeline = Pipeline(executor, lambda id, end: link.send(PullEnded(id, end)))
     return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
 
 

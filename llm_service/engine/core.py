@@ -28,7 +28,7 @@ from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.wake import Wake
-from llm_service.plan import StepResult
+from llm_service.plan import Pull, StepResult, Unmap, Vacate
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
@@ -118,6 +118,8 @@ class EngineCore:
             case Cool(sessions):
                 for session in sessions:
                     self._scheduler.blocks.cool(session)
+            case Pull() | Vacate() | Unmap():
+                self._pipeline.order(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
             case Inspect():

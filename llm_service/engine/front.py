@@ -29,6 +29,7 @@ from llm_service.engine.messages import (
     Placed,
     Prefilled,
     Prefills,
+    PullEnded,
     Ready,
     Released,
     Scored,
@@ -39,6 +40,8 @@ from llm_service.engine.messages import (
     Unable,
     Wanted,
 )
+from llm_service.engine.mirrors import Mirrors
+from llm_service.plan import MirrorOrder
 from llm_service.settings import EngineSettings
 
 Event = Started | Prefilled | Scored | Token
@@ -100,6 +103,7 @@ class EngineFront:
         self._first: asyncio.Future[Ready] | None = None
         self.ready: Ready | None = None
         self.latest = State()
+        self.mirrors = Mirrors(self._order)
 
     async def start(self) -> Ready:
         """Starts the engine and waits until it can serve.
@@ -152,6 +156,10 @@ class EngineFront:
         """Says that these sessions are over."""
         if sessions and self._child is not None:
             self._child.send(Cool(sessions))
+
+    def _order(self, order: MirrorOrder) -> None:
+        if self._child is not None:
+            self._child.send(order)
 
     async def state(self) -> State:
         """The engine's queues and counters; raises Unavailable while it is down."""
@@ -215,6 +223,7 @@ class EngineFront:
         for ticket in list(self._tickets.values()):
             ticket.fail(error)
             self._let_go(ticket.id)
+        self.mirrors.lost()
         for waiting in self._answers.values():
             while waiting:
                 if not (answer := waiting.popleft()).done():
@@ -245,18 +254,22 @@ class EngineFront:
                     answer.set_result(message)
             case Beat(state):
                 self.latest = state
-            case Ready() | Unable():
+            case Ready() | Unable() | PullEnded():
                 self._take_news(message)
 
     def _tell(self, id: int, event: Event) -> None:
         if ticket := self._tickets.get(id):
             ticket.put(event)
 
-    def _take_news(self, message: Ready | Unable) -> None:
-        """Whether the engine can serve."""
+    def _take_news(self, message: Ready | Unable | PullEnded) -> None:
+        """Whether the engine can serve; what came of an order for the mirrors."""
+        if isinstance(message, PullEnded):
+            self.mirrors.ended(message)
+            return
         first = self._first if self._first is not None and not self._first.done() else None
         if isinstance(message, Ready):
             self.ready = message
+            self.mirrors.opened(message.reachable)
             if first is not None:
                 first.set_result(message)
             self._on_ready(True)

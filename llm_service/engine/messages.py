@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from llm_service.plan import TokenLogprobs
+from llm_service.plan import Pull, TokenLogprobs, Unmap, Vacate
 from llm_service.request import Sampling
 from llm_service.settings import EngineSettings
 
@@ -76,15 +76,17 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
-ToEngine = EngineSettings | Add | Landed | Placed | Abort | Cool | Flush | Inspect
+ToEngine = EngineSettings | Add | Landed | Placed | Abort | Cool | Flush | Inspect | Pull | Vacate | Unmap
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The model is loaded and warm."""
+    """The model is loaded and warm. `reachable` are UUIDs of the devices whose memory all ranks can read, where they
+    keep mirrors of the row arena."""
 
     context: int
     kv_blocks: int
     devices: list[str]
+    reachable: list[str] = []
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
@@ -188,10 +190,31 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     state: State
 
 
+class PullEnded(msgspec.Struct, frozen=True, tag=True):
+    """What came of a `Pull`: `end` is a `plan.Pulled`."""
+
+    id: int
+    end: int
+
+
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """How many blocks were forgotten."""
 
     blocks: int
 
 
-FromEngine = Ready | Unable | Started | Wanted | Prefills | Scored | Tokens | Failed | Released | Beat | Flushed | State
+FromEngine = (
+    Ready
+    | Unable
+    | Started
+    | Wanted
+    | Prefills
+    | Scored
+    | Tokens
+    | Failed
+    | Released
+    | Beat
+    | PullEnded
+    | Flushed
+    | State
+)

@@ -13,12 +13,13 @@ vain for each sequence that ends."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import StepPlan, StepResult
+from llm_service.plan import MirrorOrder, Pull, Pulled, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -37,22 +38,33 @@ class Executor(Protocol):
         """Computes one step."""
         ...
 
+    def obey(self, order: MirrorOrder) -> Pulled:
+        """Has every rank do something to its mirror of the row arena."""
+        ...
+
 
 class Pipeline:
-    """Runs plans one after the other, in the order in which they were handed over.
+    """Runs plans one after the other, in the order in which they were handed over, and orders for the ranks' mirrors
+    between them.
 
-    `submit`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes.
+    `submit`, `order`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes,
+    which calls `on_pulled` for each `Pull`, with its id and what came of it.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, on_pulled: Callable[[int, Pulled], None] = lambda *_: None) -> None:
         self.beat_seconds = executor.beat_seconds
         self._executor = executor
-        self._plans: SimpleQueue[StepPlan | str] = SimpleQueue()
+        self._on_pulled = on_pulled
+        self._plans: SimpleQueue[StepPlan | MirrorOrder | str] = SimpleQueue()
         self._results: SimpleQueue[StepResult] = SimpleQueue()
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; what it carries over comes from the plan handed over before it."""
         self._plans.put(plan)
+
+    def order(self, order: MirrorOrder) -> None:
+        """Hands over an order, which is obeyed before every plan that is handed over later."""
+        self._plans.put(order)
 
     def collect(self) -> StepResult:
         """Waits for the result of the oldest plan that has not been collected."""
@@ -75,5 +87,9 @@ class Pipeline:
                 result = self._executor.run(order.filled(chosen))
                 chosen = result.tokens
                 self._results.put(msgspec.structs.replace(result, began=began, ended=time.perf_counter()))
-            else:
+            elif isinstance(order, str):
                 self._executor.beat()
+            else:
+                end = self._executor.obey(order)
+                if isinstance(order, Pull):
+                    self._on_pulled(order.id, end)

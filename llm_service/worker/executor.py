@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from llm_service.plan import StepPlan, StepResult
+from llm_service.layers.group import ALONE
+from llm_service.plan import MirrorOrder, Pulled, StepPlan, StepResult, ToRank
 from llm_service.worker.ranks import Ranks
 from llm_service.worker.runner import Runner
 
@@ -24,6 +25,10 @@ class LoneExecutor:
         """Computes one step."""
         return self._runner.run(plan)
 
+    def obey(self, order: MirrorOrder) -> Pulled:
+        """Does something to the mirror."""
+        return self._runner.arena.the_mirror.obey(order, ALONE.least)
+
     def beat(self) -> None:
         """There is no one to keep company."""
 
@@ -40,9 +45,14 @@ class GroupExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes one step on all ranks; raises RuntimeError where one is gone."""
-        self._ranks.tell(self._encode(plan))
+        self._ranks.tell(self._encode(ToRank(plan=plan)))
         self._ranks.share_rows(plan.rows, self._runner.arena)
         return self._runner.run(plan)
+
+    def obey(self, order: MirrorOrder) -> Pulled:
+        """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
+        self._ranks.tell(self._encode(ToRank(order=order)))
+        return self._runner.arena.the_mirror.obey(order, self._ranks.group.least)
 
     def beat(self) -> None:
         """Finds out at once, while there is nothing to compute, whether a rank has ended."""
@@ -50,10 +60,15 @@ class GroupExecutor:
 
 
 def follow(runner: Runner, ranks: Ranks) -> None:
-    """Another rank: computes its share of every plan until rank 0 is gone, which raises RuntimeError."""
-    decode = msgspec.msgpack.Decoder(StepPlan).decode
+    """Another rank: computes its share of every plan, and obeys every order, until rank 0 is gone, which raises
+    RuntimeError."""
+    decode = msgspec.msgpack.Decoder(ToRank).decode
     while True:
-        if message := ranks.hear():
-            plan = decode(message)
-            ranks.share_rows(plan.rows, runner.arena)
-            runner.forward(plan)
+        if not (message := ranks.hear()):
+            continue
+        told = decode(message)
+        if told.plan is not None:
+            ranks.share_rows(told.plan.rows, runner.arena)
+            runner.forward(told.plan)
+        if told.order is not None:
+            runner.arena.the_mirror.obey(told.order, ranks.group.least)

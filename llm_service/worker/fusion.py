@@ -24,6 +24,12 @@ class RowArena:
         self.mirror = mirror
 
     @property
+    def the_mirror(self) -> Mirror:
+        """The mirror, where it is known that there is one."""
+        assert self.mirror is not None, "an order for a mirror that there is not"
+        return self.mirror
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.levels * self.width * self.dtype.itemsize

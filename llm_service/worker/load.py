@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
+from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
 from llm_service.layers.attention.backend import CacheShape
@@ -20,6 +22,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
 from llm_service.worker.memory import Gauge, block_count, largest_step, one_token
+from llm_service.worker.mirror import Mirror
 from llm_service.worker.runner import Runner
 
 _log = log.get("load")
@@ -38,7 +41,9 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
-    arena = RowArena(memory.view, settings.row_levels, decoder.config.hidden_size, dtype)
+    width = decoder.config.hidden_size
+    mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
+    arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     plan, blocks = largest_step(settings)
@@ -58,6 +63,24 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     if graphs:
         _capture(runner, decoder, settings, group, min(context, blocks * settings.block_size))
     return runner
+
+
+def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:
+    """UUIDs of the devices whose memory every rank can read; none where ranks keep no mirror."""
+    return _memory(devices[0]).reachable(devices) if settings.row_mirror else []
+
+
+def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
+    row_bytes = settings.row_levels * width * dtype.itemsize
+    return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype)
+
+
+def _memory(device: torch.device) -> DeviceMemory:
+    """Raises CheckpointError where this device's memory cannot be shared."""
+    try:
+        return driver(device)
+    except DeviceMemoryError as error:
+        raise CheckpointError(f"--row-mirror: {error}") from error
 
 
 def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from llm_service.engine.messages import Abort, Add, Failed, Flush, Flushed, Insp
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.wake import Wake
-from llm_service.plan import Draw, StepPlan, StepResult
+from llm_service.plan import Draw, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap, Vacate
 from llm_service.request import Sampling
 from tests.unit.llm_service.simulated import EOS, ROW_BYTES, HashExecutor, Order, expected
 
@@ -33,13 +33,17 @@ class Recorder:
 
     def __init__(self) -> None:
         self.may_go = threading.Semaphore(0)
-        self.seen: list[list[int]] = []
+        self.seen: list[list[int] | MirrorOrder] = []
         self.beats = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         assert self.may_go.acquire(timeout=WAIT)
         self.seen.append(array("i", plan.token_ids).tolist())
         return StepResult([100 + len(self.seen)] * len(plan.draws), [None] * len(plan.draws))
+
+    def obey(self, order: MirrorOrder) -> Pulled:
+        self.seen.append(order)
+        return Pulled.DAMAGED
 
     def beat(self) -> None:
         self.beats += 1
@@ -72,6 +76,22 @@ def test_a_plan_is_handed_over_before_the_one_in_front_of_it_is_computed_and_get
         recorder.may_go.release(2)
         assert [pipeline.collect().tokens, pipeline.collect().tokens] == [[101], [102]]
     assert recorder.seen == [[7], [101]]
+
+
+def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_is_told() -> None:
+    recorder, told = Recorder(), list[tuple[int, Pulled]]()
+    pipeline = Pipeline(recorder, lambda id, end: told.append((id, end)))
+    pull = Pull(id=5, region="pool", handle=b"", source=0, target=0, size=64, row_sum=0)
+    recorder.may_go.release(2)
+    with deciding(pipeline):
+        pipeline.submit(plan(7, []))
+        for order in (Vacate(0, 64), pull, Unmap("pool")):
+            pipeline.order(order)
+        pipeline.submit(plan(0, [(0, 0)]))
+        assert pipeline.collect().tokens == [101]
+        pipeline.collect()
+    assert recorder.seen == [[7], Vacate(0, 64), pull, Unmap("pool"), [101]]
+    assert told == [(5, Pulled.DAMAGED)]
 
 
 def test_a_sign_of_life_comes_from_the_thread_that_computes() -> None:

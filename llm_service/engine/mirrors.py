@@ -1,0 +1,77 @@
+"""The front's side of the ranks' row mirrors (`worker/mirror`): orders to fill them, and what came of those.
+
+Orders reach every rank in the order in which they are given, before any step that is planned later. When the engine
+ends, its mirrors are gone with all that is in them; whoever keeps accounts of rows is told by `on_lost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from common.errors import DataLoss
+from llm_service.engine.messages import PullEnded
+from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+
+
+class Mirrors:
+    """`send` hands an order to the engine, or drops it where there is none."""
+
+    def __init__(self, send: Callable[[MirrorOrder], None]) -> None:
+        self.reachable: Sequence[str] = ()
+        self.on_lost: Callable[[], None] = lambda: None
+        self._send = send
+        self._ids = 0
+        self._waiting: dict[int, asyncio.Future[Pulled]] = {}
+
+    async def pull(self, *, region: str, handle: bytes, source: int, target: int, size: int, row_sum: int) -> Pulled:
+        """Has every rank copy rows; see `plan.Pull`. Not left before the ranks have answered, since they write.
+
+        Raises DataLoss where the engine ends meanwhile.
+        """
+        self._ids += 1
+        answer = self._waiting[self._ids] = asyncio.get_running_loop().create_future()
+        self._send(
+            Pull(
+                id=self._ids,
+                region=region,
+                handle=handle,
+                source=source,
+                target=target,
+                size=size,
+                row_sum=row_sum,
+            )
+        )
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            await asyncio.wait({answer})
+            raise
+
+    def vacate(self, offset: int, size: int) -> None:
+        """These bytes of the arena are given to new rows."""
+        if self.reachable:
+            self._send(Vacate(offset, size))
+
+    def unmap(self, region: str) -> None:
+        """A pool is gone."""
+        self._send(Unmap(region))
+
+    def opened(self, reachable: Sequence[str]) -> None:
+        """An engine is ready, whose ranks can all read the memory of these devices; none where they keep no mirrors."""
+        self.reachable = reachable
+
+    def ended(self, answer: PullEnded) -> None:
+        """The ranks have answered."""
+        if not (waiting := self._waiting.pop(answer.id)).done():
+            waiting.set_result(Pulled(answer.end))
+
+    def lost(self) -> None:
+        """The engine is gone."""
+        had, self.reachable = self.reachable, ()
+        while self._waiting:
+            _, answer = self._waiting.popitem()
+            answer.set_exception(DataLoss("the engine ended while rows were copied to it"))
+            answer.exception()  # whoever waited may have been cancelled
+        if had:
+            self.on_lost()
