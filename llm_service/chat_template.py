@@ -55,7 +55,7 @@ class ChatTemplate:
         """
         mark = f"\ue000{secrets.token_hex(8)}:"
         texts: list[str] = []
-        laid = [self._message(message, texts, mark) for message in messages]
+        laid = [self._message(index, message, texts, mark) for index, message in enumerate(messages)]
         try:
             rendered = self._template.render(messages=laid, add_generation_prompt=True, **self._variables)
         except _TEMPLATE_FAILURES as error:
@@ -65,10 +65,12 @@ class ChatTemplate:
         parts = re.split(f"{mark}(\\d+)\ue001", rendered)
         return [(texts[int(part)], True) if index % 2 else (part, False) for index, part in enumerate(parts) if part]
 
-    def _message(self, message: Message, texts: list[str], mark: str) -> dict[str, Any]:
+    def _message(self, index: int, message: Message, texts: list[str], mark: str) -> dict[str, Any]:
         if message.role not in ROLES:
             raise InvalidInput(
-                f"a message's role must be one of {', '.join(ROLES)}", reason="UNKNOWN_ROLE", field="chat.messages.role"
+                f"a message's role must be one of {', '.join(ROLES)}",
+                reason="UNKNOWN_ROLE",
+                field=f"chat.messages[{index}].role",
             )
         content: list[dict[str, str]] = []
         for part in message.parts:

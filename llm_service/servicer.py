@@ -32,6 +32,8 @@ _REASONS = {
     "structure": llm_pb2.FINISH_REASON_STRUCTURE,
 }
 
+_MOST_NAMES = 1024
+
 Context = grpc.aio.ServicerContext
 
 
@@ -84,6 +86,8 @@ class LlmServicer(LlmServiceServicer):
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
     ) -> llm_pb2.AbortResponse:
         """Ends requests by name."""
+        if len(request.request_ids) > _MOST_NAMES:
+            raise InvalidInput(f"more than {_MOST_NAMES} names", reason="TOO_MANY_NAMES", field="request_ids")
         return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, request.request_ids)))
 
     async def Tokenize(
@@ -100,7 +104,9 @@ class LlmServicer(LlmServiceServicer):
                 media: list[MediaItem] = []
                 chat = self._parts.requests.chat(request.chat, media)
                 if media:
-                    raise InvalidInput("media have no tokens before they are encoded", field="chat.messages")
+                    raise InvalidInput(
+                        "media have no tokens before they are encoded", reason="MEDIA_IN_TOKENIZE", field=media[0].field
+                    )
                 pieces = await asyncio.to_thread(prompts.pieces, chat, ())
                 ids = (await asyncio.to_thread(prompts.lay, pieces, ())).ids
             case _:

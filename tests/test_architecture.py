@@ -25,6 +25,7 @@ WIRE = (
     "common.grpc_*",
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
     "encoder_service.transports.*",
+    "llm_service.convert_sampling",
     "llm_service.encoders.*",
 )
 PROTOBUF = ("twinlens.v1.*", "google.protobuf.*", "google.rpc.*")

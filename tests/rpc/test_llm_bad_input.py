@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "no messages": (messages(), INVALID, "EMPTY_PROMPT", "chat.messages"),
     "an empty text": (asked(text("")), INVALID, "EMPTY_PROMPT", "text.prompt"),
     "no token ids": (asked(ids()), INVALID, "EMPTY_PROMPT", "tokens.ids"),
-    "an unknown role": (messages(v1.ChatMessage(role="tool")), INVALID, "UNKNOWN_ROLE", "chat.messages.role"),
+    "an unknown role": (messages(v1.ChatMessage(role="tool")), INVALID, "UNKNOWN_ROLE", "chat.messages[0].role"),
     "an empty part": (
         messages(v1.ChatMessage(role="user", parts=[v1.ChatPart()])),
         INVALID,
@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
         "chat.messages[0].parts[0]",
     ),
     "more text than is allowed": (asked(user("x" * ((1 << 20) + 1))), INVALID, "PROMPT_TOO_LONG", "chat.messages"),
-    "a prompt longer than the context": (asked(ids(*[5] * CONTEXT)), INVALID, "PROMPT_TOO_LONG", "input"),
+    "a prompt longer than the context": (asked(ids(*[5] * CONTEXT)), INVALID, "PROMPT_TOO_LONG", "tokens.ids"),
     "a token id outside the vocabulary": (asked(ids(5, VOCABULARY)), INVALID, "TOKEN_OUT_OF_RANGE", "tokens.ids"),
     "the largest token id that a message holds": (asked(ids(2**32 - 1)), INVALID, "TOKEN_OUT_OF_RANGE", "tokens.ids"),
     # placeholders
@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
         "sampling.logit_bias",
     ),
     "a bias that is no number": (sampled(logit_bias={1: NAN}), INVALID, "OUT_OF_RANGE", "sampling.logit_bias"),
-    # not served yet
+    # structures, and the rest
     "a schema too deep": (sampled(json_schema="{" * 1000), INVALID, "STRUCTURE_TOO_LARGE", "sampling.json_schema"),
     "a bad grammar": (sampled(grammar="start: nowhere"), INVALID, "BAD_STRUCTURE", "sampling.grammar"),
     "too many prompt logprobs": (
@@ -145,15 +145,24 @@ CASES: dict[str, Case] = {
         "sampling.prompt_logprobs",
     ),
     "a session id that is too long": (asked(text(), session_id="x" * 129), INVALID, "ID_TOO_LONG", "session_id"),
-    "audio": (pictured(modality=v1.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "UNIMPLEMENTED", f"{MEDIA}.modality"),
+    "audio": (pictured(modality=v1.MODALITY_AUDIO, data=b"x"), UNIMPLEMENTED, "NO_AUDIO", f"{MEDIA}.modality"),
+    # floods
+    "too many parts": (asked(user(*["x"] * 4097)), INVALID, "TOO_MANY_PARTS", "chat.messages"),
+    "too many stop tokens": (
+        sampled(stop_token_ids=[5] * 1025),
+        INVALID,
+        "TOO_MANY_TOKEN_IDS",
+        "sampling.stop_token_ids",
+    ),
+    "too many pictures of a text": (asked(text(media=(image(PICTURE),) * 19)), INVALID, "TOO_MANY_ITEMS", "media"),
     # names
     "an unknown model": (asked(text(), model="gpt-9"), NOT_FOUND, "UNKNOWN_MODEL", "model"),
     "a request id that is too long": (asked(text(), request_id="x" * 129), INVALID, "ID_TOO_LONG", "request_id"),
     "a salt that is too long": (asked(text(), cache_salt="x" * 129), INVALID, "ID_TOO_LONG", "cache_salt"),
     # media, through Generate
-    "media of no kind": (pictured(modality=0, data=PICTURE), INVALID, "UNKNOWN_MODALITY", f"{MEDIA}.modality"),
-    "media without content": (pictured(), INVALID, "EMPTY_MEDIA", MEDIA),
-    "too many pictures": (asked(user(*[image(PICTURE)] * 17)), INVALID, "TOO_MANY_MEDIA", "media"),
+    "media of no kind": (pictured(modality=0, data=PICTURE), INVALID, "BAD_MODALITY", f"{MEDIA}.modality"),
+    "media without content": (pictured(), INVALID, "NO_SOURCE", MEDIA),
+    "too many pictures": (asked(user(*[image(PICTURE)] * 17)), INVALID, "TOO_MANY_ITEMS", "media"),
     "an empty picture": (pictured(data=b""), INVALID, "MEDIA_EMPTY", f"{MEDIA}.data"),
     "a picture that is none": (pictured(data=b"<html>" * 100), INVALID, "MEDIA_FORMAT", MEDIA),
     "a truncated JPEG": (pictured(data=PHOTOGRAPH[: len(PHOTOGRAPH) // 2]), INVALID, "MEDIA_UNREADABLE", MEDIA),
@@ -252,6 +261,15 @@ def test_special_tokens_and_links_in_a_users_text_are_plain_text(qwen3: Pair, wo
 def test_what_cannot_be_tokenized_is_refused(qwen3: Pair, request_: v1.TokenizeRequest) -> None:
     with grpc.insecure_channel(qwen3.llm.address) as channel, pytest.raises(grpc.RpcError) as error:
         v1.LlmServiceStub(channel).Tokenize(request_, timeout=30)
+    assert error.value.code() is INVALID
+
+
+def test_a_flood_of_names_is_not_aborted(qwen3: Pair) -> None:
+    with grpc.insecure_channel(qwen3.llm.address) as channel:
+        stub = v1.LlmServiceStub(channel)
+        assert stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1024), timeout=30).aborted == 0
+        with pytest.raises(grpc.RpcError) as error:
+            stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1025), timeout=30)
     assert error.value.code() is INVALID
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.request import Key, MediaItem, Pixels, Rows, Url
+from llm_service.request import ChatPrompt, Key, MediaItem, Pixels, Rows, Url
 from twinlens import v1
 
 CONTEXT, VOCABULARY = 512, 600
@@ -135,11 +136,11 @@ def test_another_model_is_not_found_and_none_is_whichever_is_served() -> None:
     [
         (v1.GenerateRequest(), "EMPTY_PROMPT", "input"),
         (chat(v1.ChatPart(text="a"), v1.ChatPart()), "EMPTY_PART", "chat.messages[0].parts[1]"),
-        (chat(v1.ChatPart(media=v1.Media(data=b"x"))), "UNKNOWN_MODALITY", "chat.messages[0].parts[0].media.modality"),
-        (chat(v1.ChatPart(media=v1.Media(modality=77, data=b"x"))), "UNKNOWN_MODALITY", None),  # type: ignore[arg-type]
-        (chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_IMAGE))), "EMPTY_MEDIA", None),
-        (chat(*[v1.ChatPart(media=IMAGE)] * 17), "TOO_MANY_MEDIA", "media"),
-        (chat(*[v1.ChatPart(media=VIDEO)] * 3), "TOO_MANY_MEDIA", "media"),
+        (chat(v1.ChatPart(media=v1.Media(data=b"x"))), "BAD_MODALITY", "chat.messages[0].parts[0].media.modality"),
+        (chat(v1.ChatPart(media=v1.Media(modality=77, data=b"x"))), "BAD_MODALITY", None),  # type: ignore[arg-type]
+        (chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_IMAGE))), "NO_SOURCE", None),
+        (chat(*[v1.ChatPart(media=IMAGE)] * 17), "TOO_MANY_ITEMS", "media"),
+        (chat(*[v1.ChatPart(media=VIDEO)] * 3), "TOO_MANY_ITEMS", "media"),
         (chat(v1.ChatPart(text="x" * (1 << 20)), v1.ChatPart(text="x")), "PROMPT_TOO_LONG", "chat.messages"),
         (v1.GenerateRequest(text=v1.TextInput(prompt="é" * (1 << 19) + "x")), "PROMPT_TOO_LONG", "text.prompt"),
     ],
@@ -202,5 +203,48 @@ def test_a_checkpoint_that_does_not_sample_is_greedy_until_a_temperature_is_give
 
 def test_limits_are_options() -> None:
     reader = requests(max_images=1, max_choices=2, max_prompt_bytes=3)
-    assert refusal(chat(v1.ChatPart(media=IMAGE), v1.ChatPart(media=IMAGE)), reader).reason == "TOO_MANY_MEDIA"
+    assert refusal(chat(v1.ChatPart(media=IMAGE), v1.ChatPart(media=IMAGE)), reader).reason == "TOO_MANY_ITEMS"
     assert refusal(message(), reader).reason == "PROMPT_TOO_LONG"
+
+
+MANY = 300_000
+FLOODS = {
+    "messages": (v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage()] * MANY)), "TOO_MANY_PARTS"),
+    "empty parts": (chat(*[v1.ChatPart()] * MANY), "TOO_MANY_PARTS"),
+    "pictures in a text": (v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[IMAGE] * MANY)), "TOO_MANY_ITEMS"),
+    "pictures of no kind": (
+        v1.GenerateRequest(tokens=v1.TokensInput(ids=[1], media=[v1.Media()] * MANY)),
+        "TOO_MANY_ITEMS",
+    ),
+    "token ids": (v1.GenerateRequest(tokens=v1.TokensInput(ids=[VOCABULARY] * MANY)), "PROMPT_TOO_LONG"),
+    "stop texts": (message(stop=[""] * MANY), "TOO_MANY_STOPS"),
+    "stop tokens": (message(stop_token_ids=[VOCABULARY] * MANY), "TOO_MANY_TOKEN_IDS"),
+    "biases": (message(logit_bias=dict.fromkeys(range(VOCABULARY, VOCABULARY + MANY), 1.0)), "TOO_MANY_TOKEN_IDS"),
+    "choices": (message(choice=v1.Choice(options=[""] * MANY)), "STRUCTURE_TOO_LARGE"),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_is_counted_and_not_read(name: str) -> None:
+    """Each of its members is bad in itself, which is not what is said; and the answer comes in few steps."""
+    request, reason = FLOODS[name]
+    steps = 0
+
+    def trace(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(trace)
+    try:
+        error = refusal(request)
+    finally:
+        sys.setprofile(None)
+    assert error.reason == reason
+    assert steps < 1000
+
+
+def test_the_longest_conversation_that_is_allowed_is_read() -> None:
+    read = requests().read(chat(*[v1.ChatPart(text="x")] * 4096), None, CONTEXT)
+    assert isinstance(read.prompt, ChatPrompt)
+    assert len(read.prompt.messages[0].parts) == 4096
+    assert refusal(chat(*[v1.ChatPart(text="x")] * 4097)).reason == "TOO_MANY_PARTS"

@@ -184,7 +184,7 @@ def test_an_empty_prompt_is_refused(builder: PromptBuilder, prompt: Any) -> None
 
 @pytest.mark.parametrize("role", ["", "tool", "User", "assistant ", "<|im_end|>"])
 def test_an_unknown_role_is_refused(builder: PromptBuilder, role: str) -> None:
-    assert refused(builder, chat("hi", role=role), []) == ("UNKNOWN_ROLE", "chat.messages.role")
+    assert refused(builder, chat("hi", role=role), []) == ("UNKNOWN_ROLE", "chat.messages[0].role")
 
 
 def test_a_conversation_the_template_refuses_is_the_callers_fault() -> None:
