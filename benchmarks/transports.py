@@ -22,6 +22,7 @@ from common.grpc_calls import CallFrame
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports.base import Run
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
@@ -53,7 +54,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
         transport = self._link.choose(request.accepts, request.host)
-        async for run in transport.send(0, entry, 0, request.host):
+        async for run in transport.send(Run(0, entry.place, 0, entry.header.tokens), request.host):
             yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone())
 
@@ -77,10 +78,10 @@ async def serve() -> None:
     entries = []
     for number, size in enumerate(SIZES):
         tokens = size // LAYOUT.row_bytes
-        span = await store.reserve(tokens)
-        np.frombuffer(buffer.slice(span), "<u2")[:] = 0x3F80  # ones
+        place = await store.reserve(tokens)
+        np.frombuffer(buffer.slice(place.span), "<u2")[:] = 0x3F80  # ones
         header = Header(bytes([number]) * 32, Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
-        entries.append(store.commit(span, header, ""))
+        entries.append(store.commit(place, header, ""))
     async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60) as link:
         server = grpc.aio.server(interceptors=[CallFrame("")])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from common import tracing
 from common.errors import TwinlensError, Unavailable
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
+from encoder_service.delivery import Delivery
 from encoder_service.engine.encode import Encoder
-from encoder_service.engine.flight import Ticket
 from encoder_service.meters import Meters
 from encoder_service.streams import merged
-from encoder_service.transports.inline import Inline
 from encoder_service.transports.link import Link
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
 
 Context = grpc.aio.ServicerContext
-Events = AsyncGenerator[encoder_pb2.EncodeResponse | bytes, None]
-"""Messages; bytes are ones that are serialized already."""
-
-PROGRESS_SECONDS = 1.0
-"""A caller hears of a waiting item at least this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +55,10 @@ class EncoderServicer(EncoderServiceServicer):
         parts.link.choose(request.accepts, request.host)
         self._open_streams += 1
         try:
-            streams = [self._item(parts, request, index) for index in range(len(request.items))]
+            streams = [
+                Delivery(parts.encoder, parts.link, parts.meters, request, index).events()
+                for index in range(len(request.items))
+            ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
                     with _patience(parts.config.stall_seconds):
@@ -183,56 +178,6 @@ class EncoderServicer(EncoderServiceServicer):
             raise Unavailable("the encoder is starting", reason="STARTING")
         return self.parts
 
-    async def _item(self, parts: Parts, request: encoder_pb2.EncodeRequest, index: int) -> Events:
-        """One item's events; its failure is one of them."""
-        try:
-            item = convert.item(request.items[index], index, request.cache_salt, request.priority)
-            wanted = not request.header_only
-            async with (
-                parts.encoder.ticket(item, request.items[index].mime_type, rows=wanted) as ticket,
-                aclosing(self._ticket(parts, request, ticket, index)) as events,
-            ):
-                async for event in events:
-                    yield event
-        except TwinlensError as failure:
-            parts.meters.failed(failure.reason)
-            yield encoder_pb2.EncodeResponse(error=convert.error(index, failure))
-
-    async def _ticket(self, parts: Parts, request: encoder_pb2.EncodeRequest, ticket: Ticket, index: int) -> Events:
-        async with aclosing(_waiting(ticket.header(), ticket, index)) as events:
-            async for event in events:
-                yield event
-        header = await ticket.header()
-        yield encoder_pb2.EncodeResponse(
-            header=convert.header(index, header, parts.encoder.pipeline.layout, cached=ticket.cached)
-        )
-        timings = dict(ticket.timings)
-        if not request.header_only:
-            first = convert.first_row(request, index, header.tokens)
-            transport = parts.link.choose(request.accepts, request.host)
-            if isinstance(transport, Inline):
-                while first < header.tokens and not ticket.complete:
-                    async with aclosing(_waiting(ticket.more(first), ticket, index)) as events:
-                        async for event in events:
-                            yield event
-                    landed = ticket.landed
-                    for message in transport.landed(index, lambda: ticket.arriving, first, landed):
-                        yield message
-                    first = landed
-            async with aclosing(_waiting(ticket.ready(), ticket, index)) as events:
-                async for event in events:
-                    yield event
-            started = time.perf_counter()
-            async with aclosing(transport.send(index, ticket.entry, first, request.host)) as runs:
-                async for run in runs:
-                    yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
-            ended = time.perf_counter()
-            tracing.in_turn(ticket.timings, started - sum(ticket.timings.values()))
-            tracing.record([("transfer", started, ended)])
-            timings = {**ticket.timings, "transfer": ended - started}
-            parts.meters.served(timings)
-        yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone(item=index, timings=convert.timings(timings)))
-
     async def _prefetch(
         self, parts: Parts, request: encoder_pb2.PrefetchRequest, index: int
     ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
@@ -243,19 +188,6 @@ class EncoderServicer(EncoderServiceServicer):
             parts.meters.failed(failure.reason)
             return convert.error(index, failure)
         return convert.header(index, header, parts.encoder.pipeline.layout, cached=cached)
-
-
-async def _waiting(what: Awaitable[object], ticket: Ticket, index: int) -> Events:
-    """Says that an item is alive, every now and then, until `what` has come; raises what it raises."""
-    task = asyncio.ensure_future(what)
-    try:
-        while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
-            progress = encoder_pb2.EncodeProgress(item=index, stage=ticket.stage)
-            yield encoder_pb2.EncodeResponse(progress=progress)
-        task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends next
 
 
 @contextmanager

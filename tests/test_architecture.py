@@ -24,6 +24,7 @@ TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config")
 WIRE = (
     "common.grpc_*",
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
+    "encoder_service.delivery",
     "encoder_service.transports.*",
     "llm_service.convert_sampling",
     "llm_service.encoders.*",

@@ -152,7 +152,7 @@ class Encoder:
         entry = self._store.find(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
             self.counts["hits"] += rows
-            self._store.pin(entry)
+            self._store.pin(entry.place)
             ticket.found = entry
             return
         if isinstance(item.source, Key) and self._tier is None and _name(key, item) not in self._flights:
@@ -164,7 +164,7 @@ class Encoder:
         if flight is not None:
             self._leave(flight)
         elif found is not None:
-            self._store.unpin(found)
+            self._store.unpin(found.place)
 
     def _board(self, item: Item, key: bytes, *, rows: bool) -> Flight:
         name = _name(key, item)
@@ -189,7 +189,7 @@ class Encoder:
         if flight.tickets:
             return
         if flight.holds_entry:
-            self._store.unpin(flight.entry.result())
+            self._store.unpin(flight.entry.result().place)
         elif not flight.started and flight.task is not None:
             self._forget(flight)
             flight.task.cancel()
@@ -210,7 +210,7 @@ class Encoder:
         else:
             flight.arrive(entry)
             if not flight.tickets:
-                self._store.unpin(entry)
+                self._store.unpin(entry.place)
         finally:
             self._forget(flight)
             flight.fail(Internal("the media could not be encoded", reason="ENCODE_FAILED"))

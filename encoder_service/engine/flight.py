@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.arena import Range
 from common.errors import TwinlensError, Unavailable
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.progress import Progress
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.store import Entry, Place, Store
 from encoder_service.item import Header, Item
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ class Flight:
     priority: int = 0
     stage: str = "inspect"
     units: list[Unit] = field(default_factory=list)
-    place: Range | None = None
+    place: Place | None = None
     """Where its rows are being written; None before, and once that has failed."""
     landed: Progress = field(default_factory=Progress)
     """Rows that are there, from the first on; complete once the entry is."""
@@ -129,11 +128,6 @@ class Ticket:
             self.found = await self._heard(asyncio.shield(self.flight.entry))
 
     @property
-    def complete(self) -> bool:
-        """All rows are in the store, after `header`."""
-        return self.flight is None or self.flight.holds_entry
-
-    @property
     def landed(self) -> int:
         """Rows that are there, from the first on, after `header`."""
         return self.entry.header.tokens if self.flight is None else self.flight.landed.count
@@ -144,13 +138,13 @@ class Ticket:
             await self._heard(self.flight.landed.reach(first + 1))
 
     @property
-    def arriving(self) -> memoryview:
-        """Where the rows are, of which `landed` are there. Good until the caller next waits for anything; raises
-        Unavailable where the rest failed meanwhile."""
-        place = self.entry.span if self.flight is None else self.flight.place
+    def place(self) -> Place:
+        """Where the rows are, of which `landed` are there. Whoever reads them pins it before they wait for anything;
+        raises Unavailable where the rest failed meanwhile."""
+        place = self.entry.place if self.flight is None else self.flight.place
         if place is None:
             raise Unavailable("the rows could not be completed", reason="ENCODE_FAILED")
-        return self._store.buffer.slice(place)
+        return place
 
     @property
     def entry(self) -> Entry:
@@ -161,7 +155,7 @@ class Ticket:
     @contextmanager
     def rows(self) -> Iterator[memoryview]:
         """The rows' bytes, after `ready`."""
-        with self._store.pinned(self.entry) as data:
+        with self._store.pinned(self.entry.place) as data:
             yield data
 
     async def _heard(self, what: Awaitable[T]) -> T:

@@ -1,9 +1,9 @@
 """Leases: rows of the store that a reader outside this process copies, and how long they stay where they are.
 
-The stream that offers an item's rows takes the lease and holds it for the length of a `with` block. It ends early when
-the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`, then
-leaves the block. Whatever ends a lease first clears its number on the board, and only then takes the pin off: a reader
-that comes too late sees that it does.
+The stream that offers a run of rows takes a lease on their place and holds it for the length of a `with` block. It ends
+early when the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`,
+then leaves the block. Whatever ends a lease first clears its number on the board, and only then takes the pin off: a
+reader that comes too late sees that it does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from common.arena import Range
 from common.lease_board import LeaseBoard
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.store import Place, Store
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +27,14 @@ class Lease:
     owner: bytes
     slot: int
     number: int
-    entry: Entry
+    place: Place
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
 
     @property
     def span(self) -> Range:
         """Where the rows lie in the arena."""
-        return self.entry.span
+        return self.place.span
 
 
 class Leases:
@@ -55,13 +55,13 @@ class Leases:
         return self._board.has_room
 
     @contextmanager
-    def take(self, entry: Entry, owner: bytes) -> Iterator[Lease]:
-        """Pins an entry for a reader, for the length of the block at most. `has_room` must be true."""
+    def take(self, place: Place, owner: bytes) -> Iterator[Lease]:
+        """Pins a place for a reader, for the length of the block at most. `has_room` must be true."""
         posted = self._board.post()
         assert posted is not None, "no slot is free"
         slot, number = posted
-        lease = Lease(secrets.token_hex(8), owner, slot, number, entry)
-        self._store.pin(entry)
+        lease = Lease(secrets.token_hex(8), owner, slot, number, place)
+        self._store.pin(place)
         self._held[lease.name] = lease
         timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
         try:
@@ -101,6 +101,6 @@ class Leases:
         if self._held.pop(lease.name, None) is None:
             return False
         self._board.clear(lease.slot)  # before the pin: nothing may be written there while the number stands
-        self._store.unpin(lease.entry)
+        self._store.unpin(lease.place)
         lease.ended.set()
         return True

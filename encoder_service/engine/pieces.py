@@ -7,6 +7,7 @@ groups are being computed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from common.arena import Range
 from common.wire import RowLayout
@@ -42,14 +43,15 @@ class Pieces:
             for first, end in self._cut(frames, batch_patches):
                 await frames.reach(end * self._frames_per_group)
                 units.append(self._submit(first, end))
-            await asyncio.wait([unit.done for unit in units])
-            if errors := [error for unit in units if (error := unit.done.exception())]:
+            await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
+            if errors := _errors(units):
                 raise errors[0]
         finally:
             for unit in units:
                 self._dispatcher.withdraw(unit)
             if running := [unit.done for unit in units if not unit.done.done()]:
                 await asyncio.wait(running)
+            _errors(units)  # one is raised; nobody asks for the others
 
     def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:
         """Runs of frame groups [first, end). Smaller ones where frames are still to come: so work can begin, and what
@@ -92,3 +94,9 @@ class Pieces:
             tokens=(end - first) * tokens,
             rows=self._rows.offset + first * tokens * self._row_bytes,
         )
+
+
+def _errors(units: Iterable[Unit]) -> list[BaseException]:
+    """What units have failed with so far, in their order."""
+    ended = (unit.done for unit in units if unit.done.done() and not unit.done.cancelled())
+    return [error for done in ended if (error := done.exception())]

@@ -92,15 +92,15 @@ class Pipeline:
     async def keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
         """Makes room, has the rows written there, and turns them into an entry."""
         with self.timed(flight, "room"):
-            rows = await self.store.reserve(header.tokens)
-        flight.place = rows
+            place = await self.store.reserve(header.tokens)
+        flight.place = place
         try:
-            await write(rows)
+            await write(place.span)
         except BaseException:
             flight.place = None
-            self.store.abandon(rows)
+            self.store.abandon(place)
             raise
-        return self.store.commit(rows, header, flight.item.salt)
+        return self.store.commit(place, header, flight.item.salt)
 
     async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
         source = flight.item.source

@@ -215,7 +215,7 @@ class SharedTier:
             await self._set(server, name, _HEADER, tier_format.pack_header(header, salt, self._layout))
             return True
 
-        with self._store.pinned(entry) as rows:
+        with self._store.pinned(entry.place) as rows:
             return bool(await self.client.ask(put, seconds=_WRITE_SECONDS))
 
     async def _set(self, server: Any, name: str, field: str | bytes, value: bytes) -> None:

@@ -1,8 +1,9 @@
 """The store: computed rows by content key, in one arena, under a byte budget.
 
 An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Room is reserved before
-anything is computed, so that a batch that was started can always be written. Whoever pins an entry unpins it; whoever
-reserves room commits or abandons it.
+anything is computed, so that a batch that was started can always be written. Whoever reserves room commits or abandons
+it. Rows may be read where they are written, before their entry is whole: whoever pins a place, reserved or kept, unpins
+it, and until then nobody else gets those bytes, even if the rest of the rows never comes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,40 @@ from encoder_service.item import Header
 
 
 @dataclass(slots=True, eq=False)
+class Place:
+    """Room for one item's rows, and how many hold it: the one who writes them, until that is done, and readers.
+
+    It is `kept` once an entry has it: without pins it may then be evicted, in place of being free at once.
+    """
+
+    span: Range
+    pins: int = 1
+    kept: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Entry:
-    """Rows of one item: where they lie, what they are, whose they are, and how many are reading them."""
+    """Rows of one item: what they are, whose they are, and where they lie."""
 
     header: Header
     salt: bytes
-    span: Range
-    pins: int = 0
+    place: Place
+
+    @property
+    def span(self) -> Range:
+        """Their bytes in the arena."""
+        return self.place.span
+
+    @property
+    def pins(self) -> int:
+        """How many are reading them."""
+        return self.place.pins
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     size: int
-    future: asyncio.Future[Range]
+    future: asyncio.Future[Place]
 
 
 class Store:
@@ -43,7 +65,7 @@ class Store:
         self._row_bytes = row_bytes
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._reserved: set[Range] = set()
+        self._reserved: set[Place] = set()
         self._waiters: deque[_Waiter] = deque()
 
     def __len__(self) -> int:
@@ -76,29 +98,34 @@ class Store:
         return self._entries[key]
 
     @contextmanager
-    def pinned(self, entry: Entry) -> Iterator[memoryview]:
-        """The entry's bytes, which stay where they are for the length of the block."""
-        self.pin(entry)
+    def pinned(self, place: Place) -> Iterator[memoryview]:
+        """A place's bytes, which nobody else gets for the length of the block."""
+        self.pin(place)
         try:
-            yield self.buffer.slice(entry.span)
+            yield self.buffer.slice(place.span)
         finally:
-            self.unpin(entry)
+            self.unpin(place)
 
-    def pin(self, entry: Entry) -> None:
-        """Keeps an entry from being evicted, until `unpin`."""
-        entry.pins += 1
+    def pin(self, place: Place) -> None:
+        """Keeps a place from being evicted or given to others, until `unpin`. Somebody must hold it, or an entry."""
+        assert place.pins or place.kept, "this place is free"
+        place.pins += 1
 
-    def unpin(self, entry: Entry) -> None:
-        """Takes one pin off."""
-        assert entry.pins > 0, "this entry is not pinned"
-        entry.pins -= 1
-        if not entry.pins:
-            self._serve()
+    def unpin(self, place: Place) -> None:
+        """Takes one pin off; the last one frees a place that no entry has."""
+        assert place.pins > 0, "this place is not pinned"
+        place.pins -= 1
+        if place.pins:
+            return
+        if not place.kept:
+            self._reserved.remove(place)
+            self._ranges.free(place.span)
+        self._serve()
 
-    async def reserve(self, tokens: int) -> Range:
+    async def reserve(self, tokens: int) -> Place:
         """Room for an item's rows; evicts what it must, and waits its turn where everything is in use.
 
-        Owned by the caller until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
+        Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
         """
         size = tokens * self._row_bytes
         if size > self.capacity:
@@ -114,19 +141,19 @@ class Store:
             self._serve()
             raise
 
-    def commit(self, span: Range, header: Header, salt: str) -> Entry:
-        """Turns a reservation whose rows are written into an entry, which is returned pinned once."""
+    def commit(self, place: Place, header: Header, salt: str) -> Entry:
+        """Turns a reservation whose rows are written into an entry; the caller's pin stays on it."""
         assert header.key not in self._entries, "an entry is written once"
-        self._reserved.remove(span)
-        entry = Entry(header, salt_hash(salt), span, pins=1)
+        self._reserved.remove(place)
+        place.kept = True
+        entry = Entry(header, salt_hash(salt), place)
         self._entries[header.key] = entry
         return entry
 
-    def abandon(self, span: Range) -> None:
-        """Gives a reservation back."""
-        self._reserved.remove(span)
-        self._ranges.free(span)
-        self._serve()
+    def abandon(self, place: Place) -> None:
+        """Gives a reservation back; its bytes are free when those who read there have gone."""
+        assert not place.kept, "an entry has this place"
+        self.unpin(place)
 
     def flush(self) -> tuple[int, int]:
         """Forgets every entry that no one is reading, and gives its memory back: how many, and their bytes."""
@@ -142,7 +169,7 @@ class Store:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
-        spans = [entry.span for entry in self._entries.values()] + list(self._reserved)
+        spans = [place.span for place in (*(entry.place for entry in self._entries.values()), *self._reserved)]
         assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
         if idle:
             assert not self._reserved, "a reservation was neither committed nor abandoned"
@@ -155,8 +182,9 @@ class Store:
             if not waiter.future.done():
                 if (span := self._make_room(waiter.size)) is None:
                     return
-                self._reserved.add(span)
-                waiter.future.set_result(span)
+                place = Place(span)
+                self._reserved.add(place)
+                waiter.future.set_result(place)
             self._waiters.popleft()
 
     def _make_room(self, size: int) -> Range | None:

@@ -1,4 +1,4 @@
-"""What every transport can do: say whether it suits a caller, and turn an item's rows into messages."""
+"""What every transport can do: say whether it suits a caller, and bring a run of rows to it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from encoder_service.engine.store import Entry
+from encoder_service.engine.store import Place
 from twinlens.v1 import encoder_pb2
 
 Chunks = AsyncGenerator[encoder_pb2.EncodeRows | bytes, None]
 """Runs of rows, in order: messages, or whole `EncodeResponse`s that are serialized already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [first, end) of an item, which are computed; those after them may not be yet. Row 0 begins the `place`."""
+
+    item: int
+    place: Place
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -36,6 +46,10 @@ class Transport(Protocol):
         """Whether a caller has proved that it can take rows in this way, and there is room for it now."""
         ...
 
-    def send(self, item: int, entry: Entry, first: int, host: encoder_pb2.HostProof, /) -> Chunks:
-        """Rows from `first` on of an entry, which its caller keeps pinned until the generator has ended."""
+    def send(self, run: Run, host: encoder_pb2.HostProof, /) -> Chunks:
+        """Brings a run to a caller whom this way suits; ends when the caller needs its place no more.
+
+        The generator holds the place from its first step to its end, so that it may be read whatever becomes of the
+        item's other rows meanwhile. Several runs of one item may be sent, one after the other.
+        """
         ...

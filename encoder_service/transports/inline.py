@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from common.arena import SharedBuffer
 from common.row_frames import pack
 from common.wire import RowLayout
-from encoder_service.engine.store import Entry
-from encoder_service.transports.base import Chunks, Sent
+from encoder_service.engine.store import Store
+from encoder_service.transports.base import Chunks, Run, Sent
 from twinlens.v1 import encoder_pb2
 
 
@@ -17,8 +14,8 @@ class Inline:
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
 
-    def __init__(self, buffer: SharedBuffer, layout: RowLayout, sent: Sent) -> None:
-        self._buffer = buffer
+    def __init__(self, store: Store, layout: RowLayout, sent: Sent) -> None:
+        self._store = store
         self._layout = layout
         self._sent = sent
 
@@ -26,19 +23,10 @@ class Inline:
         """Always."""
         return True
 
-    def landed(self, item: int, rows: Callable[[], memoryview], first: int, end: int) -> Iterator[bytes]:
-        """Messages for rows [first, end) of an item that is not complete yet.
-
-        `rows` is asked anew for each message where they are: what goes on between two may have been their end.
-        """
+    async def send(self, run: Run, _host: encoder_pb2.HostProof) -> Chunks:
+        """A message for each chunk."""
         size = self._layout.row_bytes
-        for start, count in self._layout.chunks(first, end):
-            yield pack(item, start, count, rows()[start * size : (start + count) * size])
-            self._sent.add(self.number, count, count * size)
-
-    async def send(self, item: int, entry: Entry, first: int, _host: encoder_pb2.HostProof) -> Chunks:
-        """One message for each run of rows."""
-        size, data = self._layout.row_bytes, self._buffer.slice(entry.span)
-        for start, count in self._layout.chunks(first, entry.header.tokens):
-            yield pack(item, start, count, data[start * size : (start + count) * size])
-            self._sent.add(self.number, count, count * size)
+        with self._store.pinned(run.place) as data:
+            for first, count in self._layout.chunks(run.first, run.end):
+                yield pack(run.item, first, count, data[first * size : (first + count) * size])
+                self._sent.add(self.number, count, count * size)

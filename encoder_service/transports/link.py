@@ -38,7 +38,7 @@ class Link:
     ) -> AsyncIterator[Link]:
         """The link for the length of the block. Raises OSError where `folder` cannot hold a socket."""
         sent = Sent()
-        inline = Inline(store.buffer, layout, sent)
+        inline = Inline(store, layout, sent)
         if not shared_memory:
             yield cls([inline], sent, None, None)
             return
@@ -48,7 +48,7 @@ class Link:
             local = LocalSocket(folder, store.buffer, board.buffer, leases)
             local.start()
             try:
-                shared = SharedMemory(store.buffer, layout, leases, local, sent)
+                shared = SharedMemory(layout, leases, local, sent)
                 yield cls([shared, inline], sent, leases, local)
             finally:
                 await local.stop()

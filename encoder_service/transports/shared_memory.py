@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from common.arena import SharedBuffer
 from common.errors import Unavailable
 from common.wire import RowLayout
 from encoder_service.engine.leases import Leases
-from encoder_service.engine.store import Entry
-from encoder_service.transports.base import Chunks, Sent
+from encoder_service.transports.base import Chunks, Run, Sent
 from encoder_service.transports.local_socket import LocalSocket
 from twinlens.v1 import encoder_pb2
 
@@ -17,10 +15,7 @@ class SharedMemory:
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
 
-    def __init__(
-        self, buffer: SharedBuffer, layout: RowLayout, leases: Leases, socket: LocalSocket, sent: Sent
-    ) -> None:
-        self._buffer = buffer
+    def __init__(self, layout: RowLayout, leases: Leases, socket: LocalSocket, sent: Sent) -> None:
         self._layout = layout
         self._leases = leases
         self._socket = socket
@@ -30,27 +25,25 @@ class SharedMemory:
         """The caller has our memory mapped, and a lease can be had."""
         return self._socket.knows(host.grant) and self._leases.has_room
 
-    async def send(self, item: int, entry: Entry, first: int, host: encoder_pb2.HostProof) -> Chunks:
-        """One handle for all rows; ends when the reader has released them, or is gone.
+    async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
+        """One handle for the run; ends when the reader has released it, or is gone.
 
+        So a reader has one lease of an item at a time, and the rows that land while it copies are its next run.
         Raises Unavailable where the lease ended by its time alone.
         """
-        size = self._layout.row_bytes
-        count = entry.header.tokens - first
-        if not count:
-            return
-        with self._leases.take(entry, host.grant) as lease:
+        size, count = self._layout.row_bytes, run.end - run.first
+        with self._leases.take(run.place, host.grant) as lease:
             handle = encoder_pb2.RowsHandle(
                 transport=encoder_pb2.TRANSPORT_SHARED_MEMORY,
                 region=self._socket.name,
-                offset=lease.span.offset + first * size,
+                offset=lease.span.offset + run.first * size,
                 length=count * size,
                 lease=lease.name,
                 expires_ms=round(self._leases.seconds * 1000),
                 slot=lease.slot,
                 number=lease.number,
             )
-            yield encoder_pb2.EncodeRows(item=item, first_row=first, count=count, handle=handle)
+            yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
             await lease.ended.wait()
             if lease.expired:
                 raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")

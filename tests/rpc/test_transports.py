@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests import pictures
-from tests.launch import encoder_server, llm_server
+from tests.launch import Service, encoder_server, llm_server
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
 from tests.waiting import until
-from twinlens import EncoderClient, LlmClient, v1
+from twinlens import EncoderClient, LlmClient, user, v1
 
 FILES = [pictures.encoded(pictures.noise(96, 64 + 32 * n, 9_000 + n)) for n in range(4)]
 
@@ -92,6 +94,56 @@ def test_a_reader_that_is_killed_leaves_no_lease_and_the_next_one_is_served(chec
                 llm.process.kill()
             until(lambda: media.get_load().leases == 0, "no lease is left")
             until(lambda: quiet(media), "no stream is left")
+
+
+@contextmanager
+def one_worker_stopped(encoder: Service, number: int) -> Iterator[None]:
+    """One of the workers computes nothing."""
+    worker = sorted(encoder.children("encoder_service.worker"))[number]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def clip(seed: int) -> v1.ChatMessage:
+    """A question about a clip that two workers share: each computes half of its frame groups."""
+    block = v1.PixelBlock(data=pictures.frames(40, 320, 240, seed).tobytes(), frames=40, height=240, width=320)
+    options = v1.MediaOptions(max_pixels=40 * 320 * 240)
+    return user(v1.Media(modality=v1.MODALITY_VIDEO, pixels=block, options=options), "What happens?")
+
+
+def test_rows_of_a_video_are_read_before_its_last_group_is_computed(checkpoint: Path, inline: Pair) -> None:
+    """And a reader that is killed between the two leaves nothing behind."""
+    with (
+        encoder_server(checkpoint, **ENCODER_FLAGS, workers=2) as encoder,
+        EncoderClient(encoder.address) as media,
+    ):
+        for number, killed in ((0, False), (1, False), (1, True)):
+            with ExitStack() as stack:
+                exit_code = None if killed else 0
+                llm = stack.enter_context(llm_server(checkpoint, encoder.address, exit_code=exit_code, **LLM_FLAGS))
+                text = stack.enter_context(LlmClient(llm.address))
+                until(lambda text=text: text.get_load().encoders[0].shared_memory, "memory is shared")
+                question, calls = asked(clip(9_500 + 10 * number + killed)), media.get_load().vit_calls
+                with one_worker_stopped(encoder, number):
+                    stream = text.generate(question, timeout=120)
+                    until(lambda calls=calls: media.get_load().vit_calls == calls + 1, "half of it is computed")
+                    if number:  # the stopped worker has the second half
+                        until(lambda text=text: text.get_load().rows_shared > 0, "half of it has landed")
+                    half = text.get_load().rows_shared
+                    assert (media.get_load().running_items, text.get_load().generated_tokens) == (1, 0)
+                    if killed:
+                        llm.process.kill()
+                        until(lambda: media.get_load().open_streams == 0, "no stream is left")
+                        assert media.get_load().leases == 0
+                        continue
+                early = [token for event in stream for token in event.delta.token_ids]
+                assert early == tokens(inline.text, question)
+                assert half == (text.get_load().rows_shared // 2 if number else 0)
+        until(lambda: quiet(media), "nothing runs")
+        assert media.get_load().leases == 0
 
 
 def test_two_ranks_receive_each_row_once(checkpoint: Path, inline: Pair) -> None:

@@ -11,7 +11,7 @@ import pytest
 from common.arena import SharedBuffer
 from common.lease_board import LeaseBoard
 from encoder_service.engine.leases import Lease, Leases
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.store import Entry, Place, Store
 from encoder_service.item import Grid, Header, Modality
 
 ROW = 64
@@ -34,7 +34,7 @@ async def bench() -> AsyncIterator[Bench]:
     buffer, board = SharedBuffer.create("test", 16 * ROW), LeaseBoard(2)
     store = Store(buffer, ROW)
     entry = store.commit(await store.reserve(4), Header(b"key", Modality.IMAGE, Grid(1, 2, 8), 4), "")
-    store.unpin(entry)
+    store.unpin(entry.place)
     leases = Leases(store, board, seconds=60)
     yield Bench(store, board, leases, entry)
     leases.check_idle()
@@ -44,7 +44,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_leased_entry_is_pinned_and_posted_until_the_block_ends(bench: Bench) -> None:
-    with bench.leases.take(bench.entry, b"reader") as lease:
+    with bench.leases.take(bench.entry.place, b"reader") as lease:
         assert lease.span == bench.entry.span
         assert bench.entry.pins == 1
         assert bench.stands(lease)
@@ -54,12 +54,13 @@ async def test_a_leased_entry_is_pinned_and_posted_until_the_block_ends(bench: B
 
 
 async def test_an_error_in_the_block_gives_the_lease_back(bench: Bench) -> None:
-    with pytest.raises(RuntimeError), bench.leases.take(bench.entry, b"reader"):
+    with pytest.raises(RuntimeError), bench.leases.take(bench.entry.place, b"reader"):
         raise RuntimeError
 
 
 async def test_a_reader_releases_by_number_and_a_caller_by_name(bench: Bench) -> None:
-    with bench.leases.take(bench.entry, b"reader") as first, bench.leases.take(bench.entry, b"reader") as second:
+    take, place = bench.leases.take, bench.entry.place
+    with take(place, b"reader") as first, take(place, b"reader") as second:
         bench.leases.release_number(first.number, b"another reader")
         assert not first.ended.is_set()
         bench.leases.release_number(first.number, b"reader")
@@ -73,7 +74,7 @@ async def test_a_reader_releases_by_number_and_a_caller_by_name(bench: Bench) ->
 
 
 async def test_a_reader_that_is_gone_keeps_nothing(bench: Bench) -> None:
-    with bench.leases.take(bench.entry, b"gone") as gone, bench.leases.take(bench.entry, b"here") as here:
+    with bench.leases.take(bench.entry.place, b"gone") as gone, bench.leases.take(bench.entry.place, b"here") as here:
         bench.leases.drop(b"gone")
         assert gone.ended.is_set()
         assert not here.ended.is_set()
@@ -82,7 +83,7 @@ async def test_a_reader_that_is_gone_keeps_nothing(bench: Bench) -> None:
 
 async def test_a_lease_ends_by_its_time_and_says_so(bench: Bench) -> None:
     short = Leases(bench.store, bench.board, seconds=0.01)
-    with short.take(bench.entry, b"asleep") as lease:
+    with short.take(bench.entry.place, b"asleep") as lease:
         await asyncio.wait_for(lease.ended.wait(), 10)
         assert lease.expired
         assert not bench.stands(lease)
@@ -95,16 +96,16 @@ async def test_the_board_is_cleared_before_anyone_may_write_there(
     stood: list[bool] = []
     unpin = bench.store.unpin
 
-    def watched(entry: Entry) -> None:
+    def watched(place: Place) -> None:
         stood.append(bench.stands(lease))
-        unpin(entry)
+        unpin(place)
 
-    with bench.leases.take(bench.entry, b"reader") as lease:
+    with bench.leases.take(bench.entry.place, b"reader") as lease:
         monkeypatch.setattr(bench.store, "unpin", watched)
     assert stood == [False]
 
 
 async def test_past_the_board_there_is_no_room(bench: Bench) -> None:
-    with bench.leases.take(bench.entry, b"a"), bench.leases.take(bench.entry, b"b"):
+    with bench.leases.take(bench.entry.place, b"a"), bench.leases.take(bench.entry.place, b"b"):
         assert not bench.leases.has_room
     assert bench.leases.has_room

@@ -18,6 +18,7 @@ from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports.base import Run as Sent
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import Run
 from llm_service.encoders.transports.shared_memory import Region
@@ -38,6 +39,9 @@ class Bench:
         self.entry = entry
         self.link = link
 
+    def run(self, first: int = 0, end: int = ROWS, item: int = 0) -> Sent:
+        return Sent(item, self.entry.place, first, end)
+
     @property
     def data(self) -> bytes:
         return bytes(self.store.buffer.slice(self.entry.span))
@@ -57,13 +61,13 @@ class Bench:
 async def bench(folder: str = "", lease_seconds: float = 60, shared_memory: bool = True) -> AsyncIterator[Bench]:
     buffer = SharedBuffer.create("test", 8 << 20)
     store = Store(buffer, LAYOUT.row_bytes)
-    span = await store.reserve(ROWS)
-    buffer.slice(span)[:] = np.random.default_rng(0).standard_normal(span.size // 4, np.float32).tobytes()
-    entry = store.commit(span, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
+    place = await store.reserve(ROWS)
+    buffer.slice(place.span)[:] = np.random.default_rng(0).standard_normal(place.span.size // 4, np.float32).tobytes()
+    entry = store.commit(place, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
     opened = Link.open(store, LAYOUT, shared_memory=shared_memory, folder=folder, lease_seconds=lease_seconds)
     async with opened as link:
         yield Bench(store, entry, link)
-    store.unpin(entry)
+    store.unpin(entry.place)
     store.check_integrity(idle=True)
     buffer.close()
 
@@ -72,7 +76,7 @@ async def test_inline_chunks_are_the_rows_from_the_first_that_is_wanted() -> Non
     async with bench() as b:
         transport = b.link.choose([], encoder_pb2.HostProof())
         assert transport.number == INLINE
-        frames = [unpack(run) async for run in transport.send(3, b.entry, 100, encoder_pb2.HostProof())]
+        frames = [unpack(run) async for run in transport.send(b.run(100, item=3), encoder_pb2.HostProof())]
         assert all(isinstance(frame, RowsFrame) and frame.item == 3 for frame in frames)
         assert b"".join(frame.data for frame in frames) == b.data[100 * LAYOUT.row_bytes :]
         assert b.link.sent.rows == {INLINE: ROWS - 100}
@@ -100,7 +104,7 @@ async def test_a_boot_id_of_another_host_rules_sharing_out() -> None:
 async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int, target: memoryview) -> list[int]:
     """Reads an entry's rows as a stream's reader does; the sizes of the pieces."""
     pieces: list[int] = []
-    async for message in b.link.choose([SHARED], host).send(0, b.entry, first, host):
+    async for message in b.link.choose([SHARED], host).send(b.run(first), host):
         assert isinstance(message, encoder_pb2.EncodeRows)
         run = Run(message.first_row, message.count, message.handle)
         assert region.takes(run)
@@ -126,7 +130,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
     """A reader that sleeps in the middle of its copy for longer than the lease."""
     async with bench(lease_seconds=0.05) as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        stream = b.link.choose([SHARED], host).send(b.run(), host)
         message = await anext(stream)
         run = Run(message.first_row, message.count, message.handle)
         await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
@@ -142,7 +146,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
 async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        stream = b.link.choose([SHARED], host).send(b.run(), host)
         await anext(stream)
         assert b.link.leases == 1
         region.close()
@@ -156,7 +160,7 @@ async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
 async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        stream = b.link.choose([SHARED], host).send(b.run(), host)
         message = await anext(stream)
         await stream.aclose()
         assert b.link.leases == 0
@@ -169,7 +173,7 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
 async def test_a_lease_can_be_released_by_its_name() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        stream = b.link.choose([SHARED], host).send(b.run(), host)
         message = await anext(stream)
         assert b.link.release(["unknown", message.handle.lease]) == 1
         with pytest.raises(StopAsyncIteration):
@@ -198,7 +202,7 @@ async def test_numbers_that_are_not_finite_are_refused() -> None:
 async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(0, b.entry, 0, host)
+        stream = b.link.choose([SHARED], host).send(b.run(), host)
         message = await anext(stream)
         handle = encoder_pb2.RowsHandle()
         handle.CopyFrom(message.handle)

@@ -28,17 +28,17 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
         assert (len(worker.batches), more.done(), header.grid.t) == (1, False, 2)
         worker.say(DONE)
         await more
-        assert (ticket.landed, ticket.complete) == (header.tokens // 2, False)
-        assert len(ticket.arriving) >= ticket.landed * 64
+        assert (ticket.landed, ticket.flight.holds_entry) == (header.tokens // 2, False)
+        assert ticket.place.span.size >= ticket.landed * 64
         rest = asyncio.create_task(ticket.more(ticket.landed))
         await turns(40)
         worker.say(DONE if good else BatchFailed(why="broken"))
         if good:
             await rest
             await ticket.ready()
-            assert (ticket.landed, ticket.complete) == (header.tokens, True)
+            assert (ticket.landed, ticket.flight.holds_entry) == (header.tokens, True)
         else:
             with pytest.raises(TwinlensError):
                 await rest
             with pytest.raises(TwinlensError):
-                _ = ticket.arriving
+                _ = ticket.place

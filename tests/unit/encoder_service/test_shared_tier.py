@@ -54,10 +54,10 @@ async def computed(made: SharedTier, store: Store, header: Header = HEADER, salt
     """Takes a turn, and puts the rows into the store as a worker would."""
     async with made.turn(header.key, salt) as turn:
         assert turn.found is None
-        span = await store.reserve(header.tokens)
-        store.buffer.slice(span)[:] = ROWS[: span.size]
-        turn.entry = store.commit(span, header, salt)
-    store.unpin(turn.entry)
+        place = await store.reserve(header.tokens)
+        store.buffer.slice(place.span)[:] = ROWS[: place.span.size]
+        turn.entry = store.commit(place, header, salt)
+    store.unpin(turn.entry.place)
 
 
 async def written(made: SharedTier, count: int = 1) -> None:
@@ -167,10 +167,10 @@ async def test_the_second_replica_waits_for_the_first_one_s_rows(server):
             waiting = asyncio.create_task(_turn(other))
             await asyncio.to_thread(_until_asked_twice, server)
             assert not waiting.done()
-            span = await store.reserve(TOKENS)
-            store.buffer.slice(span)[:] = ROWS
-            turn.entry = store.commit(span, HEADER, "")
-        store.unpin(turn.entry)
+            place = await store.reserve(TOKENS)
+            store.buffer.slice(place.span)[:] = ROWS
+            turn.entry = store.commit(place, HEADER, "")
+        store.unpin(turn.entry.place)
         assert await waiting == HEADER
         assert await loaded(other, HEADER) == ROWS
 

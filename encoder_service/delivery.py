@@ -1,0 +1,112 @@
+"""One item of an `Encode` call, from its message to its last: header, rows as they land, done, or its error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+
+from common import tracing
+from common.errors import TwinlensError
+from encoder_service import convert
+from encoder_service.engine.encode import Encoder
+from encoder_service.engine.flight import Ticket
+from encoder_service.meters import Meters
+from encoder_service.transports.base import Run
+from encoder_service.transports.link import Link
+from twinlens.v1 import encoder_pb2
+
+Events = AsyncGenerator[encoder_pb2.EncodeResponse | bytes, None]
+"""Messages; bytes are ones that are serialized already."""
+
+PROGRESS_SECONDS = 1.0
+"""A caller hears of a waiting item at least this often."""
+
+
+class Delivery:
+    """The item at `index` of a request. Rows leave in runs, each by the shortest way that is open when it leaves; while
+    one crosses, those that land behind it gather for the next."""
+
+    def __init__(
+        self, encoder: Encoder, link: Link, meters: Meters, request: encoder_pb2.EncodeRequest, index: int
+    ) -> None:
+        self._encoder = encoder
+        self._link = link
+        self._meters = meters
+        self._request = request
+        self._index = index
+        self._sending = 0.0
+
+    async def events(self) -> Events:
+        """The item's events; its failure is one of them."""
+        request, media = self._request, self._request.items[self._index]
+        try:
+            item = convert.item(media, self._index, request.cache_salt, request.priority)
+            async with (
+                self._encoder.ticket(item, media.mime_type, rows=not request.header_only) as ticket,
+                aclosing(self._told(ticket)) as events,
+            ):
+                async for event in events:
+                    yield event
+        except TwinlensError as failure:
+            self._meters.failed(failure.reason)
+            yield encoder_pb2.EncodeResponse(error=convert.error(self._index, failure))
+
+    async def _told(self, ticket: Ticket) -> Events:
+        async with aclosing(self._waiting(ticket.header(), ticket)) as events:
+            async for event in events:
+                yield event
+        header = await ticket.header()
+        yield encoder_pb2.EncodeResponse(
+            header=convert.header(self._index, header, self._encoder.pipeline.layout, cached=ticket.cached)
+        )
+        timings = dict(ticket.timings)
+        if not self._request.header_only:
+            async with aclosing(self._rows(ticket, header.tokens)) as events:
+                async for event in events:
+                    yield event
+            timings = {**ticket.timings, "transfer": self._sending}
+            self._meters.served(timings)
+        done = encoder_pb2.EncodeDone(item=self._index, timings=convert.timings(timings))
+        yield encoder_pb2.EncodeResponse(done=done)
+
+    async def _rows(self, ticket: Ticket, tokens: int) -> Events:
+        """Every row that the caller lacks; the first ones while a worker may still be computing the last."""
+        at = convert.first_row(self._request, self._index, tokens)
+        spans: list[tuple[str, float, float]] = []
+        while at < tokens:
+            async with aclosing(self._waiting(ticket.more(at), ticket)) as events:
+                async for event in events:
+                    yield event
+            run, started = Run(self._index, ticket.place, at, ticket.landed), time.perf_counter()
+            async with aclosing(self._sent(run)) as messages:
+                async for message in messages:
+                    yield message
+            spans.append(("transfer", started, time.perf_counter()))
+            at = run.end
+        async with aclosing(self._waiting(ticket.ready(), ticket)) as events:
+            async for event in events:
+                yield event
+        self._sending = sum(ended - started for _, started, ended in spans)
+        computed = spans[-1][1] if spans else time.perf_counter()
+        tracing.in_turn(ticket.timings, computed - sum(ticket.timings.values()))
+        tracing.record(spans)
+
+    async def _sent(self, run: Run) -> Events:
+        transport = self._link.choose(self._request.accepts, self._request.host)
+        async with aclosing(transport.send(run, self._request.host)) as chunks:
+            async for chunk in chunks:
+                yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
+
+    async def _waiting(self, what: Awaitable[object], ticket: Ticket) -> Events:
+        """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
+        task = asyncio.ensure_future(what)
+        try:
+            while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
+                progress = encoder_pb2.EncodeProgress(item=self._index, stage=ticket.stage)
+                yield encoder_pb2.EncodeResponse(progress=progress)
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends

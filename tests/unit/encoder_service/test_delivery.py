@@ -1,0 +1,190 @@
+"""Delivery of a video's rows by each transport: runs leave as they land, and what is held for a reader comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from common.arena import Range
+from common.row_frames import RowsFrame, unpack
+from encoder_service.delivery import Delivery, Events
+from encoder_service.engine import pieces
+from encoder_service.engine.encode import Encoder
+from encoder_service.transports.link import Link
+from encoder_service.worker.messages import BatchFailed
+from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.inline import Inline
+from llm_service.encoders.transports.shared_memory import Region
+from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
+from tests.unit.encoder_service.test_encode import LAYOUT, encoder
+from twinlens.v1 import encoder_pb2, media_pb2
+
+GROUPS = 4
+CLIP = media_pb2.Media(
+    modality=media_pb2.MODALITY_VIDEO,
+    pixels=media_pb2.PixelBlock(data=bytes(2 * GROUPS * 56 * 56 * 3), frames=2 * GROUPS, height=56, width=56),
+)
+TOKENS = GROUPS * 4
+
+
+class NoMeters:
+    def served(self, timings: object) -> None: ...
+    def failed(self, reason: str) -> None: ...
+
+
+@dataclass
+class Bench:
+    """An encoder whose worker answers when it is told to, one frame group at a time, and a caller of it."""
+
+    made: Encoder
+    worker: FakeChild
+    link: Link
+    reader: Region | Inline
+    host: encoder_pb2.HostProof
+    computed: int = 0
+
+    def events(self) -> Events:
+        """The stream of the clip, by the way that is tested alone."""
+        request = encoder_pb2.EncodeRequest(items=[CLIP], accepts=[self.reader.number], host=self.host)
+        return Delivery(self.made, self.link, NoMeters(), request, 0).events()  # type: ignore[arg-type]
+
+    async def compute(self) -> None:
+        """The worker computes the next frame group: rows that hold its number."""
+        await until(lambda: len(self.worker.batches) > self.computed)
+        (piece,) = self.worker.batches[self.computed].pieces
+        self.computed += 1
+        span = Range(piece.rows, piece.tokens * LAYOUT.row_bytes)
+        np.frombuffer(self.made.pipeline.store.buffer.slice(span), "<f4")[:] = self.computed
+        self.worker.say(DONE)
+
+    async def finish(self) -> None:
+        """The worker computes whatever it is still given."""
+        while self.computed < len(self.worker.batches) or self.made.pipeline.dispatcher.running:
+            await self.compute()
+            await turns(20)
+
+    async def computed_run(self, events: Events) -> Run:
+        """The next run of rows of a stream, for which the worker computes the next frame group."""
+        coming = asyncio.create_task(self.run(events))
+        await turns(10)
+        assert not coming.done(), "rows that nobody has computed"
+        await self.compute()
+        return await coming
+
+    async def run(self, events: Events) -> Run:
+        """The next run of rows of a stream."""
+        async for event in events:
+            if isinstance(event, bytes):
+                frame = unpack(event)
+                assert isinstance(frame, RowsFrame)
+                return Run(frame.first, frame.count, frame)
+            if event.HasField("rows"):
+                return Run(event.rows.first_row, event.rows.count, event.rows.handle)
+        raise AssertionError("the stream ended")
+
+    async def read(self, run: Run) -> bytes:
+        target = bytearray(run.count * LAYOUT.row_bytes)
+        assert sum([piece async for piece in self.reader.read(run, memoryview(target))]) == len(target)
+        return bytes(target)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await turns(1)
+
+
+def rows_of(*groups: int) -> bytes:
+    """What the rows of these frame groups hold."""
+    return b"".join(np.full(4 * LAYOUT.row_bytes // 4, group, "<f4").tobytes() for group in groups)
+
+
+@pytest.fixture(params=["inline", "shared memory"])
+async def bench(request, monkeypatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    async with opened(monkeypatch, shared=request.param == "shared memory") as each:
+        yield each
+
+
+@asynccontextmanager
+async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
+    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
+        opening = Link.open(made.pipeline.store, LAYOUT, shared_memory=True, folder="", lease_seconds=60)
+        async with opening as link:
+            host, reader = encoder_pb2.HostProof(), Inline(LAYOUT.dtype)
+            if shared:
+                socket = link.local_socket
+                assert socket is not None
+                reader = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
+                reader.prove(host)
+            bench = Bench(made, worker, link, reader, host)
+            yield bench
+            if isinstance(bench.reader, Region):
+                bench.reader.close()
+            await until(lambda: link.leases == 0)
+
+
+async def test_rows_cross_before_the_last_group_is_computed(bench: Bench) -> None:
+    async with aclosing(bench.events()) as events:
+        landed = b""
+        for group in range(1, GROUPS + 1):
+            run = await bench.computed_run(events)
+            assert (run.first, run.count) == (4 * (group - 1), 4)
+            landed += await bench.read(run)
+            assert len(bench.worker.batches) <= group + 1, "the worker is not ahead of what has crossed"
+        assert landed == rows_of(1, 2, 3, 4)
+        last = [event async for event in events]
+        assert last[-1].HasField("done")
+    assert bench.link.sent.rows == {bench.reader.number: TOKENS}
+
+
+async def test_what_lands_while_a_run_crosses_is_the_next_run(bench: Bench) -> None:
+    async with aclosing(bench.events()) as events:
+        first = await bench.computed_run(events)
+        await bench.finish()
+        landed = await bench.read(first) + await bench.read(await bench.run(events))
+        assert landed == rows_of(1, 2, 3, 4)
+
+
+async def test_a_run_can_be_read_to_its_end_when_the_rest_of_the_item_fails(bench: Bench) -> None:
+    """Nobody else is given the bytes meanwhile: what needs the whole store finds no room until the reader is done."""
+    store = bench.made.pipeline.store
+    async with aclosing(bench.events()) as events:
+        run = await bench.computed_run(events)
+        await until(lambda: len(bench.worker.batches) > 1)
+        bench.worker.say(BatchFailed(why="broken"))
+        bench.computed += 1
+        await bench.finish()
+        other = asyncio.create_task(store.reserve(store.capacity // LAYOUT.row_bytes))
+        await turns(10)
+        assert not other.done()
+        assert await bench.read(run) == rows_of(1)
+        last = [event async for event in events]
+        assert last[-1].HasField("error")
+        store.abandon(await other)
+
+
+async def test_a_stream_that_is_closed_between_two_groups_leaves_nothing(bench: Bench) -> None:
+    async with aclosing(bench.events()) as events:
+        await bench.computed_run(events)
+    assert bench.link.leases == 0
+    await bench.finish()  # a worker had begun on it, so it runs to its end
+
+
+async def test_a_reader_that_dies_in_the_middle_leaves_no_lease(monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    async with opened(monkeypatch, shared=True) as bench, aclosing(bench.events()) as events:
+        await bench.computed_run(events)
+        assert bench.link.leases == 1
+        bench.reader.close()
+        bench.reader = Inline(LAYOUT.dtype)
+        following = asyncio.create_task(bench.run(events))
+        await until(lambda: bench.link.leases == 0)
+        await bench.finish()
+        with pytest.raises(AssertionError, match="the stream ended"):  # the one way that was accepted is closed
+            await following
