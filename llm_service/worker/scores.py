@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,17 +26,16 @@ def score(hidden: Tensor, scores: list[Score], logits: Callable[[Tensor], Tensor
         for first in range(0, len(targets), _PLACES):
             part = targets[first : first + _PLACES]
             places = hidden[asked.at + first : asked.at + first + len(part)]
-            found.extend(_entries(logits(places).double().log_softmax(-1), part, asked.top))
+            found.extend(entries(logits(places).double().log_softmax(-1), part, [asked.top] * len(part)))
         out.append(found)
     return out
 
 
-def _entries(values: Tensor, targets: Tensor, top: int) -> list[TokenLogprobs]:
-    """values float64 [m, vocabulary], targets int64 [m] → the target's value and the `top` highest of each row."""
+def entries(values: Tensor, targets: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → of each row the target's, and the highest."""
     chosen = values.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
-    likeliest = values.topk(top)
-    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    likeliest = values.topk(max(tops, default=0))
+    found = zip(chosen, likeliest.indices.tolist(), likeliest.values.tolist(), tops, strict=True)
     return [
-        TokenLogprobs(own, list(zip(tokens, logprobs, strict=True)))
-        for own, (tokens, logprobs) in zip(chosen, pairs, strict=True)
+        TokenLogprobs(own, list(zip(tokens[:top], logprobs[:top], strict=True))) for own, tokens, logprobs, top in found
     ]

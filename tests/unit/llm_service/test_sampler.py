@@ -181,3 +181,41 @@ def test_a_token_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     alone = [sample(rows[n : n + 1], [draws[n]]).tokens[0] for n in range(6)]
     assert sample(rows, draws).tokens == alone
     assert sample(rows.flip(0), draws[::-1]).tokens == alone[::-1]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.38}])
+def test_tokens_as_likely_as_the_last_one_kept_stay(settings: dict[str, Any]) -> None:
+    row = torch.zeros(VOCABULARY)
+    row[[3, 20]] = 2.0
+    row[[5, 7, 15]] = 1.0  # the first of them is kept, so all are
+    given = shares(row, temperature=1.0, **settings)
+    assert given.nonzero().flatten().tolist() == [3, 5, 7, 15, 20]
+    assert torch.equal(given > 0, processed(row, TopKLogitsWarper(3)) > 0)
+
+
+def test_a_row_that_is_not_a_number_still_names_a_token_of_the_vocabulary() -> None:
+    rows = torch.full((2, VOCABULARY), torch.nan)
+    tokens = sample(rows, [Draw(at=0), Draw(at=0, temperature=1.0, top_p=0.9, uniform=0.7)]).tokens
+    assert all(0 <= token < VOCABULARY for token in tokens)
+
+
+def test_a_batch_of_everything_at_once_gives_what_each_gives_alone() -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.7, "banned": (1, 2)},
+        {"history": HISTORY, "output_from": 4, "frequency_penalty": 0.7},
+        {"temperature": 1.0, "history": HISTORY, "output_from": 4, "repetition_penalty": 1.4, "logprobs": 2},
+        {"temperature": 1.0, "logit_bias": {3: 4.0, 5: -4.0}, "logprobs": 0},
+        {"temperature": 1.0, "allowed": bytes([0b1010, 0, 0b11])},
+        {"allowed": bytes([0, 0xFF, 0]), "logprobs": 5},
+        {"temperature": 2.0, "top_k": 4, "min_p": 0.2, "logprobs": 1},
+    ]
+    draws = [Draw(at=0, uniform=uniform(n, 0, 0), **kinds[n % len(kinds)]) for n in range(150)]
+    rows = torch.stack([logits(seed) for seed in range(len(draws))])
+    untouched = rows.clone()
+    together = sample(rows, draws)
+    assert torch.equal(rows, untouched)
+    for n, draw in enumerate(draws):
+        alone = sample(rows[n : n + 1], [draw])
+        assert (together.tokens[n], together.logprobs[n]) == (alone.tokens[0], alone.logprobs[0])
