@@ -1,0 +1,93 @@
+"""The reasons that errors carry are those that docs/API.md lists, each with its status: no more, no fewer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import errors
+from tests.source_tree import Tree
+
+ROOT = Path(__file__).resolve().parent.parent
+STATUS = {kind.__name__: outcome.grpc.name for kind, outcome in errors.OUTCOMES.items()}
+DEFAULTS = {kind.__name__: kind.default_reason for kind in errors.OUTCOMES}
+WORD = re.compile(r"[A-Z0-9]+(_[A-Z0-9]+)*")
+ROW = re.compile(r"^\| ([A-Z_]+) \| `([A-Z0-9_]+)` \| .+ \|$", re.MULTILINE)
+
+Pair = tuple[str, str]
+
+
+def raised(tree: Tree) -> set[Pair]:
+    """(status, reason) of every error that is made in a tree of sources."""
+    modules = [module.syntax for name, module in tree.modules.items() if name != "common.errors"]
+    constants = {name: words for syntax in [*modules, _errors()] for name, words in _assigned(syntax) if name.isupper()}
+    return {pair for syntax in modules for pair in _made(syntax, constants | dict(_assigned(syntax)))}
+
+
+def _errors() -> ast.Module:
+    return ast.parse((ROOT / "common/errors.py").read_text())
+
+
+def _assigned(syntax: ast.Module) -> Iterator[tuple[str, set[str]]]:
+    """Names that are bound to reasons, in a module or a function: `reason = "A" if video else "B"`."""
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and (words := _words(node.value)):
+                yield target.id, words
+
+
+def _words(node: ast.expr) -> set[str]:
+    match node:
+        case ast.Constant(value=str(word)) if WORD.fullmatch(word):
+            return {word}
+        case ast.IfExp():
+            return _words(node.body) | _words(node.orelse)
+        case _:
+            return set()
+
+
+def _made(syntax: ast.Module, named: dict[str, set[str]]) -> Iterator[Pair]:
+    for call in ast.walk(syntax):
+        if not isinstance(call, ast.Call):
+            continue
+        name = ast.unparse(call.func).rpartition(".")[2]
+        if name in STATUS and call.args:
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == "reason"), None)
+            known = named.get(given.id, set()) if isinstance(given, ast.Name) else given and _words(given)
+            assert given is None or known, f"{ast.unparse(call)}: what is its reason?"
+            yield from ((STATUS[name], reason) for reason in known or {DEFAULTS[name]})
+        elif name == "_fail" and len(call.args) == 4:  # the scheduler's: a request, a code, a reason, a text
+            code = ast.unparse(call.args[1]).removeprefix("_")
+            yield from ((code, reason) for reason in _words(call.args[2]))
+
+
+def test_what_is_raised_is_what_is_documented() -> None:
+    listed = ROW.findall((ROOT / "docs/API.md").read_text())
+    assert len(listed) == len(set(listed)), "listed twice"
+    found = raised(Tree.read(ROOT, ("common", "encoder_service", "llm_service")))
+    assert {"raised, not listed": found - set(listed), "listed, not raised": set(listed) - found} == {
+        "raised, not listed": set(),
+        "listed, not raised": set(),
+    }
+
+
+def test_a_reason_is_found_wherever_it_stands() -> None:
+    sources = {
+        "common/a": "raise InvalidInput('no', reason='PLAIN')",
+        "common/b": "PLACE: Final = 'NAMED'",
+        "common/c": "from common.b import PLACE\nraise errors.Unavailable('no', reason=PLACE, field='x')",
+        "common/d": "def f(video):\n    reason = 'ONE' if video else 'OTHER'\n    raise NotFound('no', reason=reason)",
+        "common/e": "raise DataLoss('no')",
+        "common/f": "self._fail(id, _INVALID_ARGUMENT, 'COUNTED', 'no')",
+    }
+    assert raised(Tree.of(sources)) == {
+        ("INVALID_ARGUMENT", "PLAIN"),
+        ("UNAVAILABLE", "NAMED"),
+        ("NOT_FOUND", "ONE"),
+        ("NOT_FOUND", "OTHER"),
+        ("DATA_LOSS", "DATA_LOSS"),
+        ("INVALID_ARGUMENT", "COUNTED"),
+    }
