@@ -22,6 +22,8 @@ from twinlens import __version__
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
 
+_log = log.get("servicer")
+
 Context = grpc.aio.ServicerContext
 
 
@@ -53,6 +55,8 @@ class EncoderServicer(EncoderServiceServicer):
         convert.check_items(request.items, parts.config)
         convert.check_first_rows(request)
         parts.link.choose(request.accepts, request.host)
+        if request.attempt:
+            _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
         self._open_streams += 1
         try:
             streams = [
