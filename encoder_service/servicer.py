@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from common import log
 from common.errors import TwinlensError, Unavailable
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
