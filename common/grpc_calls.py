@@ -133,7 +133,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
             finally:
                 self.open_calls -= 1
                 seconds = round(time.perf_counter() - started, 4)
-                housekeeping = method not in _TRACED and code == "OK"  # services look after each other twice a second
+                # Services look after each other twice a second, from before they have started.
+                housekeeping = method not in _TRACED and code in ("OK", "STARTING")
                 (_log.debug if housekeeping else _log.info)("call", outcome=code, seconds=seconds)
 
 

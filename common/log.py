@@ -1,4 +1,5 @@
-"""Structured logs: one JSON object a line on standard error, with the request's id wherever one is known."""
+"""Structured logs on standard error, with the request's id wherever one is known: a JSON object a line, or, on a
+terminal, a line to be read by people."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ def configure(level: str, *, service: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            *_rendered(people=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def _rendered(*, people: bool) -> list[Any]:
+    if people:
+        return [structlog.dev.ConsoleRenderer()]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 
 def get(name: str) -> Any:

@@ -1,0 +1,69 @@
+"""What a line of the log looks like to programs, and to people at a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+
+from common import log
+
+
+class Screen(io.StringIO):
+    """A standard error that is, or is not, a terminal."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool, str], str]]:
+    """What is on the screen after a failure was logged there at a given level."""
+    before = structlog.get_config()
+
+    def write(terminal: bool, level: str) -> str:
+        screen = Screen(terminal=terminal)
+        monkeypatch.setattr("sys.stderr", screen)
+        log.configure(level, service="encoder")
+        with log.bound(request_id="r1"):
+            try:
+                raise ValueError("no such picture")
+            except ValueError:
+                log.get("media").exception("a picture was refused", size=3)
+            log.get("media").debug("small talk")
+        return screen.getvalue()
+
+    yield write
+    structlog.contextvars.clear_contextvars()
+    structlog.configure(**before)
+
+
+def test_programs_get_an_object_a_line_with_the_requests_id(written: Callable[[bool, str], str]) -> None:
+    (line,) = written(False, "info").splitlines()
+    entry = json.loads(line)
+    told = {name: entry[name] for name in ("service", "component", "event", "level", "request_id", "size")}
+    assert told == {
+        "service": "encoder",
+        "component": "media",
+        "event": "a picture was refused",
+        "level": "error",
+        "request_id": "r1",
+        "size": 3,
+    }
+    assert "ValueError: no such picture" in entry["exception"]
+    assert entry["timestamp"].endswith("Z")
+
+
+def test_people_get_lines_that_can_be_read(written: Callable[[bool, str], str]) -> None:
+    text = written(True, "debug")
+    assert "a picture was refused" in text
+    assert "no such picture" in text
+    assert "small talk" in text
+    assert not text.startswith("{")
