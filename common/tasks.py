@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 from common import log
@@ -33,3 +34,31 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+class Patience:
+    """`asyncio.timeout`, for what others send: where this loop stood still until after the time was up, what they sent
+    meanwhile is still to be read, and gets a moment more. Raises TimeoutError at the end of the block."""
+
+    _STALL = 0.2
+    _DOUBT = 0.5
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._seconds
+        self._timer = loop.call_at(due, self._over, loop, due)
+
+    def _over(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        now = loop.time()
+        self._limit.reschedule(now + self._DOUBT if now - due > self._STALL else now)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)

@@ -19,7 +19,8 @@ _RETRY_SHARE = 0.2
 _RESERVE = 64.0
 """Retries that are always there to be had: as many streams as may stand at an encoder when it dies."""
 
-_DEATHS = 2
+DEATHS = 2
+"""Encoders that died over an item, after which it is refused."""
 _QUARANTINE = 60.0
 _REMEMBERED = 1024
 
@@ -98,9 +99,9 @@ class Quarantine:
 
     def blame(self, identity: bytes) -> None:
         """An encoder that had begun on this item is gone."""
-        record = self._records.pop(identity, None)
-        deaths = record.deaths if record is not None and record.until > self._clock() else 0
-        self._records[identity] = _Record(deaths + 1, self._clock() + _QUARANTINE)
+        deaths = self.deaths(identity) + 1
+        self._records.pop(identity, None)
+        self._records[identity] = _Record(deaths, self._clock() + _QUARANTINE)
         while len(self._records) > _REMEMBERED:
             self._records.popitem(last=False)
 
@@ -108,7 +109,11 @@ class Quarantine:
         """An encoder has done this item."""
         self._records.pop(identity, None)
 
+    def deaths(self, identity: bytes) -> int:
+        """How many encoders have died over it lately, perhaps by chance."""
+        record = self._records.get(identity)
+        return record.deaths if record is not None and record.until > self._clock() else 0
+
     def holds(self, identity: bytes) -> bool:
         """Whether the item is to be refused."""
-        record = self._records.get(identity)
-        return record is not None and record.deaths >= _DEATHS and record.until > self._clock()
+        return self.deaths(identity) >= DEATHS

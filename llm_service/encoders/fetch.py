@@ -136,7 +136,7 @@ class Fetch:
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
         links, affinity = self._links, self._affinity
-        if links.pool.quarantine.holds(affinity):
+        if await links.pool.refuses(affinity):
             raise Internal("encoders have died over this item", reason="POISONED_ITEM", field=self.item.field)
         self._peer = None
         self._peer = peer = await links.pool.pick(affinity, self._tried)
@@ -188,7 +188,7 @@ class Fetch:
             return
         peer.breaker.failed(self._opened)
         if isinstance(error, Unavailable):
-            peer.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
+            peer.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
         _log.info("stream broke", address=peer.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS or not self._links.budget.spend():

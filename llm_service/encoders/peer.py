@@ -15,6 +15,7 @@ from common.grpc_channel import ChannelSecurity, open_channel
 from common.wire import RowLayout
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.convert import media_message
+from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
 from llm_service.encoders.stream import Call, EncodeStream, read_event
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.inline import Inline
@@ -24,7 +25,6 @@ from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _log = log.get("encoders")
-_CHECK_SECONDS = 0.5
 _CHECK_TIMEOUT = 2.0
 _ENCODE = "/twinlens.v1.EncoderService/Encode"
 
@@ -58,19 +58,17 @@ class Asking:
 
 
 class Peer:
-    """An encoder at one address. `watch` keeps `answers` true to life until it is cancelled."""
+    """An encoder at one address. `watch` keeps `health` true to life until it is cancelled."""
 
     def __init__(self, address: str, name: str, settings: LinkSettings, quarantine: Quarantine) -> None:
         self.address = address
         self.name = name
-        self.answers = False
+        self.health = Health(address, quarantine)
         self.in_flight = 0
         self.load = 0
         self.breaker = Breaker()
         self.region: Region | None = None
         self._settings = settings
-        self._quarantine = quarantine
-        self._at_its_end: set[bytes] = set()
         self._foreign = ""
         self._no_region: bytes = b""
         self._full_until = 0.0
@@ -83,12 +81,16 @@ class Peer:
             request_serializer=encoder_pb2.EncodeRequest.SerializeToString,
             response_deserializer=read_event,
         )
-        self._recheck = asyncio.Event()
 
     @property
     def usable(self) -> bool:
         """It answers, computes what we expect, and its streams hold."""
-        return self.answers and self.breaker.closed
+        return self.health.answers and self.breaker.closed
+
+    @property
+    def unsure(self) -> bool:
+        """It may answer as before: `Health.unsure`. For those who have nobody else to ask."""
+        return self.health.unsure and self.breaker.closed
 
     @property
     def full(self) -> bool:
@@ -97,22 +99,10 @@ class Peer:
 
     async def watch(self, changed: asyncio.Event) -> None:
         """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
-        while True:
-            self._recheck.clear()
-            answers = await self._check()
-            if answers != self.answers:
-                _log.info("encoder", address=self.address, usable=answers)
-            self.answers = answers
-            self._blame()
-            changed.set()
-            try:
-                async with asyncio.timeout(_CHECK_SECONDS):
-                    await self._recheck.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(_CHECK_SECONDS / 5)  # it has just been suspected: soon, but no storm of questions
+        await self.health.watch(self._check, changed)
 
-    async def _check(self) -> bool:
+    async def _check(self) -> Verdict:
+        began = time.monotonic()
         try:
             info = await self._stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
@@ -122,15 +112,24 @@ class Peer:
             )
         except grpc.aio.AioRpcError as error:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
-            return False
+            return self._failed(error.code(), began)
         self.load = load.queued_patches + load.running_patches
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
         if info.digest != self._settings.digest:
-            return False
+            return Verdict.GONE
         await self._map(info.local_socket)
-        return True
+        return Verdict.ANSWERS
+
+    def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
+        """What it means that a question, asked at `began`, failed: who is busy, and speaks on streams, is not gone."""
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.health.fits:
+            self.refused(CHECK_SECONDS)
+            return Verdict.ANSWERS
+        if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Verdict.GONE
+        return Verdict.ANSWERS if self.health.answers and self.health.heard > began else Verdict.LATE
 
     async def _map(self, socket: encoder_pb2.LocalSocket) -> None:
         """Tries to share memory with an encoder, once for each of its lives: on another host it cannot work."""
@@ -142,6 +141,8 @@ class Peer:
             region = await asyncio.to_thread(
                 Region.open, socket.name, settings.local_dir, socket.secret, settings.layout.dtype
             )
+        except TimeoutError:
+            return  # it has too much to do to greet anyone: the next check tries again
         except (OSError, ValueError) as error:
             self._no_region = socket.secret
             _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
@@ -153,27 +154,12 @@ class Peer:
     def _lost(self) -> None:
         """The encoder's process has ended."""
         self._unmap()
-        self.suspect()
+        self.health.suspect()
 
     def _unmap(self) -> None:
         if self.region is not None:
             self.region.close()
             self.region = None
-
-    def _blame(self) -> None:
-        """Where an encoder is gone, the items whose streams broke with it may be why."""
-        if not self.answers:
-            for identity in self._at_its_end:
-                self._quarantine.blame(identity)
-        self._at_its_end.clear()
-
-    def suspect(self, identity: bytes | None = None) -> None:
-        """Takes the encoder out of use until it has answered again, which is asked at once. `identity` is of an item
-        that it had begun on when the connection broke."""
-        self.answers = False
-        if identity is not None:
-            self._at_its_end.add(identity)
-        self._recheck.set()
 
     def refused(self, seconds: float) -> None:
         """It is full, and says when to ask again."""
@@ -205,6 +191,7 @@ class Peer:
                 field=item.field,
                 first=asking.first,
                 silence=settings.silence,
+                on_event=self.health.hear,
             )
         finally:
             self.in_flight -= 1

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from common import tasks
 from common.errors import Unavailable
-from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
 
@@ -79,10 +79,19 @@ class EncoderPool:
         if grace is None:
             await task
 
+    async def refuses(self, identity: bytes) -> bool:
+        """Whether two encoders have died over this item; where that is still in question it is waited for, so that no
+        third one does."""
+        suspects = [peer.health for peer in self.peers if peer.health.is_suspected_with(identity)]
+        if len(suspects) + self.quarantine.deaths(identity) >= DEATHS:
+            await asyncio.gather(*(health.judged() for health in suspects))
+        return self.quarantine.holds(identity)
+
     async def pick(self, identity: bytes, tried: Collection[str] = ()) -> Peer:
         """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one.
 
-        Raises Unavailable where none can be used for most of a second.
+        Where none can be used for most of a second, one is taken of which that is not certain. Raises Unavailable where
+        there is none of those either.
         """
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -90,7 +99,9 @@ class EncoderPool:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
+            usable = [peer for peer in self.peers if peer.usable or peer.unsure]
+            if not usable:
+                raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
         fresh = [peer for peer in usable if peer.address not in tried]
         return _choose(identity, fresh or usable)
 

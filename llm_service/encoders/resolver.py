@@ -15,7 +15,8 @@ _log = log.get("encoders")
 DNS = "dns:///"
 """What names that are to be looked up begin with."""
 FILE = "file://"
-"""What the path of a list begins with: one `host:port` a line; empty lines and comments after # are skipped."""
+"""What the path of a list begins with: one `host:port` a line; empty lines and comments after # are skipped. A list
+that names nobody counts as one that cannot be read: whoever writes a file makes it empty first."""
 
 
 class Resolver:
@@ -43,7 +44,10 @@ async def _read(source: str) -> dict[str, str]:
     if source.startswith(FILE):
         text = await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text, "utf-8")
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-        return {check_address(line): "" for line in lines if line}
+        found = {check_address(line): "" for line in lines if line}
+        if not found:
+            raise ValueError("the list is empty: somebody is writing it")
+        return found
     return {source: ""}
 
 

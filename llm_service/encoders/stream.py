@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from common import tasks
 from common.errors import Cancelled, DataLoss, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_calls import from_plain_status
 from common.grpc_channel import from_rpc_error, is_of_the_link
@@ -35,14 +35,22 @@ def read_event(message: bytes) -> Event:
 
 class EncodeStream:
     """An item's stream from row `first` on, which its opener closes. `silence` seconds without an event end it: an
-    encoder that is merely busy says every second that it is.
+    encoder that is merely busy says every second that it is. `on_event` is called for each event.
 
     `heard` tells whether the encoder has begun on the item; after the last row, `timings` holds the encoder's own
     seconds by stage.
     """
 
     def __init__(
-        self, call: Call, transports: Sequence[Transport], layout: RowLayout, *, field: str, first: int, silence: float
+        self,
+        call: Call,
+        transports: Sequence[Transport],
+        layout: RowLayout,
+        *,
+        field: str,
+        first: int,
+        silence: float,
+        on_event: Callable[[], None] = lambda: None,
     ) -> None:
         self._call = call
         self._transports = transports
@@ -50,6 +58,7 @@ class EncodeStream:
         self._field = field
         self._first = first
         self._silence = silence
+        self._on_event = on_event
         self.heard = False
         self.timings: dict[str, float] = {}
 
@@ -103,8 +112,9 @@ class EncodeStream:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
         while True:
             try:
-                async with asyncio.timeout(self._silence):
+                async with tasks.Patience(self._silence):
                     event = await self._call.read()
+                self._on_event()
             except grpc.aio.AioRpcError as error:
                 raise _ours(error) from error
             except TimeoutError as error:

@@ -86,10 +86,11 @@ def question(number: int) -> v1.GenerateRequest:
 
 @dataclass
 class Crowd:
-    """Callers that ask without a pause, and what came of it."""
+    """Callers that ask again and again, `pause` seconds after each answer, and what came of it."""
 
     client: LlmClient
     right: list[list[int]]
+    pause: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -123,6 +124,7 @@ class Crowd:
                 self.outcomes["right" if said == self.right[which] else f"wrong: {which}"] += 1
             except TwinlensError as error:
                 self.outcomes[f"{error.code.name} {error.reason}"] += 1
+            self.over.wait(self.pause)
 
 
 def more(count: Callable[[], int], than: int) -> Callable[[], bool]:

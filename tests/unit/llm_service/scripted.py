@@ -47,6 +47,7 @@ class Call:
     data: bytes
     request: v1.EncodeRequest
     context: Any
+    ending: asyncio.Task[None] | None = None
 
     async def header(self, **changes: Any) -> None:
         given = {
@@ -92,6 +93,20 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
     calls: list[Call] = field(default_factory=list)
     open: int = 0
     deadlines: list[float] = field(default_factory=list)
+    server: Any = None
+    begun: int = 0
+
+    def dies(self, calls: int = 1) -> Say:
+        """A line of a script: the encoder has begun on the item in so many calls, and ends with all of them."""
+
+        async def die(call: Call) -> None:
+            await call.header()
+            self.begun += 1
+            if self.begun == calls:
+                call.ending = asyncio.create_task(self.server.stop(None))
+            await asyncio.Event().wait()
+
+        return die
 
     async def GetInfo(self, request: Any, context: Any) -> v1.EncoderServiceGetInfoResponse:
         return v1.EncoderServiceGetInfoResponse(digest=self.digest)
@@ -165,6 +180,7 @@ async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0
             server = grpc.aio.server(interceptors=[CallFrame("")])
             v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
             encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            encoder.server = server
             await server.start()
             stack.push_async_callback(server.stop, None)
         store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)

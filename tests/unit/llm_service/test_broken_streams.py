@@ -23,6 +23,7 @@ from tests.unit.llm_service.scripted import (
     hangs_after_the_header,
     key_of,
     settled,
+    well,
 )
 from twinlens import v1
 
@@ -206,3 +207,33 @@ async def test_errors_that_callers_see_are_of_our_tree() -> None:
         with pytest.raises(TwinlensError) as error:
             await b.whole(b"picture")
         assert isinstance(error.value, Internal)
+
+
+async def test_an_item_over_which_two_encoders_have_died_kills_no_third_one() -> None:
+    async with bench(*(ScriptedEncoder() for _ in range(4))) as b:
+        await b.usable(4)
+        for encoder in b.encoders:
+            encoder.script = [encoder.dies()]
+        with pytest.raises(Internal) as error:
+            await b.whole(b"poison")
+        assert (error.value.reason, error.value.field) == ("POISONED_ITEM", "here[0]")
+        await b.usable(2)
+        asked = sum(len(encoder.calls) for encoder in b.encoders)
+        with pytest.raises(Internal):
+            await b.whole(b"poison")
+        assert sum(len(encoder.calls) for encoder in b.encoders) == asked == 2
+        for encoder in b.encoders:
+            encoder.script = [well]
+        assert await b.whole(b"picture") == content(b"picture")
+
+
+async def test_many_who_want_the_same_poison_kill_no_third_encoder_either() -> None:
+    async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
+        await b.usable(3)
+        first, _ = b.first_and_second(b"poison")
+        for encoder in b.encoders:  # after their headers the callers share one stream
+            encoder.script = [encoder.dies(8 if encoder is first else 1)]
+        ends = await asyncio.gather(*(b.whole(b"poison") for _ in range(8)), return_exceptions=True)
+        assert {type(end) for end in ends} == {Internal}
+        assert sum(bool(encoder.calls) for encoder in b.encoders) == 2
+        assert b.landing.counters.retries <= 8

@@ -18,18 +18,23 @@ SILENCE = 50.0
 
 
 class SlowCall:
-    """A call whose every event takes `seconds` to come, by the event loop's clock, which it puts forward."""
+    """A call whose every event takes `seconds` to come, by the event loop's clock, which it puts forward: second by
+    second, or all at once, as for a loop that stands still meanwhile."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, events: list[v1.EncodeResponse]) -> None:
-        self._seconds, self._events, self._passed = seconds, iter(events), 0.0
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, events: list[v1.EncodeResponse], *, stall: bool = False
+    ) -> None:
+        self._events, self._passed = iter(events), 0.0
+        self._steps = [seconds] if stall else [0.1] * round(10 * seconds)
         loop = asyncio.get_running_loop()
         time = loop.time
         monkeypatch.setattr(loop, "time", lambda: time() + self._passed)
 
     async def read(self) -> v1.EncodeResponse:
-        self._passed += self._seconds
-        for _ in range(3):  # timers whose time has come go off
-            await asyncio.sleep(0)
+        for step in self._steps:
+            self._passed += step
+            for _ in range(3):  # timers whose time has come go off
+                await asyncio.sleep(0)
         return next(self._events)
 
 
@@ -58,3 +63,9 @@ async def test_one_that_says_nothing_for_too_long_is_not(monkeypatch: pytest.Mon
     with pytest.raises(Unavailable) as error:
         _ = [count async for count, _ in stream(call).rows(target)]
     assert error.value.reason == "ENCODER_SILENT"
+
+
+async def test_a_loop_that_stood_still_reads_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
+    call = SlowCall(monkeypatch, 3 * SILENCE, busy(2), stall=True)
+    assert [count async for count, _ in stream(call).rows(target)] == [ROWS]

@@ -1,0 +1,110 @@
+"""Whether an encoder lives: asked again and again, and at once when a stream to it breaks.
+
+Three answers must be told apart, since under load the third looks like the second: it answers; nobody is there; nothing
+has come back in time. An encoder that was late once, or that is merely suspected, is not taken for dead: it is used
+where there is no other, and no item is blamed for its end, until the next question decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
+from time import monotonic
+
+from common import log
+from llm_service.encoders.breaker import Quarantine
+
+CHECK_SECONDS = 0.5
+"""From one question to the next."""
+_LATE = 2
+"""Questions in a row that were not answered in time after which an encoder is gone."""
+
+_log = log.get("encoders")
+
+
+class Verdict(Enum):
+    """What a question to an encoder has shown."""
+
+    ANSWERS = auto()
+    LATE = auto()
+    """Nothing came back in time: it is frozen, or it, or this process, has too much to do."""
+    GONE = auto()
+    """Nobody is there, or it computes something else."""
+
+
+class Health:
+    """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
+    has answered, with our digest, and has not been gone since; `heard` is when it last said something on a stream."""
+
+    def __init__(self, address: str, quarantine: Quarantine) -> None:
+        self.answers = False
+        self.fits = False
+        self.heard = 0.0
+        self._address = address
+        self._quarantine = quarantine
+        self._late = 0
+        self._at_its_end: set[bytes] = set()
+        self._recheck = asyncio.Event()
+        self._judged = asyncio.Event()
+        self._judged.set()
+
+    @property
+    def unsure(self) -> bool:
+        """It has answered, and nothing shows that it is gone."""
+        return self.fits and self._late < _LATE
+
+    async def watch(self, check: Callable[[], Awaitable[Verdict]], changed: asyncio.Event) -> None:
+        """Asks for ever; sets `changed` after each verdict."""
+        try:
+            while True:
+                self._recheck.clear()
+                verdict = await check()
+                if not self._recheck.is_set():  # else it was suspected meanwhile, and this says nothing of that
+                    self.judge(verdict)
+                    changed.set()
+                try:
+                    async with asyncio.timeout(CHECK_SECONDS):
+                        await self._recheck.wait()
+                except TimeoutError:
+                    continue
+                await asyncio.sleep(CHECK_SECONDS / 5)  # it has just been suspected: soon, but no storm of questions
+        finally:
+            self._judged.set()  # nobody may wait for a verdict that will not come
+
+    def judge(self, verdict: Verdict) -> None:
+        """Draws the conclusions. Where an encoder is gone, the items whose streams broke with it may be why."""
+        self._late = self._late + 1 if verdict is Verdict.LATE else 0
+        answers = verdict is Verdict.ANSWERS
+        if answers != self.answers:
+            _log.info("encoder", address=self._address, usable=answers, verdict=verdict.name)
+        self.answers = answers
+        if verdict is Verdict.LATE and self._late < _LATE:
+            return
+        self.fits = answers
+        if not answers:
+            for identity in self._at_its_end:
+                self._quarantine.blame(identity)
+        self._at_its_end.clear()
+        self._judged.set()
+
+    async def judged(self) -> None:
+        """Returns when it is known what became of an encoder that was suspected with an item."""
+        await self._judged.wait()
+
+    def is_suspected_with(self, identity: bytes) -> bool:
+        """Whether it is not known yet if the encoder died when the stream of this item broke."""
+        return identity in self._at_its_end
+
+    def suspect(self, identity: bytes | None = None) -> None:
+        """Takes the encoder out of use until it has answered again, which is asked at once. `identity` is of an item
+        that it had begun on when the connection broke."""
+        self.answers = False
+        if identity is not None:
+            self._at_its_end.add(identity)
+            self._judged.clear()
+        self._recheck.set()
+
+    def hear(self) -> None:
+        """It has said something on a stream."""
+        self.heard = monotonic()

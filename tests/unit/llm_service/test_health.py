@@ -1,0 +1,153 @@
+"""Whether an encoder lives: busy is not dead, what was known before a suspicion answers nothing, and who is blamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from common.errors import Unavailable
+from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.health import Health, Verdict
+from llm_service.encoders.peer import LinkSettings, Peer
+from llm_service.encoders.pool import EncoderPool
+from tests.unit.llm_service.scripted import DIGEST, LAYOUT
+
+ANSWERS, LATE, GONE = Verdict.ANSWERS, Verdict.LATE, Verdict.GONE
+ITEM = b"item"
+
+
+@pytest.fixture
+def quarantine() -> Quarantine:
+    return Quarantine()
+
+
+@pytest.fixture
+def health(quarantine: Quarantine) -> Health:
+    """Of an encoder that has answered."""
+    made = Health("here:1", quarantine)
+    made.judge(ANSWERS)
+    return made
+
+
+def test_one_that_never_answered_is_neither_used_nor_a_last_resort(quarantine: Quarantine) -> None:
+    new = Health("here:1", quarantine)
+    assert (new.answers, new.unsure) == (False, False)
+    new.judge(LATE)
+    assert (new.answers, new.unsure) == (False, False)
+
+
+def test_being_late_once_is_no_end_and_twice_is(health: Health) -> None:
+    health.judge(LATE)
+    assert (health.answers, health.unsure) == (False, True)
+    health.judge(ANSWERS)
+    health.judge(LATE)
+    assert (health.answers, health.unsure) == (False, True)
+    health.judge(LATE)
+    assert (health.answers, health.unsure) == (False, False)
+    health.judge(ANSWERS)
+    assert (health.answers, health.unsure) == (True, True)
+
+
+def test_one_that_is_gone_is_no_last_resort(health: Health) -> None:
+    health.suspect()
+    assert (health.answers, health.unsure) == (False, True)
+    health.judge(GONE)
+    assert (health.answers, health.unsure) == (False, False)
+
+
+def test_an_item_is_blamed_when_the_encoder_is_gone_and_not_while_it_is_late(
+    health: Health, quarantine: Quarantine
+) -> None:
+    health.suspect(ITEM)
+    health.judge(LATE)
+    assert not quarantine.deaths(ITEM)
+    health.judge(LATE)
+    assert quarantine.deaths(ITEM) == 1
+
+
+def test_an_item_whose_encoder_answers_after_all_is_not_blamed(health: Health, quarantine: Quarantine) -> None:
+    health.suspect(ITEM)
+    health.judge(ANSWERS)
+    health.judge(GONE)
+    assert not quarantine.deaths(ITEM)
+
+
+async def test_what_was_asked_before_a_suspicion_does_not_answer_it(health: Health, quarantine: Quarantine) -> None:
+    """The encoder answers a question and dies; a stream breaks before the answer is taken in."""
+    verdicts = iter([ANSWERS, GONE])
+    asked = asyncio.Event()
+
+    async def check() -> Verdict:
+        verdict = next(verdicts, None)
+        if verdict is ANSWERS:
+            health.suspect(ITEM)
+        elif verdict is None:
+            asked.set()
+            await asyncio.Event().wait()
+        return verdict
+
+    watching = asyncio.create_task(health.watch(check, asyncio.Event()))
+    await asked.wait()
+    await health.judged()
+    assert quarantine.deaths(ITEM) == 1
+    assert not health.answers
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(health: Health) -> None:
+    async def check() -> Verdict:
+        await asyncio.Event().wait()
+        return ANSWERS
+
+    watching = asyncio.create_task(health.watch(check, asyncio.Event()))
+    await asyncio.sleep(0)
+    health.suspect(ITEM)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await health.judged()
+
+
+@asynccontextmanager
+async def peer_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[EncoderPool, Peer]]:
+    """A pool that knows one encoder, which nobody watches."""
+    pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT))
+    peer = Peer("127.0.0.1:1", "", pool.settings, quarantine)
+    pool._peers[peer.address] = (peer, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
+    peer.health.judge(ANSWERS)
+    try:
+        yield pool, peer
+    finally:
+        await pool.stop()
+
+
+async def test_the_only_encoder_is_used_though_it_was_late_or_is_suspected(quarantine: Quarantine) -> None:
+    async with peer_of_a_pool(quarantine) as (pool, peer):
+        peer.health.judge(LATE)
+        assert not peer.usable
+        assert await pool.pick(ITEM) is peer
+        peer.health.judge(ANSWERS)
+        peer.health.suspect()
+        assert await pool.pick(ITEM) is peer
+        peer.health.judge(GONE)
+        with pytest.raises(Unavailable) as error:
+            await pool.pick(ITEM)
+        assert error.value.reason == "NO_ENCODER"
+
+
+async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it_cannot_be_busy(
+    quarantine: Quarantine,
+) -> None:
+    async with peer_of_a_pool(quarantine) as (_, peer):
+        assert peer._failed(grpc.StatusCode.RESOURCE_EXHAUSTED, 0.0) is ANSWERS
+        assert peer.full, "it is as good as it says: with too many calls, and left alone for a moment"
+        assert peer._failed(grpc.StatusCode.UNAVAILABLE, 0.0) is GONE
+        peer.health.hear()
+        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard - 1) is ANSWERS
+        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard + 1) is LATE
+        peer.health.suspect()
+        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard - 1) is LATE

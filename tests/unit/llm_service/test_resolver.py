@@ -1,0 +1,31 @@
+"""Where encoders are: lists and names that are read again, and what cannot be read stands for what it last said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_service.encoders.resolver import Resolver
+
+
+async def test_a_list_is_read_again_and_comments_are_skipped(tmp_path: Path) -> None:
+    listing = tmp_path / "encoders"
+    listing.write_text("10.0.0.1:7001\n\n# a comment\n10.0.0.2:7001  # another\n")
+    resolver = Resolver([f"file://{listing}", "10.0.0.9:7001"])
+    assert set(await resolver.resolve()) == {"10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.9:7001"}
+    listing.write_text("10.0.0.3:7001")
+    assert set(await resolver.resolve()) == {"10.0.0.3:7001", "10.0.0.9:7001"}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nobody\n", "no address\n", None], ids=repr)
+async def test_a_list_that_is_being_written_stands_for_what_it_last_said(tmp_path: Path, text: str | None) -> None:
+    listing = tmp_path / "encoders"
+    listing.write_text("10.0.0.1:7001\n")
+    resolver = Resolver([f"file://{listing}"])
+    assert set(await resolver.resolve()) == {"10.0.0.1:7001"}
+    if text is None:
+        listing.unlink()
+    else:
+        listing.write_text(text)
+    assert set(await resolver.resolve()) == {"10.0.0.1:7001"}
