@@ -197,10 +197,17 @@ class RowStore:
         self._freed.set()
         return before - self.used_bytes
 
-    def check_idle(self) -> None:
-        """Raises AssertionError unless every entry is whole cache that no one refers to."""
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where the index and the arena disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
-        assert set(self._idle) == set(self._entries), "an entry is still referred to"
+        kept = [self._entries[key] for key in self._idle]
+        assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
+        used = sum(self._size(entry.header) for entry in self._entries.values())
+        assert used <= self.used_bytes, "an entry has no place"
+        if idle:
+            assert len(kept) == len(self._entries), "an entry is still referred to"
+            assert used == self.used_bytes, "the place of an entry that failed was never given back"
+            assert not self._turn.locked(), "someone waits for an idle store"
 
     def close(self) -> None:
         """Unmaps the arena."""

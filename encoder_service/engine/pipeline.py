@@ -57,7 +57,17 @@ class Pipeline:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     async def plan(self, flight: Flight) -> Plan:
-        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
+        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows, or no memory can hold."""
+        plan = await self._plan(flight)
+        self.store.check_size(plan.tokens)
+        match flight.item.source:
+            case Pixels():
+                self.staging.check_size(plan.pixel_bytes)
+            case bytes() | bytearray() as encoded:
+                self.staging.check_size(len(encoded), plan.pixel_bytes)
+        return plan
+
+    async def _plan(self, flight: Flight) -> Plan:
         item, config = flight.item, self.config
         video = item.modality is Modality.VIDEO
         match item.source:

@@ -49,14 +49,18 @@ class Staging:
         """Bytes that are leased."""
         return self._ranges.used
 
+    def check_size(self, *sizes: int) -> None:
+        """Raises InvalidInput where ranges of these sizes are never free together."""
+        if sum(sizes) + 64 * len(sizes) > self._ranges.capacity:
+            raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
+
     @asynccontextmanager
     async def lease(self, *sizes: int) -> AsyncIterator[Lease]:
         """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing behind.
 
         Raises InvalidInput where the sizes are more than the whole arena: no waiting can help.
         """
-        if sum(sizes) + 64 * len(sizes) > self._ranges.capacity:
-            raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
+        self.check_size(*sizes)
         lease = Lease(self, await self._take(sizes))
         try:
             yield lease

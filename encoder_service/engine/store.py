@@ -122,15 +122,18 @@ class Store:
             self._ranges.free(place.span)
         self._serve()
 
+    def check_size(self, tokens: int) -> None:
+        """Raises InvalidInput where so many rows never fit."""
+        if tokens * self._row_bytes > self.capacity:
+            raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
+
     async def reserve(self, tokens: int) -> Place:
         """Room for an item's rows; evicts what it must, and waits its turn where everything is in use.
 
         Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
         """
-        size = tokens * self._row_bytes
-        if size > self.capacity:
-            raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
-        waiter = _Waiter(size, asyncio.get_running_loop().create_future())
+        self.check_size(tokens)
+        waiter = _Waiter(tokens * self._row_bytes, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self._serve()
         try:

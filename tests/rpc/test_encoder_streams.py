@@ -21,7 +21,7 @@ from tests.rpc.encoder_client import (
     new_picture,
 )
 from tests.waiting import until
-from twinlens.v1 import encoder_pb2
+from twinlens.v1 import encoder_pb2, encoder_pb2_grpc
 
 EXHAUSTED = 8
 
@@ -117,3 +117,23 @@ def test_a_stream_that_outlasts_the_grace_time_is_ended_and_the_service_ends_wel
             with pytest.raises(grpc.RpcError):
                 follow(stream, "done", found)
         assert service.process.wait(30) == 0
+
+
+def test_a_caller_who_takes_nothing_is_left_and_what_was_pinned_for_him_comes_back(checkpoints):
+    """His window is full after some kilobytes; sixteen pictures are megabytes."""
+    pictures_of_rows = [image(new_picture(600, 600)) for _ in range(16)]
+    with encoder_server(checkpoints("qwen3_vl"), stall_seconds=0.3) as service, Client(service) as client:
+        narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+        with grpc.insecure_channel(service.address, narrow) as channel:
+            request = encoder_pb2.EncodeRequest(items=pictures_of_rows)
+            stalled = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(request)
+            until(lambda: client.load().encoded_items > 0, "something is computed for him")
+            until(lambda: client.load().open_streams == 0, "he is left")
+            until(lambda: client.load().queued_items + client.load().running_items == 0, "nothing goes on for him")
+            with pytest.raises(grpc.RpcError) as ended:
+                list(stalled)
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        kept = client.load().store_entries
+        flushed = client.stub.FlushCache(encoder_pb2.EncoderServiceFlushCacheRequest())
+        assert flushed.entries == kept > 0, "none is pinned"
+        assert client.one(image(new_picture())).error is None

@@ -248,6 +248,19 @@ async def test_an_unforeseen_failure_is_ours_and_leaves_nothing(monkeypatch):
         assert "surprise" not in failure.value.message
 
 
+@pytest.mark.parametrize(
+    ("room", "reason"), [({"store_bytes": 192}, "ROWS_TOO_LARGE"), ({"staging": 16384}, "STAGING_TOO_SMALL")]
+)
+async def test_what_never_fits_is_refused_before_its_header_leaves_and_before_it_is_decoded(monkeypatch, room, reason):
+    decoders = FakeDecoders(SEEN)
+    async with encoder(monkeypatch, decoders=decoders, **room) as (made, worker):
+        async with made.ticket(item(), "", rows=True) as ticket:
+            with pytest.raises(InvalidInput) as refused:
+                await ticket.header()
+        assert (refused.value.reason, refused.value.field) == (reason, "items[0]")
+        assert (decoders.jobs, worker.batches) == (1, [])
+
+
 async def test_two_items_that_do_not_fit_together_go_one_after_the_other(monkeypatch):
     # Each needs 4 rows of 64 bytes in a store of 4 rows.
     async with encoder(monkeypatch, store_bytes=256) as (made, worker):

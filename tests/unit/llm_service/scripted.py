@@ -192,7 +192,7 @@ async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0
         yield Bench(list(encoders), store, pool, Landing(pool, store, 1.0))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         assert all(peer.in_flight == 0 for peer in pool.peers)
-        store.check_idle()
+        store.check_integrity(idle=True)
 
 
 class _Driven(v1.EncoderServiceServicer):

@@ -26,7 +26,7 @@ def header(name: str, tokens: int) -> MediaHeader:
 async def store() -> AsyncIterator[RowStore]:
     store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT)
     yield store
-    store.check_idle()
+    store.check_integrity(idle=True)
     store.close()
 
 
@@ -192,7 +192,7 @@ async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for
     wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
     with pytest.raises(Exhausted):
         await asyncio.wait_for(store.acquire(wide), 5)
-    store.check_idle()
+    store.check_integrity(idle=True)
     store.close()
 
 
@@ -271,7 +271,7 @@ async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     (entry,) = await store.acquire([header("newer", 16)])
     assert not store.knows(header("warm", 4).key), "but it goes"
     store.release(entry)
-    store.check_idle()
+    store.check_integrity(idle=True)
     store.close()
 
 
