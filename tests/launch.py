@@ -86,10 +86,12 @@ def launch(
 
 
 @contextlib.contextmanager
-def encoder_server(model: Path, *, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
+def encoder_server(
+    model: Path, *, exit_code: int | None = 0, module: str = "encoder_service", **flags: object
+) -> Iterator[Service]:
     """An encoder on a free port; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
     given = _flags(**{"model": model, "listen": "127.0.0.1:0", **flags})
-    with launch("encoder_service", *given, exit_code=exit_code) as service:
+    with launch(module, *given, exit_code=exit_code) as service:
         yield service
 
 

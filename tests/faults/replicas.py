@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests import pictures
 from tests.launch import Service, command_line, encoder_server
@@ -21,9 +22,9 @@ FILES = [pictures.encoded(pictures.noise(128 + 64 * (n % 3), 128 + 64 * (n % 4),
 
 
 class Replica:
-    """One encoder; after its first start it keeps its address."""
+    """One encoder; after its first start it keeps its address. `module` among its flags is another one to run."""
 
-    def __init__(self, checkpoint: Path, **flags: object) -> None:
+    def __init__(self, checkpoint: Path, **flags: Any) -> None:
         self._checkpoint = checkpoint
         self._flags = {**ENCODER_FLAGS, **flags}
         self._stack = ExitStack()
@@ -35,6 +36,16 @@ class Replica:
             encoder_server(self._checkpoint, exit_code=None, **{**self._flags, "listen": self.address})
         )
         self._service, self.address = service, service.address
+
+    @property
+    def alive(self) -> bool:
+        assert self._service is not None
+        return self._service.process.poll() is None
+
+    @property
+    def metrics(self) -> str:
+        assert self._service is not None
+        return self._service.metrics
 
     @property
     def pid(self) -> int:
@@ -65,7 +76,7 @@ class Replica:
 
 
 @contextmanager
-def replicas(checkpoint: Path, count: int, **flags: object) -> Iterator[list[Replica]]:
+def replicas(checkpoint: Path, count: int, **flags: Any) -> Iterator[list[Replica]]:
     """Encoders that run, for the length of the block."""
     with ExitStack() as stack:
         all_of_them = [Replica(checkpoint, **flags) for _ in range(count)]

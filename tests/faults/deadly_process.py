@@ -1,0 +1,27 @@
+"""An encoder whose process dies of one picture, once it has computed it: `python -m tests.faults.deadly_process`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from encoder_service.__main__ import main
+from encoder_service.engine.flight import Flight
+from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.store import Entry
+from encoder_service.item import Header, Plan
+from tests.faults import poison
+
+_compute = Pipeline.compute
+
+
+async def _compute_and_die(self: Pipeline, flight: Flight, plan: Plan, header: Header) -> Entry:
+    entry = await _compute(self, flight, plan, header)
+    if flight.item.source == poison.PICTURE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return entry
+
+
+if __name__ == "__main__":
+    Pipeline.compute = _compute_and_die  # type: ignore[method-assign]
+    main()

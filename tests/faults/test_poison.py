@@ -1,0 +1,83 @@
+"""A picture that ends whoever computes it: refused after one retry, remembered, and of no concern to anybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.faults import poison
+from tests.faults.replicas import Crowd, more, replicas
+from tests.faults.test_replicas import served
+from tests.rpc.pairs import about, answer, asked, usable
+from tests.scrape import scrape
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError
+
+CALLERS = 4
+DEATHS = "twinlens_encoder_worker_deaths_total"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+def refusal(client: LlmClient) -> str:
+    """Why a question about the poison is refused: it is INTERNAL, and names the picture."""
+    with pytest.raises(TwinlensError) as error:
+        answer(client, asked(about(poison.PICTURE)))
+    assert (error.value.code, error.value.retry_after) == (grpc.StatusCode.INTERNAL, None)
+    return error.value.reason
+
+
+def check_attempts(client: LlmClient) -> None:
+    """No storm: at most 1.2 streams for each item that was asked for."""
+    load = client.get_load()
+    assert load.encode_attempts <= 1.2 * (load.encode_attempts - load.encode_retries)
+
+
+def test_a_picture_that_ends_workers_is_refused_after_one_retry_and_hurts_nobody_else(checkpoint: Path) -> None:
+    flags = {"module": "tests.faults.deadly_workers", "workers": 2, "metrics_listen": "127.0.0.1:0"}
+    with replicas(checkpoint, 2, **flags) as both, served(checkpoint, *(each.address for each in both)) as client:
+
+        def deaths() -> float:
+            return sum(scrape(each.metrics)[DEATHS] for each in both)
+
+        crowd = Crowd.taught(client)
+        with crowd.asking(CALLERS):
+            until(more(crowd.answered, CALLERS), "they are in full swing", 120)
+            assert refusal(client) == "POISON_ITEM"
+            assert deaths() == 2
+            assert refusal(client) == "POISON_ITEM"
+            assert deaths() == 2, "it is not tried again"
+            until(more(crowd.answered, 16 * CALLERS), "the others are served", 120)
+        assert set(crowd.outcomes) == {"right"}
+        check_attempts(client)
+
+
+def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_nobody_else(checkpoint: Path) -> None:
+    with (
+        replicas(checkpoint, 3, module="tests.faults.deadly_process") as three,
+        served(checkpoint, *(each.address for each in three)) as client,
+    ):
+        crowd = Crowd.taught(client)
+        with crowd.asking(CALLERS):
+            until(more(crowd.answered, CALLERS), "they are in full swing", 120)
+            assert refusal(client) == "POISONED_ITEM"
+            assert usable(client, 1), "it has not reached the third one"
+            assert refusal(client) == "POISONED_ITEM"
+            assert usable(client, 1)
+            until(more(crowd.answered, 8 * CALLERS), "the third one serves the others", 120)
+            for replica in three:
+                if not replica.alive:
+                    replica.stop()
+                    replica.start()
+            until(lambda: usable(client, 3), "the others are back")
+            assert refusal(client) == "POISONED_ITEM"
+            assert usable(client, 3)
+            until(more(crowd.answered, 8 * CALLERS), "all of them serve", 120)
+        assert set(crowd.outcomes) == {"right"}
+        check_attempts(client)
