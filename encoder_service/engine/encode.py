@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from common import log, tasks
-from common.errors import Internal, NotFound, TwinlensError
+from common.errors import MEDIA_CHANGED, Internal, NotFound, TwinlensError, Unavailable
 from encoder_service.engine.admission import Admission, Seat
 from encoder_service.engine.content import Contents
 from encoder_service.engine.flight import Flight, Ticket
@@ -123,7 +123,8 @@ class Encoder:
         """Learns what an item is, and finds its entry or its flight."""
         item = ticket.item
         if isinstance(item.source, Url):
-            if item.source.key and await self._known(ticket, item.source.key, rows=rows):
+            bring = partial(self._bring, ticket, item.source.key, seat, mime_type)
+            if item.source.key and await self._known(ticket, item.source.key, bring, rows=rows):
                 return
             with ticket.timed("fetch", self.pipeline.seconds):
                 item = await self._contents.fetched(item, mime_type)
@@ -136,16 +137,27 @@ class Encoder:
         if ticket.flight is not None and ticket.flight.item is item:
             seat.weigh(item.size)
 
-    async def _known(self, ticket: Ticket, key: bytes, *, rows: bool) -> bool:
+    async def _known(self, ticket: Ticket, key: bytes, bring: Callable[[], Awaitable[Item]], *, rows: bool) -> bool:
         """What an address gave before is still here, so that it need not be fetched."""
         try:
             self._seek(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
             if ticket.flight is not None:
+                ticket.flight.bring = bring
                 await asyncio.shield(ticket.flight.header)
         except NotFound:
             self._disembark(ticket)
             return False
         return True
+
+    async def _bring(self, ticket: Ticket, key: bytes, seat: Seat, mime_type: str) -> Item:
+        """What the ticket's address gives, for everyone who was told that its rows are here; raises as
+        `Contents.fetched`, and Unavailable where it is something else by now."""
+        brought = await self._contents.fetched(ticket.item, mime_type)
+        if await self._contents.key(brought) != key:
+            raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=brought.field)
+        if ticket.flight is not None:  # its caller is still there
+            seat.weigh(brought.size)
+        return brought
 
     def _seek(self, ticket: Ticket, item: Item, key: bytes, *, rows: bool) -> None:
         """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""

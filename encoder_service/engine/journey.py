@@ -1,7 +1,7 @@
 """How a flight comes by its rows: from the shared tier where they are there, else by computing them.
 
 find in the tier ──found──► load ──► entry
-  │ not there                 │ lost on the way
+  │ not there                 │ lost on the way (what is known by its key alone is fetched again, if it has an address)
   ▼                           ▼
 plan ──► header ──► someone wants rows ──► our turn ──► compute ──► entry, offered to the tier
                                               └─ another replica was faster ──► load
@@ -35,7 +35,7 @@ class Journey:
         if tier is not None and (entry := await self._look(flight, tier)) is not None:
             return entry
         if isinstance(flight.item.source, Key):  # no one who has the content came while we looked
-            raise not_found(f"{flight.item.field}.key")
+            await self._bring(flight)
         self._pipeline.dispatcher.check(flight.key)
         plan = await self._pipeline.plan(flight)
         header = _header(flight, plan)
@@ -45,6 +45,16 @@ class Journey:
         if tier is None:
             return await self._compute(flight, plan, header)
         return await self._take_turn(flight, tier, plan, header)
+
+    async def _bring(self, flight: Flight) -> None:
+        """The content of a key that nobody has given. Only where its rows were told of, and are lost, is it fetched for
+        whoever was told: before that, those who know an address fetch it for themselves."""
+        if flight.bring is None or not flight.header.done():
+            raise not_found(f"{flight.item.field}.key")
+        with self._pipeline.timed(flight, "fetch"):
+            brought = await flight.bring()
+        if isinstance(flight.item.source, Key):
+            flight.item = brought
 
     async def _look(self, flight: Flight, tier: SharedTier) -> Entry | None:
         with self._pipeline.timed(flight, "shared"):

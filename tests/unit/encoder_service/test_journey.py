@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
+from contextlib import asynccontextmanager
 
 import pytest
 
-from common.errors import InvalidInput, NotFound, TwinlensError
-from encoder_service.item import Key
+from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
+from encoder_service.item import Key, Url
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
-from tests.unit.encoder_service.test_encode import LAYOUT, SEEN, encoder, item, rows
+from tests.unit.encoder_service.test_encode import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.waiting import until
 
 
@@ -74,6 +76,61 @@ async def test_rows_that_are_spoilt_on_the_way_are_computed(monkeypatch, server)
             client.hset(name, "0", b"\0" * (4 * LAYOUT.row_bytes + 4))
         assert not await rows(two, item())
         assert (len(worker.batches), two.tier_counts["garbage"], two.counts["hits"]) == (1, 1, 0)
+
+
+def address(number: int, key: bytes) -> Url:
+    """An address that gives a picture, and had this key before."""
+    return Url(f"data:image/png;base64,{base64.b64encode(PICTURES[number]).decode()}", key)
+
+
+async def lost(made, server, source: Url | Key, key: bytes) -> bool:
+    """Asks for what is known by its key, has the shared store lose the rows when the header is out, and waits for them;
+    whether rows came that fit the header."""
+    async with made.ticket(item(source=source), "", rows=False) as ticket:
+        header = await ticket.header()
+        assert header.key == key
+        with server.client() as client:
+            client.delete(*client.keys("twinlens:rows:*"))
+        async with made.ticket(item(source=Key(key)), "", rows=True) as wanting:
+            assert await wanting.header() == header
+            await wanting.ready()
+            return wanting.entry.header == header
+
+
+@asynccontextmanager
+async def shared_picture(monkeypatch, server):
+    """A replica that has computed nothing, its worker, and the key of picture 3, whose rows are in the shared store."""
+    async with (
+        encoder(monkeypatch, shared=server.url) as (one, _),
+        encoder(monkeypatch, shared=server.url) as (two, worker),
+    ):
+        await rows(one, item(3))
+        await written(one, 1)
+        async with one.ticket(item(3), "", rows=False) as ticket:
+            key = (await ticket.header()).key
+        yield two, worker, key
+
+
+async def test_rows_of_an_address_that_are_lost_after_the_header_are_fetched_and_computed(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, worker, key):
+        assert await lost(made, server, address(3, key), key)
+        assert len(worker.batches) == 1
+        assert await made.has([key], "") == [True]
+
+
+async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, worker, key):
+        with pytest.raises(Unavailable) as error:
+            await lost(made, server, address(4, key), key)
+        assert (error.value.reason, worker.batches) == ("MEDIA_CHANGED", [])
+        assert not await rows(made, item(source=address(4, key))), "the next one is right, and another item"
+        assert await made.has([key], "") == [False]
+
+
+async def test_a_key_alone_whose_rows_are_lost_after_the_header_is_not_found(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, _, key):
+        with pytest.raises(NotFound):
+            await lost(made, server, Key(key), key)
 
 
 @pytest.mark.parametrize("seed", range(15))
