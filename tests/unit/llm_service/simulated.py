@@ -1,16 +1,11 @@
-"""An engine without a model: the real scheduler over an executor whose KV cache holds hashes of what was computed.
-
-A slot holds a hash of everything up to its token: tokens, positions and media rows. A token is chosen from that hash,
-so what a request says is a function of its prompt alone, which `expected` gives without any cache or batch. A block
-that is shared, evicted or rewritten wrongly, a row that is read too early, or a chunk at the wrong place changes it.
-"""
+"""An engine without a model: the real scheduler over `hashed`'s executor, and a record of what every request said."""
 
 from __future__ import annotations
 
-import hashlib
+import random
 from array import array
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,65 +13,50 @@ import numpy as np
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
-from llm_service.engine.structure import Matcher
-from llm_service.engine.window import uniform
-from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import TokenLogprobs
 from llm_service.request import Sampling
-
-ROW_BYTES = 64
-VOCABULARY = 31
-EOS = 0
-PAD = 30
-"""The placeholder of a media row, which no text holds."""
-
-_ARENA_ROWS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """`rows` rows of picture `name`, standing at prompt positions `start`…; its rows may be cut into `runs`."""
-
-    name: int
-    start: int
-    rows: int
-    runs: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> bytes:
-        return hashlib.sha256(b"picture %d" % self.name).digest()
-
-    @property
-    def offset(self) -> int:
-        return self.name * _ARENA_ROWS * ROW_BYTES
-
-    def placed(self) -> list[tuple[int, int, int]]:
-        """(start, first row, count) of each run, with one text token between two runs."""
-        out, start, first = [], self.start, 0
-        for count in self.runs or (self.rows,):
-            out.append((start, first, count))
-            start, first = start + count + 1, first + count
-        return out
+from tests.unit.llm_service.hashed import (
+    EOS,
+    PAD,
+    ROW_BYTES,
+    HashExecutor,
+    Order,
+    Picture,
+    alternating,
+    expected,
+    expected_scores,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A request as tests write it."""
+def text(length: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt without media; prompts of one seed begin alike."""
+    return tuple(random.Random(seed).randrange(1, PAD) for _ in range(length))
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    pictures: tuple[Picture, ...] = ()
-    salt: str = ""
-    priority: int = 0
-    deadline: float | None = None
 
-    def rows_at(self) -> dict[int, int]:
-        """The arena row at each media position."""
-        return {
-            start + n: picture.offset // ROW_BYTES + first + n
-            for picture in self.pictures
-            for start, first, count in picture.placed()
-            for n in range(count)
-        }
+def order(
+    prompt: Seq[int], pictures: Seq[Picture] = (), *, salt: str = "", priority: int = 0, **sampling: object
+) -> Order:
+    """A greedy request for 4 tokens, unless said otherwise; media places become placeholders."""
+    ids = list(prompt)
+    for picture in pictures:
+        for start, _, count in picture.placed():
+            ids[start : start + count] = [PAD] * count
+    chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return Order(tuple(ids), Sampling(**chosen), tuple(pictures), salt, priority)
+
+
+def simulation(
+    *, blocks: int = 64, block_size: int = 4, max_running: int = 8, step_tokens: int = 32, **more: bool
+) -> Simulation:
+    return Simulation(blocks=blocks, block_size=block_size, max_running=max_running, step_tokens=step_tokens, **more)
+
+
+def run_until_over(engine: Simulation, id: int, most: int = 1000) -> None:
+    for _ in range(most):
+        if engine.outcomes[id].over:
+            return
+        assert engine.step() is not None, "the engine rests while a request waits"
+    raise AssertionError("a request does not end")
 
 
 @dataclass(slots=True)
@@ -98,138 +78,6 @@ class Outcome:
         return bool(self.failed) or self.aborted or all(self.ended)
 
 
-@dataclass(slots=True)
-class HashExecutor:
-    """Runs plans on a KV cache of hashes. `landed` says how many rows of each picture are in the arena."""
-
-    block_size: int
-    slots: dict[int, int] = field(default_factory=dict)
-    landed: dict[int, int] = field(default_factory=dict)
-    beat_seconds: float | None = None
-
-    def beat(self) -> None:
-        """There is no one to keep company."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
-        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
-        rows = self._rows(plan.rows)
-        hashes: list[int] = []
-        for chunk in plan.chunks:
-            assert len(chunk.blocks) * self.block_size >= chunk.context + chunk.count
-            before = self.slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
-            for n in range(chunk.count):
-                at, index = len(hashes), chunk.context + n
-                assert {line[at] for line in positions} == {index}
-                before = _extend(before, tokens[at], rows.pop(at, -1))
-                self.slots[self._slot(chunk.blocks, index)] = before
-                hashes.append(before)
-        assert len(hashes) == len(tokens)
-        assert not rows, "rows for places that are not in the batch"
-        tokens = [_choose(hashes[draw.at], draw) for draw in plan.draws]
-        scores = [
-            [_likely(hashes[asked.at + n], target) for n, target in enumerate(array("i", asked.targets))]
-            for asked in plan.scores
-        ]
-        return StepResult(tokens, [None] * len(tokens), scores)
-
-    def _slot(self, blocks: list[int], index: int) -> int:
-        return blocks[index // self.block_size] * self.block_size + index % self.block_size
-
-    def _rows(self, slices: list[RowSlice]) -> dict[int, int]:
-        out: dict[int, int] = {}
-        for piece in slices:
-            first, odd = divmod(piece.offset, ROW_BYTES)
-            picture, row = divmod(first, _ARENA_ROWS)
-            assert not odd
-            assert row + piece.count <= self.landed.get(picture, 0), "a row was read before it landed"
-            out.update({piece.at + n: first + n for n in range(piece.count)})
-        return out
-
-
-def _extend(before: int, token: int, row: int) -> int:
-    return hash((before, token, row))
-
-
-def _likely(value: int, token: int) -> TokenLogprobs:
-    return TokenLogprobs(float(hash((value, token)) % 1009), [])
-
-
-def _choose(value: int, draw: Draw) -> int:
-    """A token that depends on everything that a real draw depends on."""
-    seen = hash((value, draw.history, draw.output_from) if draw.history else value)
-    allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
-    words = [word for word in range(PAD) if word not in draw.banned and allowed >> word & 1]
-    return words[int((seen % 1009 / 1009 + draw.uniform) * len(words)) % len(words)]
-
-
-@dataclass(slots=True)
-class Alternating:
-    """A structure as the scheduler sees one: an odd word follows an even one; 13 completes it, 11 is too much."""
-
-    last: int = 0
-
-    def compute_bitmask(self) -> bytes:
-        return (0x2AAAAAAA if self.last % 2 == 0 else 0x15555555).to_bytes(4, "little")
-
-    def consume_token(self, token: int) -> bool:
-        self.last = token
-        return True
-
-    def is_stopped(self) -> bool:
-        return self.last in (11, 13)
-
-    def is_error(self) -> bool:
-        return self.last == 11
-
-
-def _alternating(_: str) -> Future[Matcher]:
-    made: Future[Matcher] = Future()
-    made.set_result(Alternating())
-    return made
-
-
-def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
-    """What a choice must say, and why it ends; for greedy or seeded requests."""
-    sampling, rows = order.sampling, order.rows_at()
-    value = 0
-    for index, token in enumerate(order.prompt):
-        value = _extend(value, token, rows.get(index, -1))
-    matcher = Alternating() if sampling.grammar else None
-    ends = (() if sampling.ignore_eos else (EOS,)) + sampling.stop_token_ids
-    out: list[int] = []
-    while True:
-        chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
-        banned = ends if len(out) < sampling.min_tokens else ()
-        history = array("i", [*order.prompt, *out]).tobytes() if sampling.needs_history else b""
-        allowed = matcher.compute_bitmask() if matcher else b""
-        start = len(order.prompt)
-        draw = Draw(at=0, uniform=chance, banned=banned, history=history, output_from=start, allowed=allowed)
-        token = _choose(value, draw)
-        if matcher:
-            matcher.consume_token(token)
-        if token not in ends and matcher and matcher.is_error():
-            return out, "failed"
-        out.append(token)
-        if token in ends:
-            return out, "stop"
-        if matcher and matcher.is_stopped():
-            return out, "structure"
-        if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
-            return out, "length"
-        value = _extend(value, token, -1)
-
-
-def expected_scores(order: Order) -> list[TokenLogprobs]:
-    """How likely the prompt's tokens must be, from the second on."""
-    rows, value, out = order.rows_at(), 0, []
-    for index, token in enumerate(order.prompt):
-        if index:
-            out.append(_likely(value, token))
-        value = _extend(value, token, rows.get(index, -1))
-    return out
-
-
 class Simulation:
     """A scheduler, its executor, and a record of every request. `step` checks what a step may never do."""
 
@@ -246,7 +94,7 @@ class Simulation:
     ) -> None:
         self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole)
         manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, _alternating)
+        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, alternating)
         self.executor = HashExecutor(block_size)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0

@@ -21,7 +21,7 @@ from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.wake import Wake
 from llm_service.plan import Draw, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap, Vacate
 from llm_service.request import Sampling
-from tests.unit.llm_service.simulated import EOS, ROW_BYTES, HashExecutor, Order, expected
+from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
 
 WAIT = 30.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_service.engine.messages import NOWHERE
-from tests.unit.llm_service.simulated import Order, Picture, Simulation, expected
-from tests.unit.llm_service.test_scheduler import order, run_until_over, simulation, text
+from tests.unit.llm_service.hashed import Order, Picture, expected
+from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 
 PICTURES = (Picture(name=1, start=3, rows=6), Picture(name=2, start=12, rows=5))
 ORDER = order(text(30), PICTURES)

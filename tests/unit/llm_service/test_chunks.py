@@ -1,0 +1,75 @@
+"""Where chunks of a prompt end: before rows that have not landed, and outside media that are kept whole."""
+
+from __future__ import annotations
+
+from tests.unit.llm_service.hashed import Picture
+from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
+
+
+def test_media_kept_whole_are_computed_in_one_step_or_left_for_the_next() -> None:
+    engine = simulation(max_running=2, step_tokens=10, keep_media_whole=True)
+    id = engine.submit(order(text(30), [Picture(1, 4, 8), Picture(2, 14, 12)]))
+    engine.land_all(id)
+    counts = []
+    while not engine.outcomes[id].over:
+        step = engine.step()
+        assert step is not None
+        counts.append(step.plan.tokens)
+    # 4 of text; the picture of 8 whole, and a token; one of text and then what fits of the picture of 12, which is
+    # longer than a step beside another decode, so it is cut.
+    assert counts[:2] == [4, 10]
+    assert all(count <= 10 for count in counts)
+    engine.check_over()
+
+
+def test_media_kept_whole_wait_for_their_last_row() -> None:
+    engine = simulation(keep_media_whole=True)
+    id = engine.submit(order(text(12), [Picture(1, 4, 6)]))
+    counts = []
+    for landed in (0, 5, 6):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [4, 0, 8]
+
+
+def test_a_picture_that_needs_nearly_the_whole_step_is_not_kept_out_by_decodes() -> None:
+    engine = simulation(blocks=64, max_running=4, step_tokens=16, keep_media_whole=True)
+    for seed in range(3):
+        engine.submit(order(text(4, seed), max_tokens=100))
+    engine.step()
+    id = engine.submit(order(text(16), [Picture(1, 0, 13)]))
+    engine.land_all(id)
+    run_until_over(engine, id, 20)
+
+
+def test_a_chunk_ends_before_the_first_row_that_has_not_landed() -> None:
+    engine = simulation()
+    id = engine.submit(order(text(12), [Picture(1, 4, 6)]))
+    counts = []
+    for landed in (0, 2, 6):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [4, 2, 6]
+    assert len(engine.outcomes[id].tokens[0]) == 1
+
+
+def test_rows_of_a_second_item_do_not_help_past_the_first() -> None:
+    engine = simulation()
+    id = engine.submit(order(text(16), [Picture(1, 2, 3), Picture(2, 8, 3)]))
+    engine.land(id, 1, 3)
+    step = engine.step()
+    assert step is not None
+    assert step.plan.tokens == 2
+
+
+def test_a_video_whose_runs_stand_apart_lands_run_by_run() -> None:
+    engine = simulation()
+    id = engine.submit(order(text(14), [Picture(1, 2, 6, (3, 3))]))
+    counts = []
+    for landed in (3, 4, 6):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [6, 1, 7]

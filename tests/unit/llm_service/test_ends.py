@@ -1,0 +1,98 @@
+"""How requests and their choices go on and end, and that everything is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.llm_service.hashed import Picture, expected
+from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", range(8))
+def test_an_abort_gives_everything_back_within_a_step(steps: int, overlap: bool) -> None:
+    engine = simulation(step_tokens=8, overlap=overlap)
+    id = engine.submit(order(text(20), [Picture(1, 4, 6)], n=2, max_tokens=20))
+    engine.land_all(id)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(id)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.used == 0
+    engine.step()
+    assert engine.outcomes[id].released == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "in_vain"),
+    [
+        pytest.param({"max_tokens": 6}, 0, id="an end that can be counted is known ahead"),
+        pytest.param({"max_tokens": 50, "stop_token_ids": tuple(range(1, 20))}, 1, id="a stop token is not"),
+    ],
+)
+def test_planning_ahead_costs_an_answer_one_token_in_vain_at_most(wanted: dict[str, Any], in_vain: int) -> None:
+    computed = []
+    for overlap in (False, True):
+        engine = simulation(overlap=overlap)
+        engine.submit(order(text(9), **wanted))
+        engine.drain()
+        computed.append(engine.computed)
+    assert computed[1] - computed[0] == in_vain
+
+
+def test_choices_share_the_prompt_and_compute_it_once() -> None:
+    engine = simulation(step_tokens=64)
+    id = engine.submit(order(text(33), n=4, max_tokens=3, temperature=1.0, seed=5))
+    computed = 0
+    while not engine.outcomes[id].over:
+        step = engine.step()
+        assert step is not None
+        computed += step.plan.tokens
+    assert len({tuple(said) for said in engine.outcomes[id].tokens}) > 1
+    assert computed == 33 + 2 + 3 * (1 + 2)
+    engine.check_over()
+
+
+def test_choices_follow_though_the_first_is_ended_before_its_prompt_is_computed() -> None:
+    engine = simulation(step_tokens=8)
+    id = engine.submit(order(text(33), n=3))
+    engine.step()
+    engine.abort_choice(id, 0)
+    run_until_over(engine, id)
+    engine.check_over()
+
+
+def test_a_request_that_expires_fails_once_with_deadline_exceeded() -> None:
+    engine = simulation()
+    late = engine.submit(replace(order(text(6), max_tokens=50), deadline=10.0))
+    other = engine.submit(replace(order(text(6), max_tokens=50), deadline=30.0))
+    engine.step()
+    assert engine.scheduler.next_deadline() == 10.0
+    engine.expire(10.0)
+    engine.expire(10.0)
+    assert engine.outcomes[late].failed == "DEADLINE_EXCEEDED"
+    assert not engine.outcomes[other].failed
+    engine.drain()
+
+
+@pytest.mark.parametrize("company", [0, 5])
+def test_a_seed_repeats_its_tokens_whatever_the_company(company: int) -> None:
+    engine = simulation(blocks=24, step_tokens=16)
+    for seed in range(company):
+        engine.submit(order(text(20, seed + 10), max_tokens=12))
+    asked = order(text(14), temperature=1.0, seed=1234, n=2, max_tokens=12)
+    id = engine.submit(asked)
+    engine.drain()
+    for choice in range(2):
+        assert engine.outcomes[id].tokens[choice] == expected(asked, choice, engine.limits)[0]
+
+
+def test_without_a_seed_two_requests_draw_differently() -> None:
+    engine = simulation()
+    asked = order(text(14), temperature=1.0, max_tokens=40)
+    ids = [engine.submit(asked) for _ in range(2)]
+    engine.drain()
+    assert engine.outcomes[ids[0]].tokens != engine.outcomes[ids[1]].tokens

@@ -1,0 +1,118 @@
+"""Who is computed first: decodes, then rank and length, so that nobody is overtaken for ever."""
+
+from __future__ import annotations
+
+from tests.unit.llm_service.hashed import Picture
+from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
+
+
+def test_a_prompt_of_thousands_of_tokens_costs_no_decode_a_step() -> None:
+    """Each of its chunks is one step, and every running answer gets a token in each of them."""
+    engine = simulation(blocks=700, block_size=16, max_running=8, step_tokens=512, prefix_cache=False)
+    talking = [engine.submit(order(text(8, seed), max_tokens=100)) for seed in range(4)]
+    engine.step()
+    long = engine.submit(order(text(8192, 9), max_tokens=1))
+    steps = 0
+    while not engine.outcomes[long].over:
+        before = [len(engine.outcomes[id].tokens[0]) for id in talking]
+        step = engine.step()
+        assert step is not None
+        assert step.plan.tokens <= 512
+        assert [len(engine.outcomes[id].tokens[0]) for id in talking] == [count + 1 for count in before]
+        steps += 1
+    assert steps == -(-8192 // (512 - 4))
+
+
+def test_a_short_prompt_does_not_stand_behind_a_long_one() -> None:
+    engine = simulation(blocks=200, block_size=16, step_tokens=64)
+    long = engine.submit(order(text(2000, 1), max_tokens=1))
+    engine.step()
+    short = engine.submit(order(text(30, 2), max_tokens=1))
+    engine.step()
+    assert engine.outcomes[short].over
+    assert not engine.outcomes[long].over
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever_by_short_ones() -> None:
+    """Half of what is left for prefill is its own, however many come."""
+    engine = simulation(blocks=400, block_size=16, max_running=16, step_tokens=64)
+    long = engine.submit(order(text(960, 1), max_tokens=1))
+    steps = 0
+    while not engine.outcomes[long].over:
+        for seed in range(3):
+            engine.submit(order(text(40, 2 + (3 * steps + seed) % 50), max_tokens=1))
+        engine.step()
+        steps += 1
+    assert steps <= 960 // 32 + 1
+
+
+def test_of_two_long_prompts_the_first_one_is_computed_first() -> None:
+    engine = simulation(blocks=200, block_size=16, step_tokens=64)
+    first, second = (engine.submit(order(text(1000, seed), max_tokens=1)) for seed in (1, 2))
+    while not engine.outcomes[first].over:
+        engine.step()
+    assert not engine.outcomes[second].over
+
+
+def test_decodes_come_first_and_a_long_prefill_is_cut_around_them() -> None:
+    engine = simulation(step_tokens=10)
+    short = engine.submit(order(text(4, 1), max_tokens=30))
+    engine.step()
+    engine.submit(order(text(60, 2)))
+    for _ in range(6):
+        before = len(engine.outcomes[short].tokens[0])
+        step = engine.step()
+        assert step is not None
+        assert (step.work[0][0].id, step.work[0][1]) == (short, 1)
+        assert step.plan.tokens == 10
+        assert len(engine.outcomes[short].tokens[0]) == before + 1
+
+
+def test_a_request_whose_rows_are_late_holds_nobody_up() -> None:
+    engine = simulation(max_running=2)
+    late = engine.submit(order(text(12), [Picture(1, 0, 6)]))
+    prompt = engine.submit(order(text(12, 3)))
+    run_until_over(engine, prompt)
+    assert not engine.outcomes[late].over
+    engine.land_all(late)
+    run_until_over(engine, late)
+
+
+def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
+    engine = simulation(blocks=16, max_running=4, step_tokens=16)
+    for seed in range(4):
+        engine.submit(order(text(8, seed), max_tokens=6))
+    engine.step()
+    large = engine.submit(order(text(60, 9), max_tokens=3))
+    for seed in range(300):
+        engine.submit(order(text(8, seed % 7), max_tokens=6))
+        engine.step()
+        if engine.outcomes[large].over:
+            return
+    raise AssertionError("small requests overtook a large one for ever")
+
+
+def test_equal_priorities_start_in_order_of_arrival_and_higher_ones_before() -> None:
+    engine = simulation(max_running=1, step_tokens=16)
+    first = engine.submit(order(text(6, 1)))
+    engine.step()
+    ids = [engine.submit(order(text(6, seed), priority=priority)) for seed, priority in ((2, 0), (3, 0), (4, 5))]
+    ended = [first]
+    while len(ended) < 4:
+        engine.step()
+        ended += [id for id in ids if engine.outcomes[id].over and id not in ended]
+    assert ended == [first, ids[2], ids[0], ids[1]]
+
+
+def test_when_blocks_run_out_the_last_in_rank_gives_way_and_says_the_same_later() -> None:
+    engine = simulation(blocks=9, block_size=2, prefix_cache=False)
+    ids = [engine.submit(order(text(6, seed), max_tokens=8)) for seed in (1, 2)]
+    preempted: list[int] = []
+    while not all(engine.outcomes[id].over for id in ids):
+        before = engine.scheduler.counters.preemptions
+        engine.step()
+        if engine.scheduler.counters.preemptions > before:
+            preempted += [id for id in ids if not engine.outcomes[id].over]
+            assert not engine.outcomes[ids[0]].over, "the first in rank gave way"
+    assert preempted
+    engine.check_over()
