@@ -49,7 +49,7 @@ class MediaRows:
     async def take(self, covered: Collection[int]) -> None:
         """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway.
 
-        Raises Exhausted where the rows of all items could never be here together.
+        Raises InvalidInput where the rows of all items could never be here together.
         """
         self._landing.check_size(self._fetches)
         covered = {item for item in covered if not self._landing.has_rows(self._fetches[item])}

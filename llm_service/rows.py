@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
-from common.errors import Exhausted, TwinlensError
+from common.errors import InvalidInput, TwinlensError
 from common.wire import RowLayout
 from llm_service.request import MediaHeader
 
@@ -97,7 +97,7 @@ class RowStore:
     async def acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry]:
         """The entries of a request's items, in order; waits until all fit at once.
 
-        One that is new has no filler yet: the caller starts it. Raises Exhausted where they can never fit.
+        One that is new has no filler yet: the caller starts it. Raises InvalidInput where they can never fit.
         """
         self.check_size(headers)
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
@@ -114,14 +114,13 @@ class RowStore:
         return None if self._turn.locked() else self._try_acquire(headers)
 
     def check_size(self, headers: Sequence[MediaHeader]) -> None:
-        """Raises Exhausted where these could never be here together."""
+        """Raises InvalidInput where these could never be here together: no waiting can help."""
         sizes = {header.key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
-            raise Exhausted(
+            raise InvalidInput(
                 "the request's media need more embedding memory than there is",
                 reason="EMBEDDINGS_TOO_LARGE",
                 field="media",
-                retry_after=None,
             )
 
     def _try_acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:

@@ -46,7 +46,7 @@ class Landing:
         return fetch.header is not None and self._store.knows(fetch.header.key)
 
     def check_size(self, fetches: Sequence[Fetch]) -> None:
-        """Raises Exhausted where the rows of these items could never be here together."""
+        """Raises InvalidInput where the rows of these items could never be here together."""
         self._store.check_size(headers(fetches))
 
     def row_bytes(self, header: MediaHeader) -> int:

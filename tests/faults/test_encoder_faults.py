@@ -200,5 +200,5 @@ def test_pictures_that_do_not_fit_the_row_memory_together_go_one_after_the_other
         assert all(each.started.spans[0].rows == 64 for each in said)
         with pytest.raises(TwinlensError) as error:
             answer(client, asked(user(image(large[0]), image(large[1]), "which?")))
-        assert (error.value.code, error.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "EMBEDDINGS_TOO_LARGE")
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EMBEDDINGS_TOO_LARGE")
         until(lambda: idle(client), "nothing is held")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from tests import pictures
@@ -25,6 +26,7 @@ DEADLINE, FORBIDDEN = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.PERMISS
 NAN, INFINITY = float("nan"), float("inf")
 PICTURE = pictures.encoded(pictures.noise(64, 64, 1))
 PHOTOGRAPH = pictures.encoded(pictures.photograph(), "JPEG")
+FILM = pictures.video(pictures.frames(20), container="matroska")
 CONTEXT = 4096
 
 # What may not stand in a text that a caller sees: a path, an address of memory or of a host, a class.
@@ -51,6 +53,14 @@ def sampled(**values: Any) -> v1.GenerateRequest:
 
 def pictured(**media: Any) -> v1.GenerateRequest:
     return asked(user(v1.Media(**{"modality": v1.MODALITY_IMAGE, **media}), "what?"))
+
+
+def rows_of(value: float, **fields: Any) -> v1.EmbeddingBlock:
+    """A picture's four rows of 3 × 64 numbers, one of which is this one."""
+    data = np.ones(4 * 3 * 64, "<f4")
+    data[100] = value
+    given = {"dtype": v1.DATA_TYPE_FLOAT32, "count": 4, "levels": 3, "width": 64, "grid": v1.Grid(t=1, h=4, w=4)}
+    return v1.EmbeddingBlock(data=data.tobytes(), **{**given, **fields})
 
 
 Case = tuple[v1.GenerateRequest, grpc.StatusCode, str, str]
@@ -189,6 +199,62 @@ CASES: dict[str, Case] = {
         INVALID,
         "BAD_PIXELS",
         f"{MEDIA}.pixels",
+    ),
+    "fps of a picture": (
+        pictured(data=PICTURE, options=v1.MediaOptions(fps=2.0)),
+        INVALID,
+        "BAD_OPTION",
+        f"{MEDIA}.options.fps",
+    ),
+    "fps that are no number": (
+        pictured(modality=v1.MODALITY_VIDEO, data=FILM, options=v1.MediaOptions(fps=NAN)),
+        INVALID,
+        "BAD_OPTION",
+        f"{MEDIA}.options.fps",
+    ),
+    "pruning": (
+        pictured(modality=v1.MODALITY_VIDEO, data=FILM, options=v1.MediaOptions(video_pruning_rate=0.5)),
+        UNIMPLEMENTED,
+        "NO_PRUNING",
+        f"{MEDIA}.options.video_pruning_rate",
+    ),
+    "half a video": (
+        pictured(modality=v1.MODALITY_VIDEO, data=FILM[: len(FILM) // 2]),
+        INVALID,
+        "MEDIA_UNREADABLE",
+        MEDIA,
+    ),
+    "rows that are no numbers": (
+        pictured(embedding=rows_of(NAN)),
+        INVALID,
+        "BAD_EMBEDDING",
+        f"{MEDIA}.embedding",
+    ),
+    "rows of another width": (
+        pictured(embedding=rows_of(1.0, width=32)),
+        INVALID,
+        "BAD_EMBEDDING",
+        f"{MEDIA}.embedding",
+    ),
+    "rows of no type": (
+        pictured(embedding=rows_of(1.0, dtype=0)),
+        INVALID,
+        "BAD_EMBEDDING",
+        f"{MEDIA}.embedding.dtype",
+    ),
+    "a data address that is not base64": (
+        pictured(url="data:image/png;base64,@@"),
+        INVALID,
+        "BAD_BASE64",
+        f"{MEDIA}.url",
+    ),
+    "an address that makes no sense": (pictured(url="ftp://example.org/x"), INVALID, "BAD_URL", f"{MEDIA}.url"),
+    "a short key": (pictured(key=b"k"), INVALID, "BAD_KEY", f"{MEDIA}.key"),
+    "a known key without an address": (
+        pictured(data=PICTURE, known_key=bytes(32)),
+        INVALID,
+        "BAD_OPTION",
+        f"{MEDIA}.known_key",
     ),
     "a picture from the metadata service": (
         pictured(url="http://169.254.169.254/latest/meta-data"),

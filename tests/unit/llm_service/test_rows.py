@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.errors import Exhausted, Unavailable
+from common.errors import InvalidInput, Unavailable
 from common.wire import DType, RowLayout
 from llm_service.request import MediaHeader
 from llm_service.rows import RowEntry, RowStore
@@ -162,7 +162,7 @@ async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store:
 
 
 async def test_what_can_never_fit_is_refused_at_once(store: RowStore) -> None:
-    with pytest.raises(Exhausted) as refused:
+    with pytest.raises(InvalidInput) as refused:
         await store.acquire([header("a", 9), header("b", 8)])
     assert refused.value.reason == "EMBEDDINGS_TOO_LARGE"
     assert refused.value.retry_after is None
@@ -190,7 +190,7 @@ async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for
     narrow = RowLayout(levels=1, width=1, dtype=DType.FLOAT32)
     store = RowStore(256, narrow)
     wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
-    with pytest.raises(Exhausted):
+    with pytest.raises(InvalidInput):
         await asyncio.wait_for(store.acquire(wide), 5)
     store.check_integrity(idle=True)
     store.close()
