@@ -26,9 +26,9 @@ class LeaseBoard:
         self._numbers = 0
 
     @property
-    def has_room(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free)
+    def room(self) -> int:
+        """Slots that are free."""
+        return len(self._free)
 
     @property
     def held(self) -> int:

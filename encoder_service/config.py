@@ -74,7 +74,13 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         "",
         "folder for the socket that hands them out, for containers to share; by default an abstract socket",
     )
-    lease_seconds: float = option(10.0, "longest that a reader may take to copy rows from shared memory", minimum=0.1)
+    device_pool_bytes: int = option(
+        0,
+        "GPU memory of each worker that keeps rows for LLM services with --row-mirror, by CUDA IPC; 0: none",
+        parse=size,
+        minimum=0,
+    )
+    lease_seconds: float = option(10.0, "longest that a reader may take to copy rows from our memory", minimum=0.1)
     max_queued_items: int = option(1024, "items held at once; further ones are refused", minimum=1)
     max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
 
@@ -86,6 +92,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             raise ValueError(f"--shared-store must begin with one of {' '.join(SCHEMES)}")
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
+        if self.device_pool_bytes and not self.shared_memory:
+            raise ValueError("--device-pool-bytes needs --shared-memory: that is how a shared host is proved")
         self.graph_budgets()
         self.check_server()
         self.check_fetch()

@@ -94,7 +94,7 @@ class Delivery:
         tracing.record(spans)
 
     async def _sent(self, run: Run) -> Events:
-        transport = self._link.choose(self._request.accepts, self._request.host)
+        transport = self._link.choose(self._request.accepts, self._request.host, run)
         async with aclosing(transport.send(run, self._request.host)) as chunks:
             async for chunk in chunks:
                 yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)

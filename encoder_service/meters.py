@@ -85,7 +85,10 @@ def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:
         about = "what the shared store did for this replica"
         events = _by(shared, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
         yield total("shared_store_events", about, events, ["event"])
-    yield gauge("leases", "entries that readers hold in shared memory", link.leases)
+    yield gauge("leases", "rows that readers hold in shared memory, or in a worker's", link.leases)
+    if link.pools:
+        yield gauge("device_pool_bytes", "bytes of rows in workers' device pools", sum(p.used for p in link.pools))
+        yield gauge("device_pool_capacity_bytes", "bytes of these pools", sum(pool.capacity for pool in link.pools))
     yield total("rows_out", "rows that were sent", convert.by_transport(link.sent.rows), ["transport"])
     yield total("bytes_out", "bytes of rows that were sent", convert.by_transport(link.sent.bytes), ["transport"])
 

@@ -17,6 +17,7 @@ from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.content import Contents
+from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
@@ -71,6 +72,7 @@ async def serve(config: EncoderConfig) -> None:
             seconds=config.decode_seconds,
             memory_bytes=config.decode_memory_bytes,
         )
+        pools = DevicePools(layout.row_bytes)
         dispatcher = Dispatcher(
             _begins(config, checkpoint, device, dtype),
             (staging.fd, store.fd),
@@ -80,6 +82,7 @@ async def serve(config: EncoderConfig) -> None:
             patience=config.worker_patience_seconds,
             on_change=lambda alive: frame.report(alive > 0),
             on_batch=meters.computed,
+            pools=pools,
         )
         running.push_async_callback(decoders.stop)
         running.push_async_callback(dispatcher.stop)
@@ -114,6 +117,7 @@ async def serve(config: EncoderConfig) -> None:
                 shared_memory=config.shared_memory,
                 folder=config.local_dir,
                 lease_seconds=config.lease_seconds,
+                pools=pools if config.device_pool_bytes else None,
             )
         )
         meters.watch(encoder, link)
@@ -176,6 +180,7 @@ def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: D
             graphs=config.graph_budgets(),
             graph_bytes=config.graph_bytes,
             batch_patches=config.batch_patches,
+            pool_bytes=config.device_pool_bytes,
             log_level=config.log_level,
         )
         for index in range(config.workers)

@@ -124,6 +124,10 @@ class EncoderServicer(EncoderServiceServicer):
             modalities=list(convert.MODALITIES.values()),
             transports=parts.link.numbers,
             local_socket=parts.link.local_socket,
+            device_pools=[
+                encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
+                for pool in parts.link.pools
+            ],
             devices=pipeline.dispatcher.devices,
             max_image_bytes=parts.config.max_image_bytes,
             max_video_bytes=parts.config.max_video_bytes,
@@ -155,6 +159,8 @@ class EncoderServicer(EncoderServiceServicer):
             failed_items=encoder.counts["failed"],
             open_streams=self._open_streams,
             leases=link.leases,
+            device_pool_bytes=sum(pool.used for pool in link.pools),
+            device_pool_capacity_bytes=sum(pool.capacity for pool in link.pools),
             rows_sent=[
                 encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
                 for number, rows in link.sent.rows.items()

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from encoder_service.engine.device_pool import Slice
 from encoder_service.item import Grid
 from encoder_service.worker.messages import Piece
 
@@ -19,7 +20,8 @@ class Unit:
 
     `number` says how old it is; `started_at` when a worker first got it, 0 before; `preprocess` the seconds that its
     batch's pixels took to become patches; `passed` how often others went while it waited. One that is `alone` shares a
-    batch with nothing: it was there when a worker died.
+    batch with nothing: it was there when a worker died. `copy` is where its rows are, or are being written, in the
+    worker's own memory; None where they are in the arena alone.
     """
 
     key: bytes
@@ -33,6 +35,13 @@ class Unit:
     preprocess: float = 0.0
     attempts: int = 0
     passed: int = 0
+    copy: Slice | None = None
+
+    def give_up_copy(self) -> None:
+        """Its rows were not written to the worker's own memory."""
+        if self.copy is not None:
+            self.copy.abandon()
+            self.copy = None
 
 
 _OVERDUE = 32

@@ -15,6 +15,7 @@ from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit, assemble
+from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.pace import Pace
 from encoder_service.engine.suspects import Suspects
 from encoder_service.engine.workers import Slot, Workers
@@ -72,6 +73,7 @@ class Dispatcher:
         patience: float,
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[Computed], None] = lambda _: None,
+        pools: DevicePools | None = None,
     ) -> None:
         self._budget = budget
         self._most_units = most_units
@@ -79,7 +81,10 @@ class Dispatcher:
         self._patience = patience
         self._on_change = on_change
         self._on_batch = on_batch
-        self._workers = Workers(begins, fds, on_answer=self._settle, on_death=self._bury, on_life=self._welcome)
+        self.pools = pools or DevicePools(row_bytes=0)
+        self._workers = Workers(
+            begins, fds, self.pools, on_answer=self._settle, on_death=self._bury, on_life=self._welcome
+        )
         self._waiting: list[Unit] = []
         self._suspects = Suspects()
         self._pace = Pace()
@@ -173,6 +178,8 @@ class Dispatcher:
             self._waiting.remove(unit)
             unit.started_at = unit.started_at or time.perf_counter()
             unit.attempts += 1
+            unit.copy = slot.pool.reserve(unit.piece.tokens) if slot.pool is not None else None
+            unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
         slot.batch, slot.began = batch, loop.time()
         slot.timer = loop.call_later(limit, self._give_up, slot, slot.child, limit)
         slot.child.send(Batch([unit.piece for unit in batch]))
@@ -195,6 +202,7 @@ class Dispatcher:
         self._on_change(self.alive)
         self._suspects.blame(unit.key for unit in batch)
         for unit in batch:
+            unit.give_up_copy()
             if self.alive and unit.attempts < 2:
                 unit.alone = True
                 self._waiting.append(unit)
@@ -217,11 +225,17 @@ class Dispatcher:
                     self._suspects.clear(unit.key)
                     unit.preprocess = answer.preprocess_seconds
                     if index in answer.not_finite:
+                        unit.give_up_copy()
                         self._fail([unit], Internal("the rows are not finite", reason="ROWS_NOT_FINITE"))
-                    elif not unit.done.done():
+                        continue
+                    if unit.copy is not None:
+                        unit.copy.commit(answer.row_sums[index])
+                    if not unit.done.done():
                         unit.done.set_result(None)
             case BatchFailed():
                 _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(slot.batch))
+                for unit in slot.batch:
+                    unit.give_up_copy()
                 self._split(slot.take())
             case _:
                 raise ChildDied("an answer to another question")

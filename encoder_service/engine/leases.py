@@ -1,9 +1,10 @@
-"""Leases: rows of the store that a reader outside this process copies, and how long they stay where they are.
+"""Leases: rows that a reader outside this process copies, out of the store's arena or a device pool, and how long they
+stay where they are.
 
 The stream that offers a run of rows takes a lease on their place and holds it for the length of a `with` block. It ends
 early when the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`,
-then leaves the block. Whatever ends a lease first clears its number on the board, and only then takes the pin off: a
-reader that comes too late sees that it does.
+then leaves the block. A worker's death ends the leases on its pool. Whatever ends a lease first clears its number on
+the board, and only then takes the pin off: a reader that comes too late sees that it does.
 """
 
 from __future__ import annotations
@@ -16,29 +17,34 @@ from dataclasses import dataclass, field
 
 from common.arena import Range
 from common.lease_board import LeaseBoard
+from encoder_service.engine.device_pool import DevicePool, Slice
 from encoder_service.engine.store import Place, Store
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`number` stands in `slot` of the board while it holds. `name` is what `Release` calls it, `owner` the reader."""
+    """`number` stands in `slot` of the board while it holds. `name` is what `Release` calls it, `owner` the reader.
+
+    It has `expired` where its time ended it, and is `lost` where the memory is.
+    """
 
     name: str
     owner: bytes
     slot: int
     number: int
-    place: Place
+    place: Place | Slice
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
+    lost: bool = False
 
     @property
     def span(self) -> Range:
-        """Where the rows lie in the arena."""
+        """Where the rows lie in the arena, or in the pool."""
         return self.place.span
 
 
 class Leases:
-    """All leases on one store; each lasts `seconds` at most."""
+    """All leases on one store and on the pools beside it; each lasts `seconds` at most."""
 
     def __init__(self, store: Store, board: LeaseBoard, seconds: float) -> None:
         self.seconds = seconds
@@ -50,18 +56,18 @@ class Leases:
         return len(self._held)
 
     @property
-    def has_room(self) -> bool:
-        """Whether `take` can be called now."""
-        return self._board.has_room
+    def room(self) -> int:
+        """How often `take` can be called now."""
+        return self._board.room
 
     @contextmanager
-    def take(self, place: Place, owner: bytes) -> Iterator[Lease]:
-        """Pins a place for a reader, for the length of the block at most. `has_room` must be true."""
+    def take(self, place: Place | Slice, owner: bytes) -> Iterator[Lease]:
+        """Pins a place, or a slice of a pool, for a reader, for the length of the block at most. There must be room."""
         posted = self._board.post()
         assert posted is not None, "no slot is free"
         slot, number = posted
         lease = Lease(secrets.token_hex(8), owner, slot, number, place)
-        self._store.pin(place)
+        self._pin(place)
         self._held[lease.name] = lease
         timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
         try:
@@ -86,6 +92,12 @@ class Leases:
         for lease in self._of(owner):
             self._end(lease)
 
+    def lose(self, pool: DevicePool) -> None:
+        """Ends every lease on a pool whose worker is gone."""
+        for lease in list(self._held.values()):
+            if isinstance(lease.place, Slice) and lease.place.pool is pool:
+                lease.lost = self._end(lease)
+
     def check_idle(self) -> None:
         """Raises AssertionError where a lease is still held."""
         assert not self._held, "a lease is still held"
@@ -101,6 +113,18 @@ class Leases:
         if self._held.pop(lease.name, None) is None:
             return False
         self._board.clear(lease.slot)  # before the pin: nothing may be written there while the number stands
-        self._store.unpin(lease.place)
+        self._unpin(lease.place)
         lease.ended.set()
         return True
+
+    def _pin(self, place: Place | Slice) -> None:
+        if isinstance(place, Slice):
+            place.pool.pin(place)
+        else:
+            self._store.pin(place)
+
+    def _unpin(self, place: Place | Slice) -> None:
+        if isinstance(place, Slice):
+            place.pool.unpin(place)
+        else:
+            self._store.unpin(place)

@@ -66,8 +66,14 @@ class Pieces:
         unit = self._dispatcher.submit(
             flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority
         )
-        unit.done.add_done_callback(lambda _: flight.landed.advance(self._landed()))
+        unit.done.add_done_callback(lambda _: self._settled(unit, first * self._plan.tokens // grid.t))
         return unit
+
+    def _settled(self, unit: Unit, first_row: int) -> None:
+        """Whoever hears that more rows have landed finds where they are as well."""
+        if unit.copy is not None and self._flight.place is not None:
+            self._flight.place.copies[first_row] = unit.copy
+        self._flight.landed.advance(self._landed())
 
     def _landed(self) -> int:
         """Rows that are there, from the first on."""

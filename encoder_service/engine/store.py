@@ -13,10 +13,11 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
+from encoder_service.engine.device_pool import Slice
 from encoder_service.item import Header
 
 
@@ -24,12 +25,14 @@ from encoder_service.item import Header
 class Place:
     """Room for one item's rows, and how many hold it: the one who writes them, until that is done, and readers.
 
-    It is `kept` once an entry has it: without pins it may then be evicted, in place of being free at once.
+    It is `kept` once an entry has it: without pins it may then be evicted, in place of being free at once. `copies` are
+    those of its rows that are in device pools as well, by the first row of each; some may have had to give way.
     """
 
     span: Range
     pins: int = 1
     kept: bool = False
+    copies: dict[int, Slice] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +122,7 @@ class Store:
             return
         if not place.kept:
             self._reserved.remove(place)
-            self._ranges.free(place.span)
+            self._free(place)
         self._serve()
 
     def check_size(self, tokens: int) -> None:
@@ -163,7 +166,7 @@ class Store:
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             del self._entries[entry.header.key]
-            self._ranges.free(entry.span)
+            self._free(entry.place)
         for gap in self._ranges.gaps:
             self.buffer.discard(gap)
         self._serve()
@@ -197,8 +200,13 @@ class Store:
         if free + sum(self._entries[key].span.size + 64 for key in idle) < size:
             return None
         while (span := self._ranges.allocate(size)) is None and idle:
-            self._ranges.free(self._entries.pop(idle.pop(0)).span)
+            self._free(self._entries.pop(idle.pop(0)).place)
         return span
+
+    def _free(self, place: Place) -> None:
+        self._ranges.free(place.span)
+        for copy in place.copies.values():
+            copy.drop()
 
 
 def salt_hash(salt: str) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from common import log
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit
+from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.worker.messages import Begin, Failed, FromWorker, Ready
 
 MODULE = "encoder_service.worker"
@@ -23,13 +24,14 @@ class WorkerError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one worker: the process that is in it now, and the batch that it computes.
+    """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
 
     `began` is when it got the batch (`loop.time`), `timer` ends a worker that takes too long over it.
     """
 
     index: int
     child: Child[FromWorker] | None = None
+    pool: DevicePool | None = None
     batch: list[Unit] = field(default_factory=list)
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -54,6 +56,7 @@ class Workers:
         self,
         begins: Sequence[Begin],
         fds: tuple[int, int],
+        pools: DevicePools,
         *,
         on_answer: Callable[[Slot, FromWorker], None],
         on_death: Callable[[Slot], None],
@@ -62,6 +65,7 @@ class Workers:
         self.begins = begins
         self.slots = [Slot(index) for index in range(len(begins))]
         self._fds = fds
+        self._pools = pools
         self._on_answer = on_answer
         self._on_death = on_death
         self._on_life = on_life
@@ -77,6 +81,8 @@ class Workers:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        for slot in self.slots:
+            self._pools.lose(slot.pool)
         children = [slot.child for slot in self.slots if slot.child is not None]
         for child in children:
             child.kill()
@@ -104,7 +110,7 @@ class Workers:
             await child.stop(grace=1.0)
             raise
         if isinstance(answer, Ready):
-            slot.child = child
+            slot.child, slot.pool = child, self._pools.open(answer.pool)
             _log.info("a worker is ready", worker=slot.index, attention=answer.attention, graphs=answer.graphs)
             return
         await child.stop(grace=1.0)
@@ -119,6 +125,7 @@ class Workers:
                     self._on_answer(slot, await slot.child.receive())
             except ChildDied as death:
                 _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
+            self._pools.lose(slot.pool)
             child, slot.child = slot.child, None
             child.kill()
             await child.stop(grace=1.0)

@@ -42,8 +42,9 @@ class Transport(Protocol):
 
     number: encoder_pb2.Transport
 
-    def suits(self, host: encoder_pb2.HostProof, /) -> bool:
-        """Whether a caller has proved that it can take rows in this way, and there is room for it now."""
+    def suits(self, host: encoder_pb2.HostProof, run: Run | None, /) -> bool:
+        """Whether a caller has proved that it can take rows in this way, and there is room for it now; and whether this
+        run can go that way, where one is given."""
         ...
 
     def send(self, run: Run, host: encoder_pb2.HostProof, /) -> Chunks:

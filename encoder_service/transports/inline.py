@@ -19,7 +19,7 @@ class Inline:
         self._layout = layout
         self._sent = sent
 
-    def suits(self, _host: encoder_pb2.HostProof) -> bool:
+    def suits(self, _host: encoder_pb2.HostProof, _run: Run | None) -> bool:
         """Always."""
         return True
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from common.errors import Precondition
 from common.lease_board import LeaseBoard
 from common.wire import RowLayout
+from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.leases import Leases
 from encoder_service.engine.store import Store
-from encoder_service.transports.base import Sent, Transport
+from encoder_service.transports.base import Run, Sent, Transport
+from encoder_service.transports.cuda_ipc import CudaIpc
 from encoder_service.transports.inline import Inline
 from encoder_service.transports.local_socket import LocalSocket
 from encoder_service.transports.shared_memory import SharedMemory
@@ -24,8 +26,16 @@ _SLOTS = 4096
 class Link:
     """The transports of one encoder, the shortest way first."""
 
-    def __init__(self, transports: Sequence[Transport], sent: Sent, leases: Leases | None, local: LocalSocket | None):
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        sent: Sent,
+        leases: Leases | None,
+        local: LocalSocket | None,
+        pools: DevicePools | None = None,
+    ) -> None:
         self.sent = sent
+        self._pools = pools
         self._transports = tuple(transports)
         self._leases = leases
         self._local = local
@@ -34,9 +44,19 @@ class Link:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, store: Store, layout: RowLayout, *, shared_memory: bool, folder: str, lease_seconds: float
+        cls,
+        store: Store,
+        layout: RowLayout,
+        *,
+        shared_memory: bool,
+        folder: str,
+        lease_seconds: float,
+        pools: DevicePools | None = None,
     ) -> AsyncIterator[Link]:
-        """The link for the length of the block. Raises OSError where `folder` cannot hold a socket."""
+        """The link for the length of the block; `pools` are those of workers, where they are told to have any.
+
+        Raises OSError where `folder` cannot hold a socket.
+        """
         sent = Sent()
         inline = Inline(store, layout, sent)
         if not shared_memory:
@@ -48,8 +68,11 @@ class Link:
             local = LocalSocket(folder, store.buffer, board.buffer, leases)
             local.start()
             try:
-                shared = SharedMemory(layout, leases, local, sent)
-                yield cls([shared, inline], sent, leases, local)
+                ways: list[Transport] = [SharedMemory(layout, leases, local, sent), inline]
+                if pools is not None:
+                    pools.on_lost = leases.lose
+                    ways.insert(0, CudaIpc(layout, leases, local, pools, sent))
+                yield cls(ways, sent, leases, local, pools)
             finally:
                 await local.stop()
             leases.check_idle()
@@ -73,12 +96,18 @@ class Link:
             None if self._local is None else encoder_pb2.LocalSocket(name=self._local.name, secret=self._local.secret)
         )
 
-    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof) -> Transport:
-        """The shortest way that a caller accepts and has proved; raises Precondition where there is none."""
+    @property
+    def pools(self) -> Sequence[DevicePool]:
+        """Device memory of workers that are alive."""
+        return () if self._pools is None else self._pools.alive
+
+    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run | None = None) -> Transport:
+        """The shortest way that a caller accepts and has proved, for this run, or for any; raises Precondition where
+        there is none."""
         wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
         shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()
         for transport in self._transports:
-            if transport.number in wanted and transport.suits(shared):
+            if transport.number in wanted and transport.suits(shared, run):
                 return transport
         raise Precondition(
             "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"

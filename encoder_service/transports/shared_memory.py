@@ -21,9 +21,9 @@ class SharedMemory:
         self._socket = socket
         self._sent = sent
 
-    def suits(self, host: encoder_pb2.HostProof) -> bool:
+    def suits(self, host: encoder_pb2.HostProof, _run: Run | None) -> bool:
         """The caller has our memory mapped, and a lease can be had."""
-        return self._socket.knows(host.grant) and self._leases.has_room
+        return self._socket.knows(host.grant) and self._leases.room > 0
 
     async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
         """One handle for the run; ends when the reader has released it, or is gone.

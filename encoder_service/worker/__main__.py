@@ -21,7 +21,8 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     begin = link.receive()
     assert isinstance(begin, Begin)
     log.configure(begin.log_level, service="encoder")
-    from encoder_service.models.choice import AttentionUnavailable  # torch takes a second to import
+    from common.device_memory import DeviceMemoryError  # torch takes a second to import
+    from encoder_service.models.choice import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
     from encoder_service.worker.runner import Runner
 
@@ -30,7 +31,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     try:
         runner = Runner(begin, staging, store)
         link.send(runner.warm_up())
-    except (AttentionUnavailable, GraphsUnavailable) as error:
+    except (AttentionUnavailable, GraphsUnavailable, DeviceMemoryError) as error:
         link.send(Failed(why=str(error)))
         return
     except (CheckpointError, OSError, KeyError, RuntimeError) as error:

@@ -11,6 +11,7 @@ class Begin(msgspec.Struct, tag=True):
     `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
+    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none.
     """
 
     folder: str
@@ -23,6 +24,7 @@ class Begin(msgspec.Struct, tag=True):
     graphs: list[int] | None = None
     graph_bytes: int = 0
     batch_patches: int = 0
+    pool_bytes: int = 0
     log_level: str = "info"
 
 
@@ -30,7 +32,8 @@ class Piece(msgspec.Struct):
     """One item, or some frame groups of a video.
 
     Pixels [frames, height, width, 3] uint8 lie at `pixels` in the staging arena; they become the grid (t, h, w) of
-    patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the store arena.
+    patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the store arena, and to
+    `pool` in the worker's pool, unless that is negative.
     """
 
     video: bool
@@ -42,6 +45,7 @@ class Piece(msgspec.Struct):
     grid: tuple[int, int, int]
     tokens: int
     rows: int
+    pool: int = -1
 
 
 class Batch(msgspec.Struct, tag=True):
@@ -50,11 +54,20 @@ class Batch(msgspec.Struct, tag=True):
     pieces: list[Piece]
 
 
+class PoolMade(msgspec.Struct, frozen=True):
+    """`size` bytes of the worker's device memory, which others open by `handle`; `device` is the device's UUID."""
+
+    device: str
+    handle: bytes
+    size: int
+
+
 class Ready(msgspec.Struct, tag=True):
     """The tower is loaded: with this attention, and graphs for these patch budgets."""
 
     attention: str = ""
     graphs: list[int] = []
+    pool: PoolMade | None = None
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -66,13 +79,15 @@ class Failed(msgspec.Struct, tag=True):
 class BatchDone(msgspec.Struct, tag=True):
     """The rows are written, but for the pieces (by index) whose rows are not finite. Times are in seconds.
 
-    `replayed` says that the tower ran as a graph.
+    `replayed` says that the tower ran as a graph. `row_sums` has one for each piece: of its rows in the pool, 0 where
+    they are not there.
     """
 
     not_finite: list[int]
     preprocess_seconds: float
     vit_seconds: float
     replayed: bool = False
+    row_sums: list[int] = []
 
 
 class BatchFailed(msgspec.Struct, tag=True):

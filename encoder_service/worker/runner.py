@@ -11,12 +11,13 @@ from torch import Tensor
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.device_memory import as_unsigned, driver, row_sum
 from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, Ready
 from encoder_service.worker.patches import pixels_to_patches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,8 +28,8 @@ _log = log.get("runner")
 class Runner:
     """One tower on one device.
 
-    Raises CheckpointError where the checkpoint cannot be served, AttentionUnavailable and GraphsUnavailable where the
-    device cannot do what was asked for.
+    Raises CheckpointError where the checkpoint cannot be served, AttentionUnavailable, GraphsUnavailable and
+    DeviceMemoryError where the device cannot do what was asked for.
     """
 
     def __init__(self, begin: Begin, staging: SharedBuffer, store: SharedBuffer) -> None:
@@ -40,6 +41,7 @@ class Runner:
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)
+        self._pool = driver(self.device).create(self.device, begin.pool_bytes) if begin.pool_bytes else None
         self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
         self._graphed = self._graphs(begin)
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
@@ -58,7 +60,8 @@ class Runner:
             inputs = pixels_to_patches(pixels, (side, side), settings).to(self.dtype)
             self._tower(inputs, [Grid(1, patches, patches)]).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
-        return Ready(attention, self._graphed.budgets if self._graphed else [])
+        made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
+        return Ready(attention, self._graphed.budgets if self._graphed else [], made)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchDone:
@@ -69,12 +72,13 @@ class Runner:
         ready = time.perf_counter()
         replays = self._graphed.replays if self._graphed else 0
         rows = (self._graphed or self._tower)(patches, [Grid(*piece.grid) for piece in batch.pieces])
-        bad = self._write(rows, batch.pieces)
+        bad, sums = self._write(rows, batch.pieces)
         return BatchDone(
             not_finite=bad,
             preprocess_seconds=ready - started,
             vit_seconds=time.perf_counter() - ready,
             replayed=self._graphed is not None and self._graphed.replays > replays,
+            row_sums=sums,
         )
 
     @torch.inference_mode()
@@ -103,22 +107,27 @@ class Runner:
         settings = self._config.video.pixels if piece.video else self._config.image
         return pixels_to_patches(pixels, piece.resized, settings).to(self.dtype)
 
-    def _write(self, rows: Tensor, pieces: list[Piece]) -> list[int]:
-        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite.
+    def _write(self, rows: Tensor, pieces: list[Piece]) -> tuple[list[int], list[int]]:
+        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite, and
+        the sums of those in the pool.
 
-        Whether rows are finite is found out for all at once: on a GPU each answer is a wait.
+        Whether rows are finite is found out for all at once, and so are the sums: on a GPU each answer is a wait. The
+        last one is also what makes sure that the pool is written when its rows are announced.
         """
         finite = rows.isfinite().flatten(1).all(dim=1).cpu()
-        bad, start = [], 0
+        bad, sums, start = [], torch.zeros(len(pieces), dtype=torch.int64, device=rows.device), 0
         for index, piece in enumerate(pieces):
             end = start + piece.tokens
             if bool(finite[start:end].all()):
                 data = rows[start:end].contiguous().view(-1).view(torch.uint8)
+                if self._pool is not None and piece.pool >= 0:
+                    self._pool.write(piece.pool, data)
+                    sums[index] = row_sum(data, len(data) // piece.tokens)
                 self._store[piece.rows : piece.rows + len(data)].copy_(data)
             else:
                 bad.append(index)
             start = end
-        return bad
+        return bad, [as_unsigned(each) for each in sums.tolist()] if self._pool is not None else []
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

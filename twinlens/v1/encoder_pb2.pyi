@@ -112,7 +112,7 @@ class EncodeRows(_message.Message):
     def __init__(self, item: _Optional[int] = ..., first_row: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ..., handle: _Optional[_Union[RowsHandle, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RowsHandle(_message.Message):
-    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle", "slot", "number")
+    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle", "slot", "number", "row_sum")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class RowsHandle(_message.Message):
     IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ROW_SUM_FIELD_NUMBER: _ClassVar[int]
     transport: Transport
     region: str
     offset: int
@@ -131,7 +132,8 @@ class RowsHandle(_message.Message):
     ipc_handle: bytes
     slot: int
     number: int
-    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    row_sum: int
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., row_sum: _Optional[int] = ...) -> None: ...
 
 class EncodeDone(_message.Message):
     __slots__ = ("item", "timings")
@@ -208,7 +210,7 @@ class EncoderServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes", "local_socket")
+    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes", "local_socket", "device_pools")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class EncoderServiceGetInfoResponse(_message.Message):
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_POOLS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -237,7 +240,18 @@ class EncoderServiceGetInfoResponse(_message.Message):
     max_image_bytes: int
     max_video_bytes: int
     local_socket: LocalSocket
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ...) -> None: ...
+    device_pools: _containers.RepeatedCompositeFieldContainer[DevicePool]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ..., device_pools: _Optional[_Iterable[_Union[DevicePool, _Mapping]]] = ...) -> None: ...
+
+class DevicePool(_message.Message):
+    __slots__ = ("region", "gpu_uuid", "bytes")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    gpu_uuid: str
+    bytes: int
+    def __init__(self, region: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class LocalSocket(_message.Message):
     __slots__ = ("name", "secret")
@@ -252,7 +266,7 @@ class EncoderServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetLoadResponse(_message.Message):
-    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent", "estimated_milliseconds", "shared")
+    __slots__ = ("queued_items", "running_items", "queued_patches", "vit_calls", "vit_patches", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "encoded_items", "failed_items", "open_streams", "running_patches", "store_entries", "stage_totals", "leases", "rows_sent", "estimated_milliseconds", "shared", "device_pool_bytes", "device_pool_capacity_bytes")
     QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITEMS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +286,8 @@ class EncoderServiceGetLoadResponse(_message.Message):
     ROWS_SENT_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_POOL_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     queued_items: int
     running_items: int
     queued_patches: int
@@ -291,7 +307,9 @@ class EncoderServiceGetLoadResponse(_message.Message):
     rows_sent: _containers.RepeatedCompositeFieldContainer[RowsSent]
     estimated_milliseconds: int
     shared: SharedStoreLoad
-    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ..., estimated_milliseconds: _Optional[int] = ..., shared: _Optional[_Union[SharedStoreLoad, _Mapping]] = ...) -> None: ...
+    device_pool_bytes: int
+    device_pool_capacity_bytes: int
+    def __init__(self, queued_items: _Optional[int] = ..., running_items: _Optional[int] = ..., queued_patches: _Optional[int] = ..., vit_calls: _Optional[int] = ..., vit_patches: _Optional[int] = ..., store_hits: _Optional[int] = ..., store_misses: _Optional[int] = ..., store_bytes: _Optional[int] = ..., store_capacity_bytes: _Optional[int] = ..., encoded_items: _Optional[int] = ..., failed_items: _Optional[int] = ..., open_streams: _Optional[int] = ..., running_patches: _Optional[int] = ..., store_entries: _Optional[int] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., leases: _Optional[int] = ..., rows_sent: _Optional[_Iterable[_Union[RowsSent, _Mapping]]] = ..., estimated_milliseconds: _Optional[int] = ..., shared: _Optional[_Union[SharedStoreLoad, _Mapping]] = ..., device_pool_bytes: _Optional[int] = ..., device_pool_capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class RowsSent(_message.Message):
     __slots__ = ("transport", "rows", "bytes")

@@ -48,9 +48,9 @@ def test_a_slot_that_is_used_again_has_another_number(board: LeaseBoard, reader:
 
 
 def test_a_full_board_says_so(board: LeaseBoard) -> None:
-    assert board.has_room
+    assert board.room
     board.post(), board.post()
-    assert not board.has_room
+    assert not board.room
     assert board.post() is None
     assert board.held == 2
 

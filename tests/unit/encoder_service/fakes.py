@@ -16,8 +16,9 @@ DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
 class FakeChild:
     """One worker process. With `answers` it replies to each batch by itself, else when the test calls `say`."""
 
-    def __init__(self, answers: Callable[[Batch], Any] | None = None) -> None:
+    def __init__(self, answers: Callable[[Batch], Any] | None = None, ready: Ready | None = None) -> None:
         self._answers = answers
+        self._ready = ready or Ready()
         self._said: asyncio.Queue[Any] = asyncio.Queue()
         self.batches: list[Batch] = []
         self.alive = True
@@ -26,7 +27,7 @@ class FakeChild:
         if not self.alive:
             return
         if isinstance(message, Begin):
-            self.say(Ready())
+            self.say(self._ready)
             return
         self.batches.append(message)
         if self._answers:

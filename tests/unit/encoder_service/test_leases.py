@@ -107,5 +107,5 @@ async def test_the_board_is_cleared_before_anyone_may_write_there(
 
 async def test_past_the_board_there_is_no_room(bench: Bench) -> None:
     with bench.leases.take(bench.entry.place, b"a"), bench.leases.take(bench.entry.place, b"b"):
-        assert not bench.leases.has_room
-    assert bench.leases.has_room
+        assert not bench.leases.room
+    assert bench.leases.room

@@ -1,0 +1,155 @@
+"""Rows in the device workers' own memory: a tier beside the store's arena, for readers that share a GPU with a worker.
+
+Each worker may have a pool, for as long as it lives. What is kept here are accounts alone: which bytes of which pool
+hold which rows. Room for a slice is taken when its piece is sent to the worker, at the expense of slices that nobody
+reads, the longest unused first. It is never waited for: the rows are written to the arena in any case, and whoever
+finds no slice reads them there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.arena import ALIGNMENT, Range, RangeAllocator
+from encoder_service.worker.messages import PoolMade
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """Rows of one piece of an item, in one pool; `row_sum` is announced with them (`device_memory.row_sum`).
+
+    It is pinned by the worker that writes it, then by readers, and `kept` from when it is written until its item leaves
+    the store, the room is needed, or the worker is gone.
+    """
+
+    pool: DevicePool
+    span: Range
+    rows: int
+    row_sum: int = 0
+    pins: int = 1
+    kept: bool = False
+
+    def commit(self, row_sum: int) -> None:
+        """It is written: the worker's pin goes."""
+        self.row_sum, self.kept = row_sum, True
+        self.pool.unpin(self)
+
+    def abandon(self) -> None:
+        """It was not written."""
+        self.pool.unpin(self)
+
+    def drop(self) -> None:
+        """Its item has left the store: the room is free when the last reader has gone."""
+        self.pool.drop(self)
+
+
+class DevicePool:
+    """One worker's pool. `name` is never used again; `handle` opens it, on the device whose UUID is `device`."""
+
+    def __init__(self, made: PoolMade, row_bytes: int) -> None:
+        self.name = f"pool-{secrets.token_hex(8)}"
+        self.handle = made.handle
+        self.device = made.device
+        self.lost = False
+        self._row_bytes = row_bytes
+        self._ranges = RangeAllocator(made.size)
+        self._slices: OrderedDict[Slice, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Bytes of slices."""
+        return self._ranges.used
+
+    @property
+    def capacity(self) -> int:
+        """Its size in bytes."""
+        return self._ranges.capacity
+
+    def reserve(self, rows: int) -> Slice | None:
+        """Room for rows, pinned once; None, and nothing evicted, where what is being read leaves too little."""
+        size = rows * self._row_bytes
+        idle = [each for each in self._slices if not each.pins]
+        if self.lost or self.capacity - self.used + sum(map(_taken, idle)) < size:
+            return None
+        while (span := self._ranges.allocate(size)) is None and idle:
+            self._free(idle.pop(0))
+        if span is None:
+            return None
+        made = Slice(self, span, rows)
+        self._slices[made] = None
+        return made
+
+    def pin(self, piece: Slice) -> None:
+        """Keeps a slice where it is, until `unpin`; it becomes the most recently used."""
+        assert piece.kept, "this slice is free"
+        piece.pins += 1
+        self._slices.move_to_end(piece)
+
+    def unpin(self, piece: Slice) -> None:
+        """Takes a pin off; the last one frees a slice that is not kept."""
+        assert piece.pins > 0, "this slice is not pinned"
+        piece.pins -= 1
+        if not piece.pins and not piece.kept:
+            self._free(piece)
+
+    def drop(self, piece: Slice) -> None:
+        """Nobody will ask for a slice any more."""
+        piece.kept = False
+        if not piece.pins:
+            self._free(piece)
+
+    def lose(self) -> None:
+        """The worker is gone, and its memory with it."""
+        self.lost = True
+        for piece in self._slices:
+            piece.kept = False
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where ranges and slices disagree or, at idle, where something is still held."""
+        self._ranges.check_integrity()
+        assert sum(map(_taken, self._slices)) == self.used, "a range has no owner"
+        if idle:
+            assert not any(piece.pins for piece in self._slices), "a slice is still pinned"
+
+    def _free(self, piece: Slice) -> None:
+        piece.kept = False
+        if piece in self._slices:
+            del self._slices[piece]
+            self._ranges.free(piece.span)
+
+
+def _taken(piece: Slice) -> int:
+    """Bytes of a slice's range, as they are rounded up."""
+    return -(-piece.span.size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(slots=True)
+class DevicePools:
+    """The pools of the workers that live. `on_lost` is called for one whose worker is gone, before anything else."""
+
+    row_bytes: int
+    on_lost: Callable[[DevicePool], None] = lambda _: None
+    alive: list[DevicePool] = field(default_factory=list)
+
+    def open(self, made: PoolMade | None) -> DevicePool | None:
+        """A worker is ready, and has made a pool."""
+        if made is None:
+            return None
+        pool = DevicePool(made, self.row_bytes)
+        self.alive.append(pool)
+        return pool
+
+    def lose(self, pool: DevicePool | None) -> None:
+        """A worker is gone."""
+        if pool is not None and not pool.lost:
+            pool.lose()
+            self.alive.remove(pool)
+            self.on_lost(pool)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where something leaked."""
+        for pool in self.alive:
+            pool.check_integrity(idle=idle)

@@ -1,0 +1,87 @@
+"""Rows by their place in a worker's own memory, under leases: they never leave the GPU's memory, or its links.
+
+The same name is used for whatever `common.device_memory` has a driver for.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from common.errors import Unavailable
+from common.wire import RowLayout
+from encoder_service.engine.device_pool import DevicePools, Slice
+from encoder_service.engine.leases import Lease, Leases
+from encoder_service.transports.base import Chunks, Run, Sent
+from encoder_service.transports.local_socket import LocalSocket
+from twinlens.v1 import encoder_pb2
+
+
+class CudaIpc:
+    """Offers slices of device pools to readers that hold a grant of the local socket and can read a pool's device."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_CUDA_IPC
+
+    def __init__(self, layout: RowLayout, leases: Leases, socket: LocalSocket, pools: DevicePools, sent: Sent) -> None:
+        self._layout = layout
+        self._leases = leases
+        self._socket = socket
+        self._pools = pools
+        self._sent = sent
+
+    def suits(self, host: encoder_pb2.HostProof, run: Run | None) -> bool:
+        """The caller shares this host, says that it reads the device, and every row of the run is in a pool there."""
+        if not self._socket.knows(host.grant):
+            return False
+        if run is None:
+            return any(pool.device in host.gpu_uuids for pool in self._pools.alive)
+        slices = covering(run)
+        return 0 < len(slices) <= self._leases.room and all(each.pool.device in host.gpu_uuids for each in slices)
+
+    async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
+        """A handle for each slice; ends when the reader has released all of them, or is gone.
+
+        Raises Unavailable where a lease ended by its time alone, or with the worker whose memory it was.
+        """
+        with ExitStack() as held:
+            leases = [(each, held.enter_context(self._leases.take(each, host.grant))) for each in covering(run)]
+            first = run.first
+            for each, lease in leases:
+                handle = self._handle(each, lease)
+                yield encoder_pb2.EncodeRows(item=run.item, first_row=first, count=each.rows, handle=handle)
+                first += each.rows
+            for each, lease in leases:
+                await lease.ended.wait()
+                if lease.lost:
+                    raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
+                if lease.expired:
+                    raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+                self._sent.add(self.number, each.rows, each.rows * self._layout.row_bytes)
+
+    def _handle(self, piece: Slice, lease: Lease) -> encoder_pb2.RowsHandle:
+        return encoder_pb2.RowsHandle(
+            transport=self.number,
+            region=piece.pool.name,
+            offset=piece.span.offset,
+            length=piece.rows * self._layout.row_bytes,
+            lease=lease.name,
+            expires_ms=round(self._leases.seconds * 1000),
+            ipc_handle=piece.pool.handle,
+            slot=lease.slot,
+            number=lease.number,
+            row_sum=piece.row_sum,
+        )
+
+
+def covering(run: Run) -> list[Slice]:
+    """The slices that hold exactly a run's rows, in order; none where some of them are in no pool.
+
+    A run of rows 4–11 takes the slices that begin at 4 and at 8, where those have four rows each.
+    """
+    at, slices = run.first, list[Slice]()
+    while at < run.end:
+        piece = run.place.copies.get(at)
+        if piece is None or not piece.kept:
+            return []
+        slices.append(piece)
+        at += piece.rows
+    return slices if at == run.end else []
