@@ -34,3 +34,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(checkpoints: Callable[..., Path]) -> Path:
+    """A tiny Qwen3-VL, for tests to which the family does not matter."""
+    return checkpoints("qwen3_vl")

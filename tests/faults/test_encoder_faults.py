@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,11 +41,6 @@ _seed = itertools.count(9_000)
 def new_picture() -> bytes:
     """A picture that no encoder has seen."""
     return pictures.encoded(pictures.noise(96, 96, next(_seed)))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 def free_port() -> int:

@@ -27,11 +27,6 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
-
-
-@pytest.fixture(scope="module")
 def both(checkpoint: Path) -> Iterator[Pair]:
     with pair(checkpoint) as running:
         yield running

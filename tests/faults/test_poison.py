@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -18,11 +17,6 @@ from twinlens import LlmClient, TwinlensError
 
 CALLERS = 4
 DEATHS = "twinlens_encoder_worker_deaths_total"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 def refusal(client: LlmClient) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -28,11 +28,6 @@ FORGETFUL: dict[str, object] = {
     "shared_memory": False,
 }
 QUESTIONS = 24
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 def outcomes(client: LlmClient, right: list[list[int]], count: int) -> Counter[str]:

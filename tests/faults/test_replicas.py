@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,11 +21,6 @@ FORGETFUL: dict[str, object] = {**LLM_FLAGS, "row_cache_bytes": "300KiB", "prefi
 STREAMS = 16
 SLACK = 5.0
 """Seconds that a machine which runs other tests as well may take on top of what is promised."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,6 @@ from twinlens import TwinlensError, user, v1
 
 FILES = [pictures.encoded(pictures.noise(256, 256, 9_700 + n)) for n in range(12)]  # 64 rows each
 QUESTION = "Tell me at great length what can be seen here, and leave nothing out, however small it may be, please."
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture(scope="module")

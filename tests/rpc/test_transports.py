@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,11 +17,6 @@ from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, user, v1
 
 FILES = [pictures.encoded(pictures.noise(96, 64 + 32 * n, 9_000 + n)) for n in range(4)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture(scope="module")
