@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -29,7 +29,19 @@ _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 """Threads that wait spin for microseconds, then sleep: processes that share cores would else hold each other up
 several times over (docs/PERFORMANCE.md). The environment of the service has the last word."""
 
+_HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "OMP_", "GOMP_")
+"""How variables begin that a process needs to run at all."""
+
 ReceiveT = TypeVar("ReceiveT")
+
+
+def harmless(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment a process may have that parses what strangers send: no token, password or address.
+
+    >>> harmless({"PATH": "/bin", "TWINLENS_ENCODER_AUTH_TOKEN": "open sesame", "AWS_SECRET_ACCESS_KEY": "x"})
+    {'PATH': '/bin'}
+    """
+    return {name: value for name, value in environ.items() if name.startswith(_HARMLESS)}
 
 
 def die_with_parent() -> None:
@@ -59,10 +71,12 @@ class Child(Generic[ReceiveT]):
         self._decode = msgspec.msgpack.Decoder(received).decode
 
     @classmethod
-    async def start(
-        cls, module: str, *, receives: Any, fds: Sequence[int] = (), environ: dict[str, str] | None = None
-    ) -> Child[Any]:
-        """Starts `python -m module SOCKET_FD FD…`; `receives` is the type (or union) of the child's messages."""
+    async def start(cls, module: str, *, receives: Any, fds: Sequence[int] = (), exposed: bool = False) -> Child[Any]:
+        """Starts `python -m module SOCKET_FD FD…`; `receives` is the type (or union) of the child's messages.
+
+        One that is `exposed` to what strangers send gets no variable that could be a secret.
+        """
+        environ = harmless(os.environ) if exposed else os.environ
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -73,7 +87,7 @@ class Child(Generic[ReceiveT]):
                 *map(str, fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *fds),
-                env={**_DEFAULTS, **os.environ, **(environ or {}), "TWINLENS_PARENT": str(os.getpid())},
+                env={**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
             )
         finally:
             theirs.close()

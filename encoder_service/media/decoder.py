@@ -170,7 +170,8 @@ class DecoderPool:
                 _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
 
     async def _add(self) -> None:
-        child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._staging.fd,))
+        fds = (self._staging.fd,)
+        child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=fds, exposed=True)
         self._children.add(child)
         child.send(self._begin)
         if not isinstance(await child.receive(), Ready):

@@ -84,7 +84,7 @@ class Compiler:
 
     async def _start(self) -> None:
         """Adds a process to those that are idle, or None for one that could not be started."""
-        child = await Child.start("llm_service.grammar", receives=FromCompiler)
+        child = await Child.start("llm_service.grammar", receives=FromCompiler, exposed=True)
         self._children.add(child)
         try:
             child.send(self._vocabulary)

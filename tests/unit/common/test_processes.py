@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,22 @@ async def test_shared_memory_is_seen_by_both() -> None:
     assert bytes(buffer.view[:5]) == b"hello"
     await child.stop()
     buffer.close()
+
+
+def environment(child: Child[Say]) -> bytes:
+    return Path(f"/proc/{child.process.pid}/environ").read_bytes()
+
+
+@pytest.mark.parametrize("exposed", [False, True])
+async def test_a_process_that_strangers_can_reach_has_no_secret(monkeypatch: pytest.MonkeyPatch, exposed: bool) -> None:
+    monkeypatch.setenv("TWINLENS_ENCODER_AUTH_TOKEN", "open sesame")
+    child: Child[Say] = await Child.start(MODULE, receives=Say, exposed=exposed)
+    child.send(Say(b"up"))
+    await child.receive()
+    given = environment(child)
+    assert (b"open sesame" in given) is not exposed
+    assert b"PATH=" in given
+    await child.stop()
 
 
 @pytest.mark.parametrize("how", ["killed", "ends by itself", "babbles"])
