@@ -47,8 +47,9 @@ class RowLayout:
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """CRC-32C (Castagnoli, RFC 3720) of `data`."""
-    value: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
+    """CRC-32C (Castagnoli, RFC 3720) of `data`, which is not copied."""
+    # The library refuses a memoryview, and reads an array of numpy's in place.
+    value: int = google_crc32c.value(np.asarray(data) if isinstance(data, memoryview) else data)
     return value
 
 

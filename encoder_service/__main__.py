@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from common.allocator import keep_large_blocks
 from common.checkpoint import CheckpointError
 from common.config import load
 from common.processes import ChildDied
@@ -16,6 +17,7 @@ from encoder_service.server import serve
 def main() -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
     config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
+    keep_large_blocks()
     try:
         asyncio.run(serve(config))
     except (CheckpointError, WorkerError, ChildDied, OSError) as error:

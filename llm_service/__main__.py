@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from common.allocator import keep_large_blocks
 from common.checkpoint import CheckpointError
 from common.config import load
 from common.errors import TwinlensError
@@ -16,6 +17,7 @@ from llm_service.server import serve
 def main() -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
+    keep_large_blocks()
     try:
         meeting = config.meeting()
         asyncio.run(lend(config, meeting) if meeting.node_rank else serve(config))

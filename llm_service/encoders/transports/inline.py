@@ -27,14 +27,17 @@ class Inline:
         return isinstance(run.payload, RowsFrame)
 
     async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
-        """One piece: a message is about a megabyte, so this may stay on the event loop."""
+        """One piece: a message is about a megabyte, so this may stay on the event loop.
+
+        It is checked for numbers where it has landed: there it is aligned, and still in the cache.
+        """
         assert isinstance(run.payload, RowsFrame)
         data = run.payload.data
         if len(data) != len(target):
             raise DataLoss("rows came in a wrong size")
         if crc32c(data) != run.payload.crc:
             raise DataLoss("rows were damaged on the way")
-        if not all_finite(data, self._dtype):
-            raise DataLoss("an encoder sent numbers that are not finite")
         target[:] = data
+        if not all_finite(target, self._dtype):
+            raise DataLoss("an encoder sent numbers that are not finite")
         yield len(data)

@@ -1,0 +1,184 @@
+"""Both ends of `benchmarks.transports`, each in a process of its own: `python -m benchmarks.transport_ends END …`.
+
+`send` and `read` are the services' own code: the encoder's link over a store, the LLM service's stream into an arena.
+`send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without checksum,
+check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a
+size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+
+from common import log
+from common.allocator import keep_large_blocks
+from common.arena import SharedBuffer
+from common.grpc_calls import CallFrame
+from common.wire import CHUNK_BYTES, DType, RowLayout
+from encoder_service.engine.store import Entry, Store
+from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports.base import Run
+from encoder_service.transports.link import Link
+from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.peer import Asking, LinkSettings, Peer
+from llm_service.request import Key, MediaItem
+from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
+
+LAYOUT = RowLayout(levels=4, width=2048, dtype=DType.BFLOAT16)
+"""Rows of 16 KiB: those of an 8 B Qwen3-VL with its three deepstack levels are twice as long."""
+
+SIZES = (1 << 20, 8 << 20, 64 << 20)
+_DIGEST = "benchmark"
+_PLAIN = "/benchmark.Plain/Rows"
+
+
+class Sender(encoder_pb2_grpc.EncoderServiceServicer):
+    """The encoder's link over one entry for each size; a key's first byte says which."""
+
+    def __init__(self, link: Link, entries: list[Entry]) -> None:
+        self._link = link
+        self._entries = entries
+
+    async def GetInfo(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetInfoResponse:
+        return encoder_pb2.EncoderServiceGetInfoResponse(digest=_DIGEST, local_socket=self._link.local_socket)
+
+    async def GetLoad(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetLoadResponse:
+        return encoder_pb2.EncoderServiceGetLoadResponse()
+
+    async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> AsyncIterator[Any]:
+        entry = self._entries[request.items[0].key[0]]
+        yield encoder_pb2.EncodeResponse(header=_header(entry))
+        transport = self._link.choose(request.accepts, request.host)
+        async for run in transport.send(Run(0, entry.place, 0, entry.header.tokens), request.host):
+            yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
+        yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone())
+
+
+def _header(entry: Entry) -> encoder_pb2.EncodeHeader:
+    return encoder_pb2.EncodeHeader(
+        key=entry.header.key,
+        modality=media_pb2.MODALITY_IMAGE,
+        grid=media_pb2.Grid(t=1, h=2, w=2 * entry.header.tokens),
+        tokens=entry.header.tokens,
+        width=LAYOUT.width,
+        levels=LAYOUT.levels,
+        dtype=media_pb2.DATA_TYPE_BFLOAT16,
+    )
+
+
+async def send() -> None:
+    """The encoder's end."""
+    keep_large_blocks()
+    store = Store(SharedBuffer.create("benchmark", 2 * sum(SIZES)), LAYOUT.row_bytes)
+    entries = []
+    for number, size in enumerate(SIZES):
+        tokens = size // LAYOUT.row_bytes
+        place = await store.reserve(tokens)
+        np.frombuffer(store.buffer.slice(place.span), "<u2")[:] = 0x3F80  # ones
+        header = Header(bytes([number]) * 32, Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
+        entries.append(store.commit(place, header, ""))
+    async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60) as link:
+        server = grpc.aio.server(interceptors=[CallFrame("")])
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)
+        await _serve(server)
+
+
+async def send_plain() -> None:
+    """The same bytes from a generator of protobuf messages."""
+    data = memoryview(np.full(max(SIZES) // 2, 0x3F80, "<u2")).cast("B")
+
+    async def rows(request: bytes, context: Any) -> AsyncIterator[encoder_pb2.EncodeRows]:
+        for start in range(0, SIZES[request[0]], CHUNK_BYTES):
+            yield encoder_pb2.EncodeRows(first_row=start, data=bytes(data[start : start + CHUNK_BYTES]))
+
+    handler = grpc.unary_stream_rpc_method_handler(rows, response_serializer=encoder_pb2.EncodeRows.SerializeToString)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark.Plain", {"Rows": handler}),))
+    await _serve(server)
+
+
+async def _serve(server: grpc.aio.Server) -> None:
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+async def read(address: str, *, shared: bool) -> None:
+    """The LLM service's end."""
+    keep_large_blocks()
+    landing = SharedBuffer.create("benchmark", max(SIZES))
+    settings = LinkSettings(digest=_DIGEST, layout=LAYOUT, shared_memory=shared)
+    peer, changed = Peer(address, "", settings, Quarantine()), asyncio.Event()
+    watcher = asyncio.create_task(peer.watch(changed))
+    await changed.wait()
+    assert peer.usable
+    assert (peer.region is not None) == shared
+
+    async def run(number: int) -> None:
+        item = MediaItem(0, "image", Key(bytes([number]) * 32))
+        async with peer.encode(item, Asking(request_id="", salt="", priority=0)) as stream:
+            header = await stream.header()
+            landed = 0
+            async for count, _ in stream.rows(landing.view[: header.tokens * LAYOUT.row_bytes]):
+                landed += count
+                if landed == header.tokens:
+                    return  # every row is there; what the stream still says, nobody waits for
+
+    await _answer(run)
+    watcher.cancel()
+    await peer.close()
+
+
+async def read_plain(address: str) -> None:
+    """Messages, one after the other, into a buffer."""
+    landing = SharedBuffer.create("benchmark", max(SIZES)).view
+    async with grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", 64 << 20)]) as channel:
+        rows = channel.unary_stream(_PLAIN, response_deserializer=encoder_pb2.EncodeRows.FromString)
+
+        async def run(number: int) -> None:
+            at = 0
+            async for message in rows(bytes([number])):
+                landing[at : at + len(message.data)] = message.data
+                at += len(message.data)
+
+        await _answer(run)
+
+
+async def _answer(run: Callable[[int], Awaitable[None]]) -> None:
+    """Does what is asked on standard input until that ends."""
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        started = time.perf_counter()
+        await run(int(line))
+        print(time.perf_counter() - started, flush=True)
+
+
+def main() -> None:
+    """Runs one end."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport_ends", description=__doc__)
+    parser.add_argument("end", choices=("send", "send-plain", "read-shared", "read-chunks", "read-plain"))
+    parser.add_argument("address", nargs="?", default="", help="where the sender of a reader serves")
+    given = parser.parse_args()
+    log.configure("error", service="benchmark")
+    ends: dict[str, Callable[[], Any]] = {
+        "send": send,
+        "send-plain": send_plain,
+        "read-shared": lambda: read(given.address, shared=True),
+        "read-chunks": lambda: read(given.address, shared=False),
+        "read-plain": lambda: read_plain(given.address),
+    }
+    asyncio.run(ends[given.end]())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""How the C library's allocator treats blocks of about a megabyte, which is what messages with rows are.
+
+glibc gives such a block back to the system when it is freed, and the next one comes page by page, each zeroed when it
+is first touched: that costs several times what copying a message into it does. A service that streams such messages
+all day keeps the memory in its own process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # the numbers of malloc.h
+
+_OWN_MAPPING = 8 << 20
+"""Blocks from this size on get pages of their own, and give them back: pictures and prompts come and go in any size."""
+
+_KEPT = 64 << 20
+"""Free memory at the end of a heap that is not given back."""
+
+
+def keep_large_blocks() -> bool:
+    """For this process, from now on; False where the C library has no such settings (musl)."""
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    options = {_MMAP_THRESHOLD: _OWN_MAPPING, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _OWN_MAPPING}
+    taken = [set_option(option, value) for option, value in options.items()]
+    return all(taken)
