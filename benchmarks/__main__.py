@@ -1,7 +1,8 @@
-"""`python -m benchmarks`: one photograph and a question, here and through transformers, in one run.
+"""`python -m benchmarks`: one photograph and a question, here and through transformers and vLLM, in one run.
 
-Both engines get the same random checkpoint of about 250 M parameters in float32 and the same threads. A ratio below 1
-for times, above 1 for rates, is in our favour.
+All get the same random checkpoint of about 250 M parameters in float32 and the same cores, one after the other. vLLM is
+measured where `--vllm` names its program, in an environment of its own. A ratio (ours to the peer's) below 1 for times,
+above 1 for rates, is in our favour.
 """
 
 from __future__ import annotations
@@ -12,65 +13,66 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import twinlens_side
+from benchmarks import twinlens_side, vllm_side
 from benchmarks.checkpoint import CACHE, bench_checkpoint
 from benchmarks.workload import CONCURRENT
 
+Figures = dict[str, float]
+
 _ROWS = (
-    ("ttft_cold", "TTFT, new picture", "ttft_cold"),
-    ("ttft_same_picture", "TTFT, same picture, other question", "ttft_cold"),
-    ("ttft_same_prompt", "TTFT, same prompt", "ttft_cold"),
-    ("per_token", "time per output token", "per_token"),
-    *(
-        (f"tokens_per_second_{many}", f"tokens/s at {many} concurrent", f"tokens_per_second_{many}")
-        for many in CONCURRENT
-    ),
+    ("ttft_cold", "TTFT, new picture"),
+    ("ttft_same_picture", "TTFT, same picture, other question"),
+    ("ttft_same_prompt", "TTFT, same prompt"),
+    ("per_token", "time per output token"),
+    *((f"tokens_per_second_{many}", f"tokens/s at {many} concurrent") for many in CONCURRENT),
 )
+_SIDES = ("transformers", "vllm", "twinlens")
 
 
 def main() -> None:
-    """Measures both sides one after the other and prints a table."""
+    """Measures one side after the other and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
-    parser.add_argument("--only", choices=("twinlens", "transformers"), help="measure one side alone")
+    parser.add_argument("--vllm", type=Path, help="vLLM's program, such as /opt/vllm/bin/vllm")
+    parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
     given = parser.parse_args()
     folder = given.model or bench_checkpoint(CACHE)
-    theirs: dict[str, float] = {}
-    ours: dict[str, float] = {}
-    if given.only != "twinlens":
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.transformers_side",
-            str(folder),
-            str(given.runs),
-            str(given.tokens),
-        ]
-        theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    if given.only != "transformers":
-        ours = twinlens_side.main(folder, given.runs, given.tokens)
-    _print(theirs, ours)
+    wanted = [given.only] if given.only else [side for side in _SIDES if side != "vllm" or given.vllm]
+    if "vllm" in wanted and given.vllm is None:
+        parser.error("--only vllm needs --vllm")
+    peers: dict[str, Figures] = {}
+    if "transformers" in wanted:
+        peers["transformers"] = _transformers(folder, given.runs, given.tokens)
+    if "vllm" in wanted:
+        peers["vLLM"] = vllm_side.main(given.vllm, folder, given.runs, given.tokens)
+    ours = twinlens_side.main(folder, given.runs, given.tokens) if "twinlens" in wanted else {}
+    _print(peers, ours)
 
 
-def _print(theirs: dict[str, float], ours: dict[str, float]) -> None:
-    print(f"| {'':36} | transformers | twinlens | ratio |\n|{'-' * 38}|-------------:|---------:|------:|")
-    for name, title, against in _ROWS:
+def _transformers(folder: Path, runs: int, tokens: int) -> Figures:
+    command = [sys.executable, "-m", "benchmarks.transformers_side", str(folder), str(runs), str(tokens)]
+    figures: Figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    cold = figures["ttft_cold"]
+    return {**figures, "ttft_same_picture": cold, "ttft_same_prompt": cold}  # it remembers nothing
+
+
+def _print(peers: dict[str, Figures], ours: Figures) -> None:
+    columns = ["", *peers, *(["Twinlens", *(f"÷ {peer}" for peer in peers)] if ours else [])]
+    print("| " + " | ".join(columns) + " |\n|---|" + "---:|" * (len(columns) - 1))
+    for name, title in _ROWS:
         rate = name.startswith("tokens")
-        peer, own = theirs.get(against), ours.get(name)
-        ratio = f"{own / peer:.2f}" if peer and own else ""
-        print(f"| {title:36} | {_figure(peer, rate):>12} | {_figure(own, rate):>8} | {ratio:>5} |")
+        cells = [_figure(figures[name], rate) for figures in (*peers.values(), *([ours] if ours else []))]
+        cells += [f"{ours[name] / figures[name]:.2f}" for figures in peers.values()] if ours else []
+        print(f"| {title} | " + " | ".join(cells) + " |")
     stages = {name.removeprefix("stage_"): value for name, value in ours.items() if name.startswith("stage_")}
     if stages:
-        print(
-            "\nStages of a new picture: " + ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in stages.items())
-        )
+        told = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in stages.items())
+        print(f"\nStages of a new picture: {told}")
 
 
-def _figure(value: float | None, rate: bool) -> str:
-    if value is None:
-        return ""
+def _figure(value: float, rate: bool) -> str:
     return f"{value:.1f}" if rate else f"{value * 1e3:.1f} ms"
 
 
