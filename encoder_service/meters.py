@@ -8,8 +8,9 @@ from prometheus_client.core import Metric
 
 from common.metrics import SHARES, Metrics, gauge, total
 from encoder_service import convert
-from encoder_service.engine.dispatch import Computed, Dispatcher
+from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
+from encoder_service.engine.tally import Computed
 from encoder_service.transports.link import Link
 
 _UNITS = (1, 2, 4, 8, 16, 32, 64)

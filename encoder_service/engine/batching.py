@@ -80,6 +80,18 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int
     return [batch for batch in batches if batch]
 
 
+def assemble_full(waiting: Sequence[Unit], budget: int, most_units: int) -> list[Unit]:
+    """A batch for a worker that is still busy: empty unless it is so full that what comes later could hardly be added.
+
+    Nothing is chosen past a unit that must run alone, since a busy worker that always has a next batch is never idle.
+    """
+    if any(unit.alone for unit in waiting):
+        return []
+    batch = next(iter(assemble(waiting, 1, budget, most_units)), [])
+    full = len(batch) < len(waiting) or len(batch) == most_units or sum(unit.patches for unit in batch) >= budget
+    return batch if full else []
+
+
 def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, int]]:
     """Cuts a grid at frame groups into runs [first, end), since attention never crosses one.
 

@@ -9,47 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import Child, ChildDied
-from encoder_service.engine.batching import Unit, assemble
+from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.pace import Pace
 from encoder_service.engine.suspects import Suspects
+from encoder_service.engine.tally import Computed, Counters
 from encoder_service.engine.workers import Slot, Workers
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
 
-_HUNG = 20
-"""A worker that takes this many times what recent batches make one expect has hung."""
-_LEARNT = 8
-"""Batches before expectations count."""
-
 _log = log.get("dispatch")
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    vit_calls: int = 0
-    vit_patches: int = 0
-    graph_calls: int = 0
-    preprocess_seconds: float = 0.0
-    vit_seconds: float = 0.0
-    worker_deaths: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """One batch that a worker has computed. `fill` is its share of the patches that one may have."""
-
-    units: int
-    patches: int
-    fill: float
-    preprocess_seconds: float
-    vit_seconds: float
 
 
 class Dispatcher:
@@ -100,7 +72,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """Ends every worker, fails what was left, and returns when the processes are gone."""
         await self._workers.stop()
-        left = [unit for slot in self._workers.slots for unit in slot.take()]
+        left = [unit for slot in self._workers.slots for unit in slot.take_all()]
         self._fail([*left, *self._drop_waiting()], Unavailable("the service is stopping", reason="STOPPING"))
 
     @property
@@ -121,7 +93,7 @@ class Dispatcher:
     @property
     def running(self) -> list[Unit]:
         """Units that a worker has."""
-        return [unit for slot in self._workers.slots for unit in slot.batch]
+        return [unit for slot in self._workers.slots for unit in slot.units]
 
     def estimate(self) -> float | None:
         """Seconds until all that is here has been computed, by the pace of late; None where that is not known."""
@@ -161,35 +133,44 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
+        """Work for idle workers; then, for those that look ahead, full batches for afterwards."""
         self._pumping = False
         idle = self._workers.idle
         batches = assemble(self._waiting, len(idle), self._budget, self._most_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
+            self._begin(slot, batch)
+        for slot in self._workers.looking_ahead:
+            if batch := assemble_full(self._waiting, self._budget, self._most_units):
+                self._send(slot, batch)
+                slot.ahead = batch
+                batches.append(batch)
         if batches:
             for unit in self._waiting:
                 unit.passed += 1
 
     def _send(self, slot: Slot, batch: list[Unit]) -> None:
         assert slot.child is not None
-        loop = asyncio.get_running_loop()
-        limit = self._limit(batch)
         for unit in batch:
             self._waiting.remove(unit)
             unit.started_at = unit.started_at or time.perf_counter()
             unit.attempts += 1
             unit.copy = slot.pool.reserve(unit.piece.tokens) if slot.pool is not None else None
             unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
+        slot.child.send(Batch([unit.piece for unit in batch]))
+
+    def _begin(self, slot: Slot, batch: list[Unit]) -> None:
+        """From now on the worker owes an answer to this batch."""
+        assert slot.child is not None
+        loop, limit = asyncio.get_running_loop(), self._limit(batch)
         slot.batch, slot.began = batch, loop.time()
         slot.timer = loop.call_later(limit, self._give_up, slot, slot.child, limit)
-        slot.child.send(Batch([unit.piece for unit in batch]))
 
     def _limit(self, batch: Sequence[Unit]) -> float:
         """Seconds after which a worker that has not answered is taken to have hung."""
-        expected = self._pace.seconds(sum(unit.patches for unit in batch))
-        if expected is None or self._pace.batches < _LEARNT or any(unit.alone for unit in batch):
+        if any(unit.alone for unit in batch):
             return self._seconds
-        return min(self._seconds, max(self._patience, _HUNG * expected))
+        return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)
 
     def _give_up(self, slot: Slot, child: Child[FromWorker], seconds: float) -> None:
         _log.error("a batch takes too long", worker=slot.index, seconds=seconds, units=len(slot.batch))
@@ -197,7 +178,7 @@ class Dispatcher:
 
     def _bury(self, slot: Slot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
-        batch = slot.take()
+        batch = slot.take_all()
         self.counters.worker_deaths += 1
         self._on_change(self.alive)
         self._suspects.blame(unit.key for unit in batch)
@@ -239,6 +220,8 @@ class Dispatcher:
                 self._split(slot.take())
             case _:
                 raise ChildDied("an answer to another question")
+        if slot.batch:
+            self._begin(slot, slot.batch)
         self._pump()
 
     def _count(self, slot: Slot, answer: BatchDone) -> None:

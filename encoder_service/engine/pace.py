@@ -6,6 +6,12 @@ _KEPT = 0.8
 """The share of a figure that remains after the next one: about ten batches are remembered."""
 
 
+_HUNG = 20
+"""A worker that takes this many times what recent batches make one expect has hung."""
+_LEARNT = 8
+"""Batches before expectations count."""
+
+
 class Pace:
     """Seconds for patches on one worker."""
 
@@ -23,3 +29,11 @@ class Pace:
     def seconds(self, patches: int) -> float | None:
         """What so many patches should take on one worker; None before anything was learnt."""
         return self._seconds / self._patches * patches if self._patches else None
+
+    def limit(self, patches: int, patience: float, most: float) -> float:
+        """Seconds after which a worker that still computes so many patches has hung: `patience` at least, and `most`
+        as long as too little was learnt."""
+        expected = self.seconds(patches)
+        if expected is None or self.batches < _LEARNT:
+            return most
+        return min(most, max(patience, _HUNG * expected))

@@ -26,7 +26,8 @@ class WorkerError(Exception):
 class Slot:
     """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
 
-    `began` is when it got the batch (`loop.time`), `timer` ends a worker that takes too long over it.
+    `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it. One that
+    `looks_ahead` gets the next batch early, to have it ready when its turn comes: `ahead`.
     """
 
     index: int
@@ -35,14 +36,31 @@ class Slot:
     batch: list[Unit] = field(default_factory=list)
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    looks_ahead: bool = False
+    ahead: list[Unit] = field(default_factory=list)
+
+    @property
+    def units(self) -> list[Unit]:
+        """All that the worker has."""
+        return [*self.batch, *self.ahead]
+
+    @property
+    def may_have_next(self) -> bool:
+        """It computes, and could get another batch ready meanwhile. What may end a worker has it for itself."""
+        busy = self.child is not None and bool(self.batch) and not self.batch[0].alone
+        return busy and self.looks_ahead and not self.ahead
 
     def take(self) -> list[Unit]:
-        """The batch, which is no longer the worker's."""
-        batch, self.batch = self.batch, []
+        """The batch, which is no longer the worker's; the next one takes its place."""
+        batch, self.batch, self.ahead = self.batch, self.ahead, []
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
         return batch
+
+    def take_all(self) -> list[Unit]:
+        """All that the worker had."""
+        return [*self.take(), *self.take()]
 
 
 class Workers:
@@ -63,7 +81,7 @@ class Workers:
         on_life: Callable[[Slot], None],
     ) -> None:
         self.begins = begins
-        self.slots = [Slot(index) for index in range(len(begins))]
+        self.slots = [Slot(index, looks_ahead=each.device.startswith("cuda")) for index, each in enumerate(begins)]
         self._fds = fds
         self._pools = pools
         self._on_answer = on_answer
@@ -99,6 +117,11 @@ class Workers:
     def idle(self) -> list[Slot]:
         """Workers that wait for a batch."""
         return [slot for slot in self.slots if slot.child is not None and not slot.batch]
+
+    @property
+    def looking_ahead(self) -> list[Slot]:
+        """Workers that compute, and could get another batch ready; the one that began first comes first."""
+        return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
     async def _start(self, slot: Slot) -> None:
         child: Child[FromWorker] = await Child.start(MODULE, receives=FromWorker, fds=self._fds)

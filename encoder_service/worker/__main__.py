@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent
+from encoder_service.worker.ahead import ahead, in_turn
 from encoder_service.worker.messages import Batch, BatchFailed, Begin, Failed, ToWorker
 
 
@@ -37,16 +39,23 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     except (CheckpointError, OSError, KeyError, RuntimeError) as error:
         link.send(Failed(why=f"{type(error).__name__}: {error}"))
         return
+    take = ahead if runner.device.type == "cuda" else in_turn
+    for prepared in take(_batches(link), runner.prepare):
+        try:
+            link.send(runner.compute(prepared.result()))
+        except RuntimeError as error:  # out of memory, or a kernel that failed
+            link.send(BatchFailed(why=f"{type(error).__name__}: {error}"))
+
+
+def _batches(link: ParentLink[Any]) -> Iterator[Batch]:
+    """Every batch, as it comes, until the parent is gone."""
     while True:
         try:
             batch = link.receive()
         except EOFError:
             return
         assert isinstance(batch, Batch)
-        try:
-            link.send(runner.run(batch))
-        except RuntimeError as error:  # out of memory, or a kernel that failed
-            link.send(BatchFailed(why=f"{type(error).__name__}: {error}"))
+        yield batch
 
 
 if __name__ == "__main__":

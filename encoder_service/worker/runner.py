@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,8 +27,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _log = log.get("runner")
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch whose patches [N, dim] are on the device, and how long that took."""
+
+    batch: Batch
+    patches: Tensor
+    seconds: float
+
+
 class Runner:
-    """One tower on one device.
+    """One tower on one device. `prepare` may be called by one thread while another is in `compute`.
 
     Raises CheckpointError where the checkpoint cannot be served, AttentionUnavailable, GraphsUnavailable and
     DeviceMemoryError where the device cannot do what was asked for.
@@ -44,6 +55,7 @@ class Runner:
         self._pool = driver(self.device).create(self.device, begin.pool_bytes) if begin.pool_bytes else None
         self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
         self._graphed = self._graphs(begin)
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
 
@@ -63,23 +75,42 @@ class Runner:
         made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
         return Ready(attention, self._graphed.budgets if self._graphed else [], made)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> BatchDone:
         """Computes a batch and writes its rows, row-major, one piece after the other."""
+        return self.compute(self.prepare(batch))
+
+    @torch.inference_mode()
+    def prepare(self, batch: Batch) -> Prepared:
+        """Makes patches of a batch's pixels. On a GPU that has a stream of its own, which is waited for here, so that
+        whoever computes with the patches need not know of it."""
         started = time.perf_counter()
-        patches = torch.cat([self._patches(piece) for piece in batch.pieces])
-        self._finish()
-        ready = time.perf_counter()
+        with self._beside():
+            patches = torch.cat([self._patches(piece) for piece in batch.pieces])
+            if self._side is not None:
+                self._side.synchronize()
+        return Prepared(batch, patches, time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def compute(self, prepared: Prepared) -> BatchDone:
+        """Runs the tower and writes the rows of a batch; they are there, and its patches no longer read, on return."""
+        started, pieces = time.perf_counter(), prepared.batch.pieces
         replays = self._graphed.replays if self._graphed else 0
-        rows = (self._graphed or self._tower)(patches, [Grid(*piece.grid) for piece in batch.pieces])
-        bad, sums = self._write(rows, batch.pieces)
+        rows = (self._graphed or self._tower)(prepared.patches, [Grid(*piece.grid) for piece in pieces])
+        bad, sums = self._write(rows, pieces)
         return BatchDone(
             not_finite=bad,
-            preprocess_seconds=ready - started,
-            vit_seconds=time.perf_counter() - ready,
+            preprocess_seconds=prepared.seconds,
+            vit_seconds=time.perf_counter() - started,
             replayed=self._graphed is not None and self._graphed.replays > replays,
             row_sums=sums,
         )
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """What is started inside does not wait for the tower. A thread has a current device of its own."""
+        if self._side is None:
+            return nullcontext()
+        torch.cuda.set_device(self.device)
+        return torch.cuda.stream(self._side)
 
     @torch.inference_mode()
     def _graphs(self, begin: Begin) -> GraphedTower | None:
@@ -128,7 +159,3 @@ class Runner:
                 bad.append(index)
             start = end
         return bad, [as_unsigned(each) for each in sums.tolist()] if self._pool is not None else []
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

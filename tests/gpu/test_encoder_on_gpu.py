@@ -54,3 +54,17 @@ def test_the_service_runs_there_in_half_precision(family, checkpoints):
         exact, near = one.rows, other.rows
         cosine = (exact * near).sum(-1) / np.linalg.norm(exact, axis=-1) / np.linalg.norm(near, axis=-1)
         assert cosine.min() > 0.97
+
+
+def test_batches_that_are_prepared_ahead_change_no_row(checkpoints):
+    """Small batches and many pictures: each but the first is got ready while another is computed."""
+    folder = checkpoints("qwen3_vl")
+    items = [image(pictures.encoded(pictures.noise(320, 96 + 32 * seed, seed))) for seed in range(16)]
+    settings = {"dtype": "float32", "batch_patches": 512, "max_patches_per_call": 4096}
+    with encoder_server(folder, device="cpu", **settings) as service, Client(service) as client:
+        here = client.encode(*items)
+    with encoder_server(folder, device="cuda", **settings) as service, Client(service) as client:
+        there = client.encode(*items)
+        assert client.load().vit_calls > 2
+    for one, other in zip(here, there, strict=True):
+        np.testing.assert_allclose(other.rows, one.rows, rtol=1e-3, atol=1e-3)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.engine.batching import Unit, assemble, cut, order
+from encoder_service.engine.batching import Unit, assemble, assemble_full, cut, order
 from encoder_service.item import Grid
 from encoder_service.worker.messages import Piece
 
@@ -60,6 +60,18 @@ def test_a_higher_priority_goes_before_an_older_one():
 def test_a_suspect_runs_alone():
     assert sizes(assemble(units([10, 20, 30], alone=[False, True, False]), 1, 100, 64)) == [[10, 30]]
     assert sizes(assemble(units([20, 10, 30], alone=[True, False, False]), 1, 100, 64)) == [[20]]
+
+
+def test_a_batch_for_a_busy_worker_is_full_or_waits():
+    def full(*patches: int, alone: Sequence[bool] = ()) -> list[int]:
+        return [unit.patches for unit in assemble_full(units(patches, alone=alone), 100, 3)]
+
+    assert full() == full(60) == full(60, 30) == []
+    assert full(60, 40) == [60, 40]
+    assert full(120) == [120]
+    assert full(60, 50) == [60], "the second goes next, with whatever comes"
+    assert full(1, 1, 1) == [1, 1, 1]
+    assert full(60, 50, alone=(False, True)) == [], "the suspect would wait for ever"
 
 
 @given(

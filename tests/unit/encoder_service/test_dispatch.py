@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from common.errors import Internal, Unavailable
 from common.processes import Child
 from encoder_service.engine.batching import Unit
-from encoder_service.engine.dispatch import Computed, Dispatcher
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.tally import Computed
 from encoder_service.engine.workers import WorkerError
 from encoder_service.worker.messages import BatchDone, BatchFailed, Begin, Failed, Piece
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
@@ -24,7 +26,7 @@ async def start(monkeypatch):
     """Starts a dispatcher over fake workers; `children` grows as workers are replaced."""
     made: list[Dispatcher] = []
 
-    async def starts(workers: int = 1, **bounds) -> tuple[Dispatcher, list[FakeChild], list[int]]:
+    async def starts(workers: int = 1, device: str = "cpu", **bounds) -> tuple[Dispatcher, list[FakeChild], list[int]]:
         children: list[FakeChild] = []
         alive: list[int] = []
 
@@ -34,7 +36,7 @@ async def start(monkeypatch):
 
         monkeypatch.setattr(Child, "start", child)
         given = {"budget": 100, "most_units": 8, "seconds": 60.0, "patience": 60.0, "on_change": alive.append, **bounds}
-        made.append(Dispatcher([BEGIN] * workers, (0, 0), **given))
+        made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
         await made[-1].start()
         return made[-1], children, alive
 
@@ -81,6 +83,88 @@ async def test_who_waits_while_others_go_is_counted_and_goes_before_any_priority
         if patient.started_at:
             break
     assert marks(worker) == [[at] for at in range(33)] + [[1000]]
+
+
+async def test_a_worker_on_a_gpu_gets_its_next_batch_while_it_computes_once_that_is_full(start):
+    dispatcher, (worker,), _ = await start(device="cuda:0")
+    units = [submit(dispatcher, b"first", at=0)]
+    await turns()
+    units.append(submit(dispatcher, b"second", patches=60, at=1))
+    await turns()
+    assert marks(worker) == [[0]], "it can still be joined"
+    units.append(submit(dispatcher, b"third", patches=40, at=2))
+    await turns()
+    assert marks(worker) == [[0], [1, 2]]
+    units.append(submit(dispatcher, b"fourth", patches=100, at=3))
+    await turns()
+    assert marks(worker) == [[0], [1, 2]], "one ahead is enough"
+    assert (len(dispatcher.running), len(dispatcher.waiting)) == (3, 1)
+    worker.say(DONE)
+    await turns()
+    assert [unit.done.done() for unit in units] == [True, False, False, False]
+    assert marks(worker) == [[0], [1, 2], [3]]
+    for _ in range(2):
+        worker.say(DONE)
+        await turns()
+    assert all(unit.done.done() for unit in units)
+    assert (dispatcher.running, dispatcher.counters.vit_calls) == ([], 3)
+
+
+async def test_a_batch_that_was_sent_ahead_goes_elsewhere_with_the_other_when_its_worker_dies(start):
+    dispatcher, children, _ = await start(workers=2, device="cuda:0")
+    units = [submit(dispatcher, bytes([at]), patches=100, at=at) for at in range(4)]
+    await turns()
+    assert [marks(child) for child in children] == [[[0], [2]], [[1], [3]]]
+    children[0].kill()
+    await turns()
+    for _ in range(2):
+        children[1].say(DONE)
+        await turns()
+    assert [unit.done.done() for unit in units] == [False, True, False, True]
+    assert marks(children[2]) == [[0]]
+    assert marks(children[1])[2:] == [[2]]
+    for child in children[1:]:
+        child.say(DONE)
+    await turns()
+    assert not [unit.done.exception() for unit in units if unit.done.exception()]
+
+
+async def test_nothing_is_sent_ahead_of_a_suspect_or_behind_one(start):
+    dispatcher, children, _ = await start(device="cuda:0")
+    first = submit(dispatcher, b"suspect")
+    await turns()
+    children[0].kill()
+    await turns()
+    with pytest.raises(Unavailable):
+        first.done.result()
+    suspect = submit(dispatcher, b"suspect", at=1)
+    await turns()
+    others = [submit(dispatcher, bytes([at]), patches=100, at=at) for at in (2, 3)]
+    await turns()
+    assert marks(children[1]) == [[1]], "behind one"
+    children[1].say(DONE)
+    await turns()
+    assert suspect.done.done()
+    assert marks(children[1]) == [[1], [2], [3]]
+    assert not others[0].done.done()
+
+
+async def test_a_batch_that_was_sent_ahead_has_its_time_from_when_it_begins(start):
+    dispatcher, (worker,), _ = await start(device="cuda:0", seconds=3600.0, patience=3600.0)
+    for at in range(2):
+        submit(dispatcher, bytes([at]), patches=100, at=at)
+    await turns()
+    (slot,) = dispatcher._workers.slots
+    first = slot.timer
+    assert [unit.piece.pixels for unit in slot.ahead] == [1]
+    worker.say(DONE)
+    await turns()
+    assert first.cancelled()
+    assert slot.timer.when() > first.when()
+    assert slot.timer.when() - slot.began == pytest.approx(3600.0)
+    worker.say(DONE)
+    await turns()
+    assert slot.timer is None
 
 
 async def test_a_unit_can_be_withdrawn_until_a_worker_has_it(start):

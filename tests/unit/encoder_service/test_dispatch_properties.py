@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 from unittest import mock
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,27 +35,34 @@ class Worker(FakeChild):
     answered = 0
 
     @property
+    def has(self) -> list[list[int]]:
+        """The units (by their place in memory) of each batch that it has not answered: it computes the first."""
+        unanswered = self.batches[self.answered :] if self.alive else []
+        return [[piece.pixels for piece in batch.pieces] for batch in unanswered]
+
+    @property
     def owes(self) -> list[int]:
-        """The units (by their place in memory) of the batch that it computes."""
-        owing = self.alive and len(self.batches) > self.answered
-        return [piece.pixels for piece in self.batches[-1].pieces] if owing else []
+        """The units of the batch that it computes."""
+        return next(iter(self.has), [])
 
     def answer(self, message: object) -> None:
-        self.answered = len(self.batches)
+        self.answered += 1
         self.say(message)
 
 
 class World:
-    """A dispatcher over three workers, and what befell each unit."""
+    """A dispatcher over three workers on some device, and what befell each unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.children: list[Worker] = []
         self.units: list[Unit] = []
         self.refused = 0
         self.withdrawn: set[int] = set()
         self.unlucky: set[int] = set()
+        begin = msgspec.structs.replace(BEGIN, device=device)
         self.dispatcher = Dispatcher(
-            [BEGIN] * 3, (0, 0), budget=BUDGET, most_units=4, seconds=1e6, patience=1e6, on_change=self._count
+            [begin] * 3, (0, 0), budget=BUDGET, most_units=4, seconds=1e6, patience=1e6, on_change=self._count
         )
 
     async def child(self, *_: object, **__: object) -> Worker:
@@ -101,7 +109,7 @@ class World:
     def kill(self, index: int) -> None:
         if busy := self._busy():
             worker = busy[index % len(busy)]
-            self._blame(worker.owes)
+            self._blame([unit for batch in worker.has for unit in batch])
             worker.kill()
 
     def withdraw(self, index: int) -> None:
@@ -110,11 +118,16 @@ class World:
 
     def check(self) -> None:
         """No unit is with two workers; batches keep their bounds."""
-        owed = [unit for child in self.children for unit in child.owes]
+        batches = [batch for child in self.children for batch in child.has]
+        owed = [unit for batch in batches for unit in batch]
         assert len(owed) == len(set(owed))
-        for child in self.children:
-            assert len(child.owes) == 1 or sum(self.units[unit].patches for unit in child.owes) <= BUDGET
+        assert sorted(map(id, self.dispatcher.running)) == sorted(id(self.units[unit]) for unit in owed)
+        for batch in batches:
+            assert len(batch) == 1 or sum(self.units[unit].patches for unit in batch) <= BUDGET
         assert not self.withdrawn & set(owed)
+        for child in self.children:
+            assert len(child.has) <= (2 if self.device == "cuda" else 1)
+            assert len(child.has) < 2 or not any(self.units[unit].alone for batch in child.has for unit in batch)
 
     async def finish(self) -> None:
         """Workers that do their work bring everything to an end, as it must be."""
@@ -153,9 +166,10 @@ class World:
             self.unlucky.update(range(len(self.units)))
 
 
-@settings(max_examples=150, deadline=None)
-@given(EVENTS)
-def test_every_unit_comes_to_one_end_whatever_happens(events: list[tuple[str, Any]]) -> None:
-    world = World()
+@settings(max_examples=300, deadline=None)
+@given(EVENTS, st.sampled_from(["cpu", "cuda"]))
+def test_every_unit_comes_to_one_end_whatever_happens(events: list[tuple[str, Any]], device: str) -> None:
+    """Workers on GPUs get their next batch early."""
+    world = World(device)
     with mock.patch.object(Child, "start", world.child):
         asyncio.run(world.run(events))

@@ -35,3 +35,14 @@ def test_the_pace_lies_between_the_fastest_and_the_slowest_batch(batches):
         pace.learn(patches, seconds)
     paces = [seconds / patches for patches, seconds in batches]
     assert min(paces) * 0.999 <= pace.seconds(1) <= max(paces) * 1.001
+
+
+def test_a_worker_has_hung_after_twenty_times_what_is_expected_once_enough_is_known():
+    pace = Pace()
+    for _ in range(7):
+        pace.learn(100, 1.0)
+    assert pace.limit(100, 5.0, 300.0) == 300.0
+    pace.learn(100, 1.0)
+    assert pace.limit(100, 5.0, 300.0) == pytest.approx(20.0)
+    assert pace.limit(10, 5.0, 300.0) == 5.0, "patience"
+    assert pace.limit(10_000, 5.0, 300.0) == 300.0, "the most"

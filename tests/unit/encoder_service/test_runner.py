@@ -17,6 +17,7 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
+from encoder_service.worker.ahead import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Begin, Piece
 from encoder_service.worker.patches import pixels_to_patches
@@ -95,6 +96,26 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
         patches = pixels_to_patches(picture, (SIDE, SIDE), settings.image)
         expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
         torch.testing.assert_close(rows_at(buffers[1], at, 4, settings), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_may_be_prepared_while_another_is_computed(checkpoints, buffers):
+    runner = Runner(begin(checkpoints("qwen3_vl")), *buffers)
+    rows = 4 * runner._config.levels * runner._config.width * 4
+    places = [65536 * number for number in range(8)]
+    for at in places:
+        put(buffers[0], at, seed=at)
+    batches = [Batch([piece(at, at + 32768)]) for at in places]
+    alone = []
+    for batch in batches:
+        assert runner.run(batch).not_finite == []
+        first = batch.pieces[0].rows
+        alone.append(bytes(buffers[1].view[first : first + rows]))
+        buffers[1].view[first : first + rows] = bytes(rows)
+    done = [runner.compute(prepared.result()) for prepared in ahead(batches, runner.prepare)]
+    assert [each.not_finite for each in done] == [[]] * 8
+    assert all(each.preprocess_seconds > 0 < each.vit_seconds for each in done)
+    assert [bytes(buffers[1].view[at + 32768 : at + 32768 + rows]) for at in places] == alone
+    assert len(set(alone)) == 8
 
 
 def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buffers, monkeypatch):

@@ -1,0 +1,63 @@
+"""The next batch is got ready while one is computed, in order, and whatever fails fails in its turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from encoder_service.worker.ahead import ahead, in_turn
+
+WAYS = pytest.mark.parametrize("take", [ahead, in_turn])
+
+
+@WAYS
+def test_jobs_come_ready_and_in_order(take: Callable) -> None:
+    assert [each.result() for each in take(range(50), lambda job: job * 10)] == list(range(0, 500, 10))
+
+
+@WAYS
+def test_a_job_that_fails_fails_in_its_turn_and_the_next_goes_on(take: Callable) -> None:
+    def prepare(job: int) -> int:
+        if job == 1:
+            raise RuntimeError("no memory")
+        return job
+
+    first, second, third = take(range(3), prepare)
+    assert (first.result(), third.result()) == (0, 2)
+    with pytest.raises(RuntimeError, match="no memory"):
+        second.result()
+
+
+@WAYS
+def test_what_is_no_failure_of_a_job_ends_the_worker(take: Callable) -> None:
+    def jobs() -> Iterator[int]:
+        yield 0
+        raise AssertionError("not a batch")
+
+    ready = take(jobs(), lambda job: job)
+    assert next(ready).result() == 0
+    with pytest.raises(AssertionError, match="not a batch"):
+        next(ready)
+
+
+def test_the_next_job_is_prepared_while_one_is_computed() -> None:
+    """Were it not, the first would wait for ever."""
+    begun = [threading.Event() for _ in range(4)]
+
+    def prepare(job: int) -> int:
+        begun[job].set()
+        return job
+
+    for prepared in ahead(range(3), prepare):
+        if (job := prepared.result()) < 2:
+            assert begun[job + 1].wait(60)
+    assert not begun[3].is_set()
+
+
+def test_in_turn_nothing_is_prepared_before_it_is_asked_for() -> None:
+    prepared: list[int] = []
+    ready = in_turn(range(3), prepared.append)
+    next(ready)
+    assert prepared == [0]
