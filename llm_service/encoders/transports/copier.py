@@ -1,0 +1,73 @@
+"""Copies of many megabytes by a few threads, checked on the way for numbers that are not finite."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from common.errors import DataLoss
+from common.wire import DType, all_finite
+
+_PART = 8 << 20
+"""Bytes that a thread copies before it takes the next part: prefill may begin with them."""
+
+_BLOCK = 512 << 10
+"""Bytes that are copied, and then checked, while they are in a core's cache."""
+
+_THREADS = max(1, min(4, os.cpu_count() or 1))
+
+_AT_ONCE = 1 << 20
+"""Bytes that are copied faster than a thread is asked to."""
+
+
+class Copier:
+    """Threads that copy rows of `dtype`, several, since one core does not use up the memory's speed."""
+
+    def __init__(self, dtype: DType) -> None:
+        self._dtype = dtype
+        self._threads = ThreadPoolExecutor(_THREADS, "copy")
+
+    async def copy(self, target: memoryview, source: memoryview) -> AsyncGenerator[int, None]:
+        """Copies `source` to `target`, of the same size; yields the bytes that are there, part by part, in order.
+
+        Raises DataLoss at a part with numbers that are not finite. When the generator is closed nobody writes to
+        `target` any more.
+        """
+        if len(target) <= _AT_ONCE:
+            yield _copy(target, source, self._dtype)
+            return
+        jobs = [
+            self._threads.submit(_copy, target[at : at + _PART], source[at : at + _PART], self._dtype)
+            for at in range(0, len(target), _PART)
+        ]
+        try:
+            for job in jobs:
+                yield await asyncio.wrap_future(job)
+        finally:
+            await _ended(jobs)
+
+    def close(self) -> None:
+        """Lets the threads end when they have nothing left to do; no copy may begin any more."""
+        self._threads.shutdown(wait=False)
+
+
+def _copy(target: memoryview, source: memoryview, dtype: DType) -> int:
+    """Copies without holding the interpreter; returns how much, or raises DataLoss."""
+    with target, source:
+        for start in range(0, len(target), _BLOCK):
+            with target[start : start + _BLOCK] as block:
+                np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(source[start : start + _BLOCK], np.uint8))
+                if not all_finite(block, dtype):
+                    raise DataLoss("an encoder sent numbers that are not finite")
+        return len(target)
+
+
+async def _ended(jobs: Iterable[Future[int]]) -> None:
+    """Returns when no thread is at any of these, whatever came of it."""
+    running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
+    if running:
+        await asyncio.gather(*running, return_exceptions=True)

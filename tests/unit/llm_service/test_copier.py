@@ -1,0 +1,66 @@
+"""Copies by threads: all of it, in order, checked, and never behind the back of who has stopped waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from common.errors import DataLoss
+from common.wire import DType
+from llm_service.encoders.transports import copier
+from llm_service.encoders.transports.copier import Copier
+
+PART = 2048
+PARTS = 200
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    monkeypatch.setattr(copier, "_PART", PART)
+    monkeypatch.setattr(copier, "_AT_ONCE", PART // 2)
+    made = Copier(DType.FLOAT32)
+    yield made
+    made._threads.shutdown()
+
+
+def numbers() -> np.ndarray:
+    return np.arange(PARTS * PART // 4, dtype=np.float32)
+
+
+@pytest.mark.parametrize("size", [4, PART // 2, PART, PART + 4, 7 * PART - 8, PARTS * PART])
+async def test_everything_is_copied_and_told_of_in_order(threads: Copier, size: int) -> None:
+    source, target = numbers().view(np.uint8)[:size], np.zeros(size, np.uint8)
+    done = 0
+    async for part in threads.copy(memoryview(target), memoryview(source)):
+        done += part
+        assert bytes(target[:done]) == bytes(source[:done])
+    assert done == size
+
+
+async def test_no_part_that_holds_a_number_which_is_not_finite_is_told_of(threads: Copier) -> None:
+    source, target = numbers(), np.zeros(PARTS * PART, np.uint8)
+    source[5 * PART // 4 + 3] = np.nan
+    parts = threads.copy(memoryview(target), memoryview(source.view(np.uint8)))
+    assert [await anext(parts) for _ in range(5)] == [PART] * 5
+    with pytest.raises(DataLoss):
+        await anext(parts)
+
+
+async def test_whoever_stops_waiting_may_use_the_target_at_once(threads: Copier) -> None:
+    source, target = numbers(), np.zeros(PARTS * PART, np.uint8)
+    async with aclosing(threads.copy(memoryview(target), memoryview(source.view(np.uint8)))) as parts:
+        assert await anext(parts) == PART
+    target[:] = 0
+    threads._threads.shutdown()  # whatever they still had to do is done
+    assert not target.any()
+
+
+async def test_a_copy_under_way_ends_when_the_threads_are_let_go(threads: Copier) -> None:
+    source, target = numbers(), np.zeros(PARTS * PART, np.uint8)
+    parts = threads.copy(memoryview(target), memoryview(source.view(np.uint8)))
+    done = await anext(parts)
+    threads.close()
+    assert done + sum([part async for part in parts]) == PARTS * PART
