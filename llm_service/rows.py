@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
-from common.errors import InvalidInput, TwinlensError
+from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.wire import RowLayout
 from llm_service.request import MediaHeader
 
@@ -22,9 +22,9 @@ Watcher = Callable[["RowEntry"], None]
 
 @dataclass(slots=True, eq=False)
 class RowEntry:
-    """An item's place in the arena. `landed` rows, from the first on, are there; `error` says why no more will come;
-    `timings` are seconds by stage, the encoder's with `encoder_` before their names, once all rows are here, and
-    `brought_by` the request that asked."""
+    """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
+    place where it is `mirrored`; `error` says why no more will come; `timings` are seconds by stage, the encoder's with
+    `encoder_` before their names, once all rows are here, and `brought_by` the request that asked."""
 
     header: MediaHeader
     place: Range
@@ -35,6 +35,7 @@ class RowEntry:
     watchers: list[Watcher] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     brought_by: str = ""
+    mirrored: bool = False
 
     @property
     def complete(self) -> bool:
@@ -67,9 +68,17 @@ class RowCounters:
 
 class RowStore:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
-    Those that `keeps` names are the last to make room for others."""
+    Those that `keeps` names are the last to make room for others. `on_place` is told of each place that is given to
+    new rows, before anybody else is."""
 
-    def __init__(self, capacity: int, layout: RowLayout, *, keeps: Callable[[bytes], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        layout: RowLayout,
+        *,
+        keeps: Callable[[bytes], bool] = lambda _: False,
+        on_place: Callable[[Range], None] = lambda _: None,
+    ) -> None:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
         self.layout = layout
         self.counters = RowCounters()
@@ -77,6 +86,7 @@ class RowStore:
         self._entries: dict[bytes, RowEntry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._keeps = keeps
+        self._on_place = on_place
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -131,6 +141,7 @@ class RowStore:
                 self._idle.pop(header.key, None)
             elif place := self._make_room(self._size(header)):
                 entry = self._entries[header.key] = RowEntry(header, place)
+                self._on_place(place)
             else:
                 for earlier in taken:
                     self.release(earlier)
@@ -175,7 +186,14 @@ class RowStore:
         if self._entries.get(entry.header.key) is entry:
             self._idle.pop(entry.header.key, None)
             self.forget(entry)
-        self._ranges.free(entry.place)
+        if entry.filler is None or entry.filler.done() or entry.complete:
+            self._ranges.free(entry.place)
+        else:  # until its filler has ended, a thread may be writing there
+            entry.filler.add_done_callback(lambda _: self._free(entry.place))
+
+    def _free(self, place: Range) -> None:
+        self._ranges.free(place)
+        self._freed.set()
 
     def place(self, entry: RowEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""
@@ -187,6 +205,22 @@ class RowStore:
         self.counters.received += rows
         self.counters.by_transport[transport] += rows
         entry.advance(rows)
+
+    def mirror(self, entry: RowEntry) -> None:
+        """Rows of an entry may land in the ranks' mirrors, and not in the arena, from now on."""
+        entry.mirrored = True
+
+    def lose_mirrors(self) -> None:
+        """The ranks' mirrors are gone: rows that were there are missed, and nobody is to wait for them."""
+        for entry in [entry for entry in self._entries.values() if entry.mirrored]:
+            if not entry.refs:
+                self._drop(entry)
+                continue
+            self.forget(entry)
+            if entry.filler is not None:
+                entry.filler.cancel()
+            entry.fail(Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE"))
+        self._freed.set()
 
     def flush(self) -> int:
         """Drops all cached entries that no request uses; the bytes freed."""

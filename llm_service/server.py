@@ -19,6 +19,7 @@ from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
+from llm_service.engine.mirrors import Mirrors
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
@@ -56,10 +57,17 @@ async def serve(config: LlmConfig) -> None:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         frame = GrpcServer(config, [SERVICE])
         sessions = Sessions(_session_limits(config))
-        rows = RowStore(config.row_cache_bytes, layout, keeps=sessions.keeps)
+        rows = RowStore(
+            config.row_cache_bytes,
+            layout,
+            keeps=sessions.keeps,
+            on_place=lambda place: engine.mirrors.vacate(place.offset, place.size),
+        )
         running.callback(rows.close)
-        pool = EncoderPool(config.encoders, _link_settings(config, digest, layout))
         engine = EngineFront(settings, rows.buffer.fd, frame.report)
+        engine.mirrors.on_lost = rows.lose_mirrors
+        mirrors = engine.mirrors if config.row_mirror else None
+        pool = EncoderPool(config.encoders, _link_settings(config, digest, layout, mirrors))
         landing = Landing(pool, rows, config.encoder_wait_seconds, early=config.early_prefill)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
         admission = Admission(
@@ -97,7 +105,7 @@ async def serve(config: LlmConfig) -> None:
         await frame.wait()
 
 
-def _link_settings(config: LlmConfig, digest: str, layout: RowLayout) -> LinkSettings:
+def _link_settings(config: LlmConfig, digest: str, layout: RowLayout, mirrors: Mirrors | None) -> LinkSettings:
     return LinkSettings(
         digest=digest,
         layout=layout,
@@ -106,6 +114,7 @@ def _link_settings(config: LlmConfig, digest: str, layout: RowLayout) -> LinkSet
         silence=config.encoder_silence_seconds,
         shared_memory=config.shared_memory,
         local_dir=config.local_dir,
+        mirrors=mirrors,
     )
 
 

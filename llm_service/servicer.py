@@ -23,7 +23,7 @@ from llm_service.request import MediaItem
 from llm_service.rows import RowStore
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
-from twinlens.v1.encoder_pb2 import TRANSPORT_SHARED_MEMORY
+from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
 from twinlens.v1.llm_pb2_grpc import LlmServiceServicer
 
 _REASONS = {
@@ -152,6 +152,7 @@ class LlmServicer(LlmServiceServicer):
             steps=state.steps,
             rows_received=parts.rows.counters.received,
             rows_shared=parts.rows.counters.by_transport[TRANSPORT_SHARED_MEMORY],
+            rows_mirrored=parts.rows.counters.by_transport[TRANSPORT_CUDA_IPC],
             encode_attempts=parts.landing.counters.attempts,
             encode_retries=parts.landing.counters.retries,
             items_covered=parts.landing.counters.covered,
@@ -175,6 +176,7 @@ class LlmServicer(LlmServiceServicer):
                     usable=peer.usable,
                     in_flight=peer.in_flight,
                     shared_memory=peer.region is not None,
+                    cuda_ipc=peer.device is not None and bool(peer.device.devices),
                     failures=peer.breaker.failures,
                 )
                 for peer in parts.pool.peers

@@ -24,6 +24,7 @@ from llm_service.encoders.known import Known, KnownHeaders
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import UNREACHABLE, EncodeStream
+from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Key, MediaHeader, MediaItem, Request, Url
 from llm_service.rows import RowEntry, RowStore
 
@@ -106,7 +107,8 @@ class Fetch:
             began = time.perf_counter()
             try:
                 with tracing.span("landing", rows=entry.header.tokens - entry.landed):
-                    async with aclosing(self._stream.rows(store.place(entry))) as runs:
+                    mirror = MirrorPlace(entry.place.offset, lambda: store.mirror(entry))
+                    async with aclosing(self._stream.rows(store.place(entry), mirror)) as runs:
                         async for rows, transport in runs:
                             store.advance(entry, rows, transport)
             except _RETRIED:

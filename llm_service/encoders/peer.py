@@ -18,8 +18,10 @@ from llm_service.encoders.convert import media_message
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
 from llm_service.encoders.stream import Call, EncodeStream, read_event
 from llm_service.encoders.transports.base import Transport
+from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.inline import Inline
 from llm_service.encoders.transports.shared_memory import Region
+from llm_service.engine.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -34,7 +36,7 @@ class LinkSettings:
     """How this service deals with encoders.
 
     `digest` is what theirs must be; `timeout` bounds a stream and `silence` the time between its events, in seconds;
-    `local_dir` is the folder of local sockets that are files.
+    `local_dir` is the folder of local sockets that are files. `mirrors` are those that ranks keep of the row arena.
     """
 
     digest: str
@@ -44,6 +46,7 @@ class LinkSettings:
     silence: float = 2.5
     shared_memory: bool = True
     local_dir: str = ""
+    mirrors: Mirrors | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class Peer:
         self.load = 0
         self.breaker = Breaker()
         self.region: Region | None = None
+        self.device: CudaIpc | None = None
         self._settings = settings
         self._foreign = ""
         self._no_region: bytes = b""
@@ -120,6 +124,8 @@ class Peer:
         if info.digest != self._settings.digest:
             return Verdict.GONE
         await self._map(info.local_socket)
+        if self.device is not None:
+            self.device.listed(info.device_pools)
         return Verdict.ANSWERS
 
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
@@ -148,6 +154,8 @@ class Peer:
             _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
             return
         self.region = region
+        if settings.mirrors is not None:
+            self.device = CudaIpc(region, settings.mirrors)
         region.watch(self._lost)
         _log.info("memory is shared with this encoder", address=self.address)
 
@@ -157,6 +165,9 @@ class Peer:
         self.health.suspect()
 
     def _unmap(self) -> None:
+        if self.device is not None:
+            self.device.close()
+            self.device = None
         if self.region is not None:
             self.region.close()
             self.region = None
@@ -165,11 +176,20 @@ class Peer:
         """It is full, and says when to ask again."""
         self._full_until = time.monotonic() + seconds
 
+    def _transports(self, asking: Asking) -> list[Transport]:
+        """The ways in which rows may come, the shortest first. What failed once is tried again by way of the host's
+        memory: if a device is what is wrong, that is the end of it."""
+        if self.region is None:
+            return [self._inline]
+        if self.device is None or not self.device.devices or asking.attempt:
+            return [self.region, self._inline]
+        return [self.device, self.region, self._inline]
+
     @asynccontextmanager
     async def encode(self, item: MediaItem, asking: Asking) -> AsyncIterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
         settings = self._settings
-        transports: list[Transport] = [self._inline] if self.region is None else [self.region, self._inline]
+        transports = self._transports(asking)
         request = encoder_pb2.EncodeRequest(
             request_id=asking.request_id,
             items=[media_message(item)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from common.grpc_channel import from_rpc_error, is_of_the_link
 from common.row_frames import RowsFrame, unpack
 from common.wire import RowLayout
 from llm_service.encoders.convert import media_header
-from llm_service.encoders.transports.base import Run, Transport
+from llm_service.encoders.transports.base import MirrorPlace, Run, Transport
 from llm_service.request import MediaHeader
 from twinlens.v1 import encoder_pb2
 
@@ -77,9 +78,11 @@ class EncodeStream:
         if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
             raise DataLoss("the encoder's rows do not fit this model")
 
-    async def rows(self, target: memoryview) -> AsyncGenerator[tuple[int, int], None]:
-        """Brings the rest of an item's rows to `target`, which has room for all of them; yields how many more are
-        there, and the number of the transport that brought them.
+    async def rows(
+        self, target: memoryview, mirror: MirrorPlace | None = None
+    ) -> AsyncGenerator[tuple[int, int], None]:
+        """Brings the rest of an item's rows to `target`, which has room for all of them, or to their place in the
+        ranks' mirrors; yields how many more are there, and the number of the transport that brought them.
 
         Runs must come in order and without a gap. Raises DataLoss for any that is not as it was announced.
         """
@@ -92,6 +95,8 @@ class EncodeStream:
                 if run.first != expected or run.count < 1 or run.first + run.count > total:
                     raise DataLoss("rows came out of order, or more of them than the header said")
                 place = target[run.first * size : (run.first + run.count) * size]
+                if mirror is not None:
+                    run = replace(run, mirror=MirrorPlace(mirror.offset + run.first * size, mirror.mirrored))
                 landed, transport = 0, self._transport(run)
                 async with aclosing(transport.read(run, place)) as pieces:
                     async for piece in pieces:

@@ -27,8 +27,10 @@ class Mirrors:
     async def pull(self, *, region: str, handle: bytes, source: int, target: int, size: int, row_sum: int) -> Pulled:
         """Has every rank copy rows; see `plan.Pull`. Not left before the ranks have answered, since they write.
 
-        Raises DataLoss where the engine ends meanwhile.
+        Raises DataLoss where there is no engine, or it ends meanwhile.
         """
+        if not self.reachable:
+            raise DataLoss("the engine has ended")
         self._ids += 1
         answer = self._waiting[self._ids] = asyncio.get_running_loop().create_future()
         self._send(

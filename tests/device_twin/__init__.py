@@ -1,7 +1,8 @@
 """The twin of CUDA IPC for machines without a GPU: pools that are memfds, opened through /proc, copied by the CPU.
 
 `environ` switches it on for the services that a test starts, and for all of their child processes: Python imports
-`site/sitecustomize.py` in each of them. Nothing of the product knows of it.
+`site/sitecustomize.py` in each of them. Nothing of the product knows of it. With TWIN_BLIND in the environment no pool
+can be opened.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class TwinMemory:
         return TwinPool(size)
 
     def open(self, device: torch.device, handle: bytes) -> TwinMapping:
+        if "TWIN_BLIND" in os.environ:
+            raise DeviceMemoryError("a test wants this to fail")
         return TwinMapping(handle)
 
     def reachable(self, devices: Sequence[torch.device]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,12 +11,25 @@ from twinlens.v1 import encoder_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorPlace:
+    """Where rows go that land in the ranks' mirrors of the row arena: they begin at byte `offset` of it. `mirrored` is
+    called before any of them may."""
+
+    offset: int
+    mirrored: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where those are."""
+    """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where those are.
+
+    `mirror` is their place in the ranks' mirrors, where rows may land there.
+    """
 
     first: int
     count: int
     payload: RowsFrame | encoder_pb2.RowsHandle
+    mirror: MirrorPlace | None = None
 
 
 class Transport(Protocol):
@@ -33,7 +46,8 @@ class Transport(Protocol):
         ...
 
     def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
-        """Copies a run to `target`, which has its size; yields the bytes that are there for good, piece by piece.
+        """Copies a run to `target`, which has its size, or to the ranks' mirrors in place of it; yields the bytes that
+        are there for good, piece by piece.
 
         Raises DataLoss, and yields nothing of it, for a piece that is damaged, that is gone, or that holds a number
         which is not finite. When the generator is closed nobody writes to `target` any more.

@@ -20,6 +20,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.mirrors = Mirrors(self.sent.append)
+        self.mirrors.opened(["GPU-0"])
         self.mirrors.on_lost = self._lose
 
     def _lose(self) -> None:
@@ -57,7 +58,6 @@ async def test_who_is_cancelled_stays_until_the_ranks_no_longer_write() -> None:
 
 async def test_an_engine_that_ends_ends_its_pulls_and_is_told_of_once() -> None:
     bench = Bench()
-    bench.mirrors.opened(["GPU-0"])
     waiting, leaving = await bench.pull(), await bench.pull()
     leaving.cancel()
     await asyncio.sleep(0)
@@ -72,7 +72,10 @@ async def test_an_engine_that_ends_ends_its_pulls_and_is_told_of_once() -> None:
 
 async def test_without_mirrors_nobody_hears_of_places() -> None:
     bench = Bench()
+    bench.mirrors.opened([])
     bench.mirrors.vacate(0, 64)
+    with pytest.raises(DataLoss):
+        await (await bench.pull())
     assert bench.sent == []
     bench.mirrors.opened(["GPU-0"])
     bench.mirrors.vacate(0, 64)

@@ -293,3 +293,55 @@ async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: R
     async with asyncio.timeout(20):
         await asyncio.gather(*map(serve, range(200)))
     assert sorted(served) == list(range(200))
+
+
+async def test_everybody_hears_of_a_place_before_new_rows_can_land_there() -> None:
+    told: list[int] = []
+    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
+    await cache(store, ("a", 8), ("b", 8), ("a", 8), ("c", 8))
+    assert told == [0, 8 * LAYOUT.row_bytes, 8 * LAYOUT.row_bytes]
+    store.check_integrity(idle=True)
+    store.close()
+
+
+async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: RowStore) -> None:
+    """One entry is cache, one is being brought for somebody, and one was never in a mirror."""
+    await cache(store, ("here", 4))
+    (cached,) = await store.acquire([header("mirrored", 4)])
+    store.mirror(cached)
+    fill(store, cached)
+    store.release(cached)
+    (awaited,) = await store.acquire([header("awaited", 4)])
+    awaited.filler = asyncio.create_task(asyncio.Event().wait())
+    heard: list[RowEntry] = []
+    awaited.watchers.append(heard.append)
+    store.mirror(awaited)
+    store.advance(awaited, 2, 3)
+    store.lose_mirrors()
+    assert isinstance(awaited.error, Unavailable)
+    assert heard[-1] is awaited
+    assert [store.knows(header(name, 4).key) for name in ("here", "mirrored", "awaited")] == [True, False, False]
+    with pytest.raises(asyncio.CancelledError):
+        await awaited.filler
+    store.release(awaited)
+    store.check_integrity(idle=True)
+
+
+async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", ROWS)])
+    may_end = asyncio.Event()
+
+    async def copies() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()  # as one that waits for its thread
+
+    entry.filler = asyncio.create_task(copies())
+    await settle()
+    store.release(entry)
+    next_one = waiting(store, header("b", ROWS))
+    await settle()
+    assert not next_one.done()
+    may_end.set()
+    store.release((await asyncio.wait_for(next_one, 10))[0])

@@ -1,0 +1,99 @@
+"""Rows that the ranks copy out of an encoder's device memory into their mirrors of the row arena, by CUDA IPC.
+
+That the host is shared is proved by the local socket's grant. That every rank can read the device is what the driver
+says of it, and then what comes of the first copy: a pool that cannot be opened is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+from common.errors import DataLoss
+from llm_service.encoders.transports.base import MirrorPlace, Run
+from llm_service.encoders.transports.shared_memory import Region
+from llm_service.engine.mirrors import Mirrors
+from llm_service.plan import Pulled
+from twinlens.v1 import encoder_pb2
+
+
+class CudaIpc:
+    """One encoder's pools, whose leases stand on the board of its `memory`. What was opened is closed with `close`, or
+    when the pool is no longer listed."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_CUDA_IPC
+
+    def __init__(self, memory: Region, mirrors: Mirrors) -> None:
+        self._memory = memory
+        self._mirrors = mirrors
+        self._devices: dict[str, str] = {}
+        self._opened: set[str] = set()
+        self._refused: set[str] = set()
+
+    def listed(self, pools: Iterable[encoder_pb2.DevicePool]) -> None:
+        """The encoder says which pools there are; the others are gone."""
+        self._devices = {pool.region: pool.gpu_uuid for pool in pools}
+        self._refused &= self._devices.keys()
+        self._let_go(self._opened - self._devices.keys())
+
+    @property
+    def devices(self) -> list[str]:
+        """UUIDs of the devices that have pools of this encoder and that every rank reads."""
+        refused = {self._devices[region] for region in self._refused if region in self._devices}
+        return sorted({*self._devices.values()} & {*self._mirrors.reachable} - refused)
+
+    def prove(self, host: encoder_pb2.HostProof) -> None:
+        """States the devices; the grant is the memory's."""
+        host.gpu_uuids.extend(self.devices)
+
+    def takes(self, run: Run) -> bool:
+        """The run lies in device memory, and the ranks have a place for it."""
+        payload = run.payload
+        return (
+            isinstance(payload, encoder_pb2.RowsHandle) and payload.transport == self.number and run.mirror is not None
+        )
+
+    async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+        """One piece, of which nothing is written to `target`. The lease is looked at after the copy, and given back at
+        the end, whatever the end is."""
+        handle, place, landed = run.payload, run.mirror, False
+        assert isinstance(handle, encoder_pb2.RowsHandle)
+        assert place is not None
+        try:
+            if handle.length != len(target):
+                raise DataLoss("rows came in a wrong size")
+            end = await self._pull(handle, place)
+            if not self._memory.holds(handle):
+                raise DataLoss("the lease on the rows ended while they were read")
+            if end is Pulled.UNREACHABLE:
+                self._refused.add(handle.region)
+                raise DataLoss("an encoder's device memory cannot be read")
+            if end is Pulled.DAMAGED:
+                raise DataLoss("rows were damaged on the way, or hold numbers that are not finite")
+            landed = True
+            yield handle.length
+        finally:
+            if not landed:  # another way will bring them
+                self._mirrors.vacate(place.offset, handle.length)
+            self._memory.release(handle)
+
+    async def _pull(self, handle: encoder_pb2.RowsHandle, place: MirrorPlace) -> Pulled:
+        place.mirrored()
+        self._opened.add(handle.region)
+        return await self._mirrors.pull(
+            region=handle.region,
+            handle=handle.ipc_handle,
+            source=handle.offset,
+            target=place.offset,
+            size=handle.length,
+            row_sum=handle.row_sum,
+        )
+
+    def close(self) -> None:
+        """The encoder is gone."""
+        self._devices = {}
+        self._let_go(set(self._opened))
+
+    def _let_go(self, regions: set[str]) -> None:
+        for region in regions:
+            self._mirrors.unmap(region)
+        self._opened -= regions
