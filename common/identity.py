@@ -22,6 +22,9 @@ VISION_PREFIXES: Final = ("visual.", "model.visual.")
 
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
+MOST_TIMES: Final = 16_384
+"""Times of one item at most. They are part of its key, and a message holds millions, which would take seconds."""
+
 _SAMPLE = 4096
 
 

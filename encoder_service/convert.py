@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
+from common.identity import MOST_TIMES
 from common.wire import DType, RowLayout, crc32c
 from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels, Source, Url
 from encoder_service.media.limits import MediaLimits
@@ -15,6 +16,8 @@ from twinlens.v1 import encoder_pb2, media_pb2
 
 KEY_BYTES = 32
 _MOST_KEYS = _MOST_LEASES = 1024
+_MOST_WAYS = 64
+"""Transports that a caller accepts, and GPUs that it has."""
 
 _MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
 MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
@@ -41,8 +44,11 @@ def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
             raise InvalidInput(f"more than {most} items are a {what}", reason="TOO_MANY_ITEMS", field="items")
 
 
-def check_first_rows(request: encoder_pb2.EncodeRequest) -> None:
-    """Raises InvalidInput unless there is a first row for each item, or for none."""
+def check_lists(request: encoder_pb2.EncodeRequest) -> None:
+    """Raises InvalidInput unless there is a first row for each item, or for none, and few of everything else."""
+    for given, field in ((request.accepts, "accepts"), (request.host.gpu_uuids, "host.gpu_uuids")):
+        if len(given) > _MOST_WAYS:
+            raise InvalidInput(f"{field} may hold {_MOST_WAYS}", reason="TOO_MANY_TRANSPORTS", field=field)
     if len(request.first_rows) not in (0, len(request.items)):
         raise InvalidInput("there must be one first row for each item", reason="BAD_FIRST_ROW", field="first_rows")
 
@@ -179,7 +185,8 @@ def _source(media: media_pb2.Media, source: str | None, options: Options, field:
             return Key(key(media.key, f"{field}.key"))
         case "pixels":
             given = media.pixels
-            return Pixels(given.data, given.frames, given.height, given.width, tuple(given.timestamps))
+            times = _times(given.timestamps, f"{field}.pixels")
+            return Pixels(given.data, given.frames, given.height, given.width, times)
         case "url":
             return Url(media.url, key(media.known_key, f"{field}.known_key") if media.known_key else b"")
         case "embedding":
@@ -195,5 +202,11 @@ def _embedding(given: media_pb2.EmbeddingBlock, field: str) -> Embedding:
     if dtype is None:
         raise InvalidInput("the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.dtype")
     grid = Grid(given.grid.t, given.grid.h, given.grid.w)
-    times = tuple(given.timestamps)
+    times = _times(given.timestamps, field)
     return Embedding(given.data, dtype, given.count, given.levels, given.width, grid, times, given.seconds_per_grid)
+
+
+def _times(given: Sequence[float], field: str) -> tuple[float, ...]:
+    if len(given) > MOST_TIMES:
+        raise InvalidInput(f"there are more than {MOST_TIMES} timestamps", reason="TOO_MANY_TIMES", field=field)
+    return tuple(given)

@@ -54,7 +54,7 @@ class EncoderServicer(EncoderServiceServicer):
         """Streams headers and rows."""
         parts = self._ready()
         convert.check_items(request.items, parts.config)
-        convert.check_first_rows(request)
+        convert.check_lists(request)
         parts.link.choose(request.accepts, request.host)
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)

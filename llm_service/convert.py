@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.errors import InvalidInput, NotFound, Unsupported
+from common.identity import MOST_TIMES
 from llm_service.config import LlmConfig
 from llm_service.convert_sampling import SamplingReader
 from llm_service.encoders.convert import DTYPES
@@ -152,7 +153,8 @@ def _source(message: media_pb2.Media, field: str) -> Source:
             return Key(message.key)
         case "pixels":
             block = message.pixels
-            return Pixels(block.data, block.frames, block.height, block.width, tuple(block.timestamps))
+            times = _times(block.timestamps, f"{field}.pixels")
+            return Pixels(block.data, block.frames, block.height, block.width, times)
         case "embedding":
             rows, grid = message.embedding, message.embedding.grid
             return Rows(
@@ -160,7 +162,7 @@ def _source(message: media_pb2.Media, field: str) -> Source:
                 str(DTYPES.get(rows.dtype, "")),
                 (rows.count, rows.levels, rows.width),
                 (grid.t, grid.h, grid.w),
-                tuple(rows.timestamps),
+                _times(rows.timestamps, f"{field}.embedding"),
                 rows.seconds_per_grid,
             )
         case _:
@@ -169,3 +171,9 @@ def _source(message: media_pb2.Media, field: str) -> Source:
 
 def _too_many_items(most: int, kind: str) -> InvalidInput:
     return InvalidInput(f"a request may hold {most} {kind}s", reason="TOO_MANY_ITEMS", field="media")
+
+
+def _times(given: Sequence[float], field: str) -> tuple[float, ...]:
+    if len(given) > MOST_TIMES:
+        raise InvalidInput(f"there are more than {MOST_TIMES} timestamps", reason="TOO_MANY_TIMES", field=field)
+    return tuple(given)

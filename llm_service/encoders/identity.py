@@ -31,7 +31,8 @@ async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
     """Hashes an item's content, off the event loop where that takes long; `digest` is the encoders'."""
     match item.source:
         case Url(url, known_key):
-            return Identity(None, hashlib.sha256(url.encode()).digest(), known_key or None)
+            affinity = await _sized(_plain_hash, url, size=len(url))  # a data address may be megabytes
+            return Identity(None, affinity, known_key or None)
         case Key(key):  # it stands for its options, and an encoder refuses others
             return Identity(key, key, key if item.options == MediaOptions() and not item.mime_type else None)
         case Encoded() | Pixels() | Rows() as content:
@@ -50,6 +51,10 @@ def _about(content: Encoded | Pixels | Rows) -> dict[str, Any]:
             return identity.about_pixels(frames, height, width, seconds)
         case Rows(_, dtype, shape, grid, seconds, apart):
             return identity.about_rows(grid, shape, dtype, seconds, apart)
+
+
+def _plain_hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 async def _sized(work: Callable[..., bytes], *args: Any, size: int) -> bytes:

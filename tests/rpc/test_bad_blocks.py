@@ -94,6 +94,9 @@ def test_rows_of_a_video_that_contradict_themselves_are_refused_though_good_ones
 
 
 PIXELS = {
+    "rows with a flood of times": Bad(
+        lambda: rows(VIDEO, timestamps=[0.5] * 1_000_000, seconds_per_grid=1), "TOO_MANY_TIMES", "embedding"
+    ),
     "too few bytes": Bad(lambda: pixels(height=57), "BAD_PIXELS", "pixels"),
     "no bytes": Bad(lambda: pixels(data=b""), "BAD_PIXELS", "pixels"),
     "no frames": Bad(lambda: pixels(frames=0), "BAD_PIXELS", "pixels"),
@@ -105,6 +108,7 @@ PIXELS = {
     "times that are no numbers": Bad(lambda: pixels(VIDEO, timestamps=[NAN]), "BAD_PIXELS", "pixels"),
     "negative times": Bad(lambda: pixels(VIDEO, timestamps=[-1]), "BAD_PIXELS", "pixels"),
     "too many times": Bad(lambda: pixels(VIDEO, timestamps=[0, 1]), "BAD_PIXELS", "pixels"),
+    "a flood of times": Bad(lambda: pixels(VIDEO, timestamps=[0.5] * 1_000_000), "TOO_MANY_TIMES", "pixels"),
     "too small": Bad(lambda: pixels(height=1, width=1, data=b"abc"), "IMAGE_TOO_SMALL", "pixels"),
     "too narrow": Bad(lambda: pixels(height=4, width=1000, data=bytes(12000)), "IMAGE_RATIO", "pixels"),
     "a choice of frames": Bad(lambda: with_options(pixels(VIDEO), max_frames=4), "BAD_OPTION", "options.max_frames"),

@@ -131,6 +131,9 @@ CALLS = {
     "a long name": ({"request_id": "x" * 129}, INVALID_ARGUMENT),
     "a long salt": ({"cache_salt": "x" * 129}, INVALID_ARGUMENT),
     "too many first rows": ({"first_rows": [0, 0]}, INVALID_ARGUMENT),
+    "a flood of transports": ({"accepts": [1] * 1_000_000}, INVALID_ARGUMENT),
+    "a flood of GPUs": ({"host": encoder_pb2.HostProof(gpu_uuids=["x"] * 100_000)}, INVALID_ARGUMENT),
+    "a flood of first rows": ({"first_rows": [0] * 1_000_000}, INVALID_ARGUMENT),
     "transports that are not offered": ({"accepts": [3]}, grpc.StatusCode.FAILED_PRECONDITION),
     "transports that are not known": ({"accepts": [77]}, grpc.StatusCode.FAILED_PRECONDITION),
 }
@@ -146,6 +149,12 @@ def test_calls_that_ask_for_nothing_or_too_much_are_refused(strict, name):
     assert refused.value.code() is code
     assert strict.client.load().vit_calls == before.vit_calls
     strict.still_right()
+
+
+@pytest.mark.parametrize("accepts", [[], [0], [77, 1], [1, 1, 2, 3]])
+def test_transports_that_are_not_known_are_skipped(strict, accepts):
+    (found,) = strict.client.encode(good(), accepts=accepts)
+    assert len(found.rows) == found.header.tokens > 0
 
 
 @pytest.mark.parametrize("first", [-1, 5, 2**31 - 1])

@@ -207,6 +207,10 @@ def test_limits_are_options() -> None:
     assert refusal(message(), reader).reason == "PROMPT_TOO_LONG"
 
 
+def filmed(**source: Any) -> v1.GenerateRequest:
+    return chat(v1.ChatPart(media=v1.Media(modality=v1.MODALITY_VIDEO, **source)))
+
+
 MANY = 300_000
 FLOODS = {
     "messages": (v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage()] * MANY)), "TOO_MANY_PARTS"),
@@ -217,6 +221,8 @@ FLOODS = {
         "TOO_MANY_ITEMS",
     ),
     "token ids": (v1.GenerateRequest(tokens=v1.TokensInput(ids=[VOCABULARY] * MANY)), "PROMPT_TOO_LONG"),
+    "times of frames": (filmed(pixels=v1.PixelBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
+    "times of rows": (filmed(embedding=v1.EmbeddingBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
     "stop texts": (message(stop=[""] * MANY), "TOO_MANY_STOPS"),
     "stop tokens": (message(stop_token_ids=[VOCABULARY] * MANY), "TOO_MANY_TOKEN_IDS"),
     "biases": (message(logit_bias=dict.fromkeys(range(VOCABULARY, VOCABULARY + MANY), 1.0)), "TOO_MANY_TOKEN_IDS"),
