@@ -62,6 +62,9 @@ class LlmConfig(ServerConfig):
     compile: bool = option(
         False, "have torch compile the layers, but for attention: a slower start; for one rank on a GPU"
     )
+    spare_engine: bool = option(
+        False, "keep another engine process that has everything imported: after a crash it serves in half the time"
+    )
     graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
     graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     kv_cache_bytes: int = option(

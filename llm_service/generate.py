@@ -16,8 +16,9 @@ from common.errors import Cancelled, InvalidInput
 from llm_service.admission import Admission
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
-from llm_service.engine.front import EngineFront, Ticket
+from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Add, Prefilled, Scored, Started
+from llm_service.engine.ticket import Ticket
 from llm_service.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.grammar.compiler import Compiler
 from llm_service.job import Job, Stages, aborted

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from common import tracing
 from common.errors import Cancelled
 from llm_service.admission import Place
-from llm_service.engine.front import Ticket
 from llm_service.engine.messages import Prefilled
+from llm_service.engine.ticket import Ticket
 from llm_service.events import Begun, Delta, Ended, Event
 from llm_service.meters import RequestMeter
 

@@ -15,8 +15,9 @@ from common import tasks
 from common.errors import TwinlensError
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.landing import Landing, headers
-from llm_service.engine.front import EngineFront, Ticket
+from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, ItemRows
+from llm_service.engine.ticket import Ticket
 from llm_service.request import Laid, MediaHeader, Request
 from llm_service.rows import RowEntry, Watcher
 

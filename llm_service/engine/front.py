@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from common import log, tasks
 from common.checkpoint import CheckpointError
-from common.errors import Internal, TwinlensError, Unavailable, from_code
+from common.errors import Internal, Unavailable, from_code
 from common.processes import Child, ChildDied
 from llm_service.engine.messages import (
     Abort,
@@ -27,7 +26,6 @@ from llm_service.engine.messages import (
     Inspect,
     Landed,
     Placed,
-    Prefilled,
     Prefills,
     PullEnded,
     Ready,
@@ -35,65 +33,34 @@ from llm_service.engine.messages import (
     Scored,
     Started,
     State,
-    Token,
     Tokens,
     Unable,
     Wanted,
 )
 from llm_service.engine.mirrors import Mirrors
+from llm_service.engine.reserve import Reserve
+from llm_service.engine.ticket import Event, Ticket
 from llm_service.plan import MirrorOrder
 from llm_service.settings import EngineSettings
 
-Event = Started | Prefilled | Scored | Token
-
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
+"""Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
 _SILENCE_SECONDS = 3.5
 """An engine that says nothing for this long is frozen: it sends a beat every second."""
 _DOUBT_SECONDS = 0.5
 """Unless it was this loop that stood still: then what the engine said meanwhile is here, and is read in this time."""
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it,
-    `on_wanted` when it needs places for items after all."""
-
-    id: int
-    on_released: Callable[[], None]
-    on_wanted: Callable[[], None] | None = None
-    _events: deque[Event] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _error: TwinlensError | None = None
-
-    async def next(self) -> list[Event]:
-        """The events since the last call, at least one; raises the error that ended the request."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        self._news.set()
-
-    def fail(self, error: TwinlensError) -> None:
-        """Ends the request for its caller; events that came before are still given first."""
-        self._error = self._error or error
-        self._news.set()
-
-
 class EngineFront:
-    """One engine process. `on_ready` is told whenever it becomes able, or unable, to serve; `latest` is what it last
-    said of its queues and counters by itself, once a second."""
+    """One engine process, and another in reserve with `spare`. `on_ready` is told whenever it becomes able, or unable,
+    to serve; `latest` is what it last said of its queues and counters by itself, once a second."""
 
-    def __init__(self, settings: EngineSettings, arena_fd: int, on_ready: Callable[[bool], None]) -> None:
+    def __init__(
+        self, settings: EngineSettings, arena_fd: int, on_ready: Callable[[bool], None], *, spare: bool = False
+    ) -> None:
         self._settings = settings
-        self._arena_fd = arena_fd
+        self._reserve = Reserve(arena_fd, ahead=spare)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -119,6 +86,7 @@ class EngineFront:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._reserve.stop()
 
     @property
     def requests(self) -> int:
@@ -188,11 +156,13 @@ class EngineFront:
     async def _keep(self) -> None:
         """Runs one engine after the other, until cancelled, or until the first one fails to start."""
         while True:
-            child = self._child = await Child.start("llm_service.engine", receives=FromEngine, fds=(self._arena_fd,))
+            child, served = await self._reserve.take(), False
+            self._child = child
             try:
                 child.send(self._settings)
                 while True:
                     self._take(await self._hear(child))
+                    served = self.ready is not None
             except (ChildDied, TimeoutError) as error:
                 _log.error("the engine has ended", cause=str(error) or "it is frozen")
                 child.kill()
@@ -204,7 +174,7 @@ class EngineFront:
                 self._first.set_exception(Internal("the engine could not start"))
             if self._first is not None and self._first.exception() is not None:
                 return
-            await asyncio.sleep(_RESTART_SECONDS)
+            await asyncio.sleep(0 if served else _RESTART_SECONDS)
 
     async def _hear(self, child: Child[FromEngine]) -> FromEngine:
         """The engine's next message; raises TimeoutError where it is frozen."""
@@ -269,6 +239,7 @@ class EngineFront:
         first = self._first if self._first is not None and not self._first.done() else None
         if isinstance(message, Ready):
             self.ready = message
+            self._reserve.prepare()
             self.mirrors.opened(message.reachable)
             if first is not None:
                 first.set_result(message)

@@ -46,7 +46,8 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
-    plan, blocks = largest_step(settings)
+    # A cache of a given size needs no measuring, and a CPU no compiling: whoever waits for a restart need not either.
+    plan, blocks = (one_token(), 1) if settings.kv_cache_bytes and device.type == "cpu" else largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
     first.warm_up()
     if settings.compile:

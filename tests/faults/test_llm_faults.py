@@ -82,15 +82,41 @@ def test_those_who_wait_are_answered_as_well_when_the_engine_is_killed(checkpoin
         os.kill(engine_of(service), signal.SIGKILL)
         assert {error.result().code for error in errors} == {grpc.StatusCode.UNAVAILABLE}
         assert all(error.result().retry_after for error in errors)
-
-        def served() -> bool:
-            try:
-                return len(tokens(client, asked(user("and now?")))) == 8
-            except TwinlensError:
-                return False
-
-        until(served, "a new engine serves")
+        until(lambda: serves(client), "a new engine serves")
         until(lambda: idle(client), "nothing is held")
+
+
+def started(pid: int) -> int:
+    """When a process was started, in ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def engines(service: Service) -> list[int]:
+    """Its engine processes, the oldest first."""
+    return sorted(service.children(ENGINE), key=started)
+
+
+@pytest.mark.parametrize("which", ["the engine", "the one in reserve, then the engine"])
+def test_with_an_engine_in_reserve_the_next_one_is_there_already(checkpoint: Path, which: str) -> None:
+    with llm_server(checkpoint, **LLM_FLAGS, spare_engine="yes") as service, LlmClient(service.address) as client:
+        good = tokens(client, asked(user("hello")))
+        until(lambda: len(engines(service)) == 2, "one is in reserve")
+        engine, spare = engines(service)
+        if which != "the engine":
+            os.kill(spare, signal.SIGKILL)
+            until(lambda: not command_line(spare), "it is gone")
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: serves(client), "an engine serves again")
+        assert tokens(client, asked(user("hello"))) == good
+        assert (engines(service)[0] == spare) == (which == "the engine")
+        until(lambda: len(engines(service)) == 2, "another one is in reserve")
+
+
+def serves(client: LlmClient) -> bool:
+    try:
+        return len(tokens(client, asked(user("and now?")))) == 8
+    except TwinlensError:
+        return False
 
 
 def ending(stream: Iterator[v1.GenerateResponse]) -> TwinlensError:
