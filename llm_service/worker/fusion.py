@@ -8,6 +8,7 @@ from torch import Tensor
 from llm_service.models.decoder import Deepstack
 from llm_service.plan import RowSlice
 from llm_service.worker.mirror import Mirror
+from llm_service.worker.pinned import PinnedCopies
 
 
 class RowArena:
@@ -22,6 +23,21 @@ class RowArena:
         self.width = width
         self.dtype = dtype
         self.mirror = mirror
+        self._pinned: PinnedCopies | None = None
+
+    def pin(self) -> None:
+        """Lets a GPU copy rows by itself. From now on `settle` is to be called before anybody may write new rows."""
+        self._pinned = PinnedCopies(self._bytes)
+
+    def begun(self) -> None:
+        """Copies to the device have been begun."""
+        if self._pinned is not None:
+            self._pinned.mark()
+
+    def settle(self) -> None:
+        """Waits until nothing that was begun reads from the arena any more."""
+        if self._pinned is not None:
+            self._pinned.done()
 
     @property
     def the_mirror(self) -> Mirror:
@@ -62,9 +78,10 @@ def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | N
     for piece in rows:
         at = piece.at
         for part in arena.read(piece):
-            blocks.append(part.to(hidden.device, hidden.dtype))
+            blocks.append(part.to(hidden.device, hidden.dtype, non_blocking=True))
             hidden[at : at + len(part)] = blocks[-1][:, 0]
             at += len(part)
+    arena.begun()
     if arena.levels == 1:
         return None
     index = torch.cat([torch.arange(piece.at, piece.at + piece.count, device=hidden.device) for piece in rows])

@@ -44,6 +44,8 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     width = decoder.config.hidden_size
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
+    if device.type == "cuda":
+        arena.pin()
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     # A cache of a given size needs no measuring, and a CPU no compiling: whoever waits for a restart need not either.

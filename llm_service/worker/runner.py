@@ -61,7 +61,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
-        """Computes the KV of every token of the plan.
+        """Computes the KV of every token of the plan; when it returns, the plan's rows may be overwritten.
 
         Gives float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores.
         """
@@ -69,6 +69,7 @@ class Runner:
         places = torch.tensor([draw.at for draw in plan.draws] or [0], device=self._device)
         hidden = self._hidden(plan, None if plan.scores else places)
         scores = score(hidden, plan.scores, self._decoder.logits)
+        self.arena.settle()
         if not plan.draws:
             return None, scores
         return self._decoder.logits(hidden[places] if plan.scores else hidden), scores

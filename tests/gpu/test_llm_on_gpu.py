@@ -20,9 +20,10 @@ from llm_service.layers.attention.flash import find
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
 from llm_service.request import Sampling
 from llm_service.settings import EngineSettings
+from llm_service.worker.fusion import RowArena, fuse
 from llm_service.worker.graphs import Bounds, decode_sizes, prefill_sizes
 from llm_service.worker.load import load_runner
 from llm_service.worker.memory import largest_step
@@ -171,15 +172,35 @@ def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int) -> No
     assert error < 0.01
 
 
-def test_the_sampler_draws_there_as_on_the_cpu() -> None:
-    logits = 3 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
+def test_rows_are_copied_from_locked_memory_and_their_place_is_free_once_settled() -> None:
+    memory = SharedBuffer.create("rows", 64 << 20)
+    arena = RowArena(memory.view, 2, 4096, torch.bfloat16)
+    arena.pin()
+    count = memory.size // arena.row_bytes
+    everything = RowSlice(0, 0, count)
+    for seed in range(3):
+        rows = torch.randn(count, 2, 4096, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        arena.bytes_of(everything).copy_(rows.view(torch.uint8).flatten())
+        hidden = torch.zeros(count, 4096, dtype=torch.bfloat16, device=CUDA)
+        deepstack = fuse(hidden, [everything], arena)
+        arena.settle()
+        arena.bytes_of(everything).zero_()
+        assert deepstack is not None
+        assert torch.equal(hidden.cpu(), rows[:, 0])
+        assert torch.equal(deepstack.values[0].cpu(), rows[:, 1])
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 40_000])
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -> None:
+    logits = spread * torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0))
     draws = [
         Draw(at=0),
         Draw(at=1, temperature=0.7, top_p=0.9, uniform=0.3, logprobs=3),
         Draw(at=2, temperature=1.3, top_k=40, uniform=0.9),
         Draw(at=3, temperature=1.0, min_p=0.05, uniform=0.5, logit_bias={4: 2.0}, banned=(7,)),
         Draw(at=4, history=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
-        Draw(at=5, allowed=bytes([0b10101010] * 125)),
+        Draw(at=5, allowed=bytes([0b10101010] * (vocabulary // 8))),
     ]
     assert sample(logits.cuda(), draws).tokens == sample(logits, draws).tokens
 
