@@ -168,7 +168,8 @@ class PromptBuilder:
         return out
 
     def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _ids(self, pieces: Sequence[Piece]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -236,3 +238,21 @@ def test_positions_are_int32_for_every_token_and_text_after_a_picture_goes_on_pa
     assert where[:, span.end - 1].tolist() == [first, first + 3, first + 1]
     assert where[:, span.end].tolist() == [first + 4] * 3
     assert laid.delta == int(where.max()) + 1 - len(laid.ids)
+
+
+@pytest.mark.parametrize("text", ["1" * (1 << 18), "the quick brown fox " * 12_000], ids=["digits", "words"])
+def test_a_long_text_is_tokenized_while_other_threads_run(builder: PromptBuilder, text: str) -> None:
+    """The event loop is such a thread: requests of others must go on meanwhile."""
+    begun, turns = threading.Event(), 0
+
+    def tokenize() -> None:
+        begun.set()
+        builder.encode(text)
+
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 20
