@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from common import identity
+from common import data_url, identity
 from common.errors import TwinlensError
 from common.tasks import in_thread
 from encoder_service.engine.flight import own
 from encoder_service.item import Embedding, Item, Modality, Pixels, Url
-from encoder_service.media import data_url, limits
+from encoder_service.media import limits
 from encoder_service.media.fetch import Fetcher
 
 _SMALL = 64 << 10

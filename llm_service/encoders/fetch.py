@@ -153,7 +153,12 @@ class Fetch:
             header = await self._stream.header()
         self._compare(header)
         self.header = header
-        links.known.remember(header, self._salt, affinity)
+        links.known.remember(self._names(header), header, self._salt, affinity)
+
+    def _names(self, header: MediaHeader) -> set[bytes]:
+        """What the header is to be known by: its key, and what the item is recalled by, if that says the same."""
+        same = self._identity.key == header.key and self._identity.recalled is not None
+        return {header.key, self._identity.recalled or b""} if same else {header.key}
 
     def _item(self) -> MediaItem:
         """What an encoder is asked for: once it is known what an address gives, it need not be fetched again."""
@@ -166,8 +171,8 @@ class Fetch:
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder speaks of another item")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
-            self._links.known.forget(self.header, self._salt)
-            if isinstance(self.item.source, Url):
+            self._links.known.forget(self._names(self.header), self.header, self._salt)
+            if self._identity.key is None:
                 raise Unavailable(
                     "an address gives other media than before", reason=MEDIA_CHANGED, field=self.item.field
                 )

@@ -5,21 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from common import identity, tasks
+from common import data_url, identity, tasks
 from llm_service.request import Encoded, Key, MediaItem, MediaOptions, Pixels, Rows, Url
 
 _SMALL = 64 << 10
 """Bytes that are hashed faster than a thread is asked to."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """`key` is the content key, None for what an address gives; `affinity` is alike for repeats of an item.
 
-    `recalled` is the key under which a header that was seen before may stand for the item, None where an encoder has to
-    look at the item first: what it states besides its content might not be true of it.
+    `recalled` is the name under which a header that was seen before may stand for the item: the key; where a type was
+    stated, which is no part of the key and might not be true of the content, a name for both; None where an encoder has
+    to look at the item in any case.
     """
 
     key: bytes | None
@@ -28,18 +31,30 @@ class Identity:
 
 
 async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
-    """Hashes an item's content, off the event loop where that takes long; `digest` is the encoders'."""
+    """Hashes an item's content, off the event loop where that takes long; `digest` is the encoders'.
+
+    Raises InvalidInput for a data address that is not base64.
+    """
     match item.source:
+        case Url(url) if data_url.is_data(url):
+            data, stated = await _sized(data_url.decode, url, f"{item.field}.url", size=len(url))
+            return await _of_content(item, Encoded(data), digest, salt, item.mime_type or stated)
         case Url(url, known_key):
-            affinity = await _sized(_plain_hash, url, size=len(url))  # a data address may be megabytes
-            return Identity(None, affinity, known_key or None)
-        case Key(key):  # it stands for its options, and an encoder refuses others
+            return Identity(None, hashlib.sha256(url.encode()).digest(), known_key or None)
+        case Key(key):  # it stands for its options, and an encoder refuses others, and a type
             return Identity(key, key, key if item.options == MediaOptions() and not item.mime_type else None)
         case Encoded() | Pixels() | Rows() as content:
-            about = _about(content) | {name: value for name, value in asdict(item.options).items() if value is not None}
-            data = content.data
-            key = await _sized(identity.content_key, digest, item.modality, about, salt, [data], size=len(data))
-            return Identity(key, key, None if item.mime_type else key)  # a stated type is no part of a key
+            return await _of_content(item, content, digest, salt, item.mime_type)
+
+
+async def _of_content(
+    item: MediaItem, content: Encoded | Pixels | Rows, digest: str, salt: str, mime_type: str
+) -> Identity:
+    about = _about(content) | {name: value for name, value in asdict(item.options).items() if value is not None}
+    data = content.data
+    key = await _sized(identity.content_key, digest, item.modality, about, salt, [data], size=len(data))
+    named = hashlib.sha256(identity.framed(key, mime_type.encode())).digest() if mime_type else key
+    return Identity(key, key, named)
 
 
 def _about(content: Encoded | Pixels | Rows) -> dict[str, Any]:
@@ -53,9 +68,5 @@ def _about(content: Encoded | Pixels | Rows) -> dict[str, Any]:
             return identity.about_rows(grid, shape, dtype, seconds, apart)
 
 
-def _plain_hash(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
-
-
-async def _sized(work: Callable[..., bytes], *args: Any, size: int) -> bytes:
+async def _sized(work: Callable[..., T], *args: Any, size: int) -> T:
     return work(*args) if size <= _SMALL else await tasks.in_thread(work, *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from llm_service.request import MediaHeader, Modality
@@ -29,20 +30,22 @@ class KnownHeaders:
         self._most = most
         self._known: OrderedDict[tuple[bytes, str, Modality], Known] = OrderedDict()
 
-    def find(self, key: bytes | None, salt: str, modality: Modality) -> Known | None:
+    def find(self, name: bytes | None, salt: str, modality: Modality) -> Known | None:
         """What is known of an item that was seen under this salt."""
-        name = (key or b"", salt, modality)
-        if (known := self._known.get(name)) is not None:
-            self._known.move_to_end(name)
+        place = (name or b"", salt, modality)
+        if (known := self._known.get(place)) is not None:
+            self._known.move_to_end(place)
         return known
 
-    def remember(self, header: MediaHeader, salt: str, affinity: bytes) -> None:
-        """Keeps a header that an encoder has sent."""
+    def remember(self, names: Collection[bytes], header: MediaHeader, salt: str, affinity: bytes) -> None:
+        """Keeps a header that an encoder has sent, under its key and other names."""
         known = Known(dataclasses.replace(header, cached=False), affinity)
-        self._known[header.key, salt, header.modality] = known
+        for name in names:
+            self._known[name, salt, header.modality] = known
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def forget(self, header: MediaHeader, salt: str) -> None:
+    def forget(self, names: Collection[bytes], header: MediaHeader, salt: str) -> None:
         """Drops a header that an encoder contradicts."""
-        self._known.pop((header.key, salt, header.modality), None)
+        for name in names:
+            self._known.pop((name, salt, header.modality), None)

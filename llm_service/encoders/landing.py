@@ -16,7 +16,7 @@ from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.known import Known
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import MediaHeader, MediaItem, Request, Url
+from llm_service.request import MediaHeader, MediaItem, Request
 from llm_service.rows import RowEntry, RowStore
 
 
@@ -114,7 +114,7 @@ class Landing:
         """What is known of an item from before. What an address gave is believed only where its rows are here: if they
         had to be fetched again, the address might give something else by then."""
         known = self._links.known.find(identity.recalled, salt, item.modality)
-        if known is None or (isinstance(item.source, Url) and not self._store.knows(known.header.key)):
+        if known is None or (identity.key is None and not self._store.knows(known.header.key)):
             return None
         return known
 

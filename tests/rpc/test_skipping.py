@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests import pictures
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, pair, tokens
-from twinlens import TwinlensError, user, v1
+from twinlens import TwinlensError, image, user, v1
 
 FILES = [pictures.encoded(pictures.noise(256, 256, 9_700 + n)) for n in range(12)]  # 64 rows each
 QUESTION = "Tell me at great length what can be seen here, and leave nothing out, however small it may be, please."
@@ -36,6 +37,20 @@ def test_a_repeat_asks_no_encoder_for_anything(qwen3: Pair) -> None:
     assert len(tokens(qwen3.text, asked(about(file, "Another one?")))) == 8
     assert work(qwen3) == before
     assert qwen3.text.get_load().headers_known == known + 2
+
+
+def test_a_data_address_or_a_stated_type_asks_no_encoder_again_unless_it_is_another_type(qwen3: Pair) -> None:
+    file = pictures.encoded(pictures.noise(96, 96, 9_693))
+    address = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+    first = tokens(qwen3.text, asked(user(image(address), "One?")))
+    before = work(qwen3)
+    for item in (image(address), image(file, mime_type="image/png"), image(file)):
+        assert tokens(qwen3.text, asked(user(item, "One?"))) == first
+    assert work(qwen3) == before
+    for item in (image(address.replace("png", "jpeg")), image(file, mime_type="image/jpeg")):
+        with pytest.raises(TwinlensError) as error:
+            answer(qwen3.text, asked(user(item, "One?")))
+        assert error.value.reason == "MIME_MISMATCH"
 
 
 def given_as_rows(both: Pair, item: v1.Media) -> v1.Media:

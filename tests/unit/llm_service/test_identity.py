@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import InvalidInput
 from encoder_service import convert as encoders
 from encoder_service.engine.content import Contents
 from encoder_service.media.fetch import FetchConfig, Fetcher
@@ -106,11 +108,25 @@ def test_an_address_has_no_key_of_its_own_and_goes_where_it_went() -> None:
     assert plain.affinity == known.affinity == hashlib.sha256(b"https://example.org/x.png").digest()
 
 
+def test_a_stated_type_is_no_part_of_the_key_and_is_recalled_with_it() -> None:
+    plain, png, jpeg = (identity(data=b"file", mime_type=kind) for kind in ("", "image/png", "image/jpeg"))
+    assert plain.key == png.key == jpeg.key
+    assert len({plain.recalled, png.recalled, jpeg.recalled}) == 3
+
+
+def test_a_data_address_is_known_by_what_is_in_it() -> None:
+    body = base64.b64encode(b"file").decode()
+    for url, stated in (("data:image/png;base64,", "image/png"), ("DATA:;base64,", "")):
+        assert identity(url=url + body) == identity(data=b"file", mime_type=stated)
+    assert identity(url=f"data:;base64,{body}", mime_type="image/png") == identity(data=b"file", mime_type="image/png")
+    with pytest.raises(InvalidInput) as error:
+        identity(url="data:image/png;base64,@@")
+    assert (error.value.reason, error.value.field) == ("BAD_BASE64", "text.media[0].url")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"data": b"file", "mime_type": "image/png"},
-        {"pixels": PIXELS, "mime_type": "image/png"},
         {"key": b"k" * 32, "mime_type": "image/png"},
         {"key": b"k" * 32, "options": v1.MediaOptions(fps=1)},
     ],
