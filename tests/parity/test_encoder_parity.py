@@ -189,19 +189,21 @@ def test_bounds_that_a_caller_gives_hold_as_the_reference_s_own(family, checkpoi
     assert torch.equal(patches, out["pixel_values"])
 
 
-def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, checkpoints):
-    ours = Ours.load(checkpoints(family))
+@pytest.mark.parametrize("cap", [None, False, True], ids=["unset", "no", "yes"])
+def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, checkpoints, tmp_path, cap):
+    """The checkpoint says whether there is one; where it does not, the reference's newest default counts."""
+    folder = Path(shutil.copytree(checkpoints(family), tmp_path / "model"))
+    settings = folder / "video_preprocessor_config.json"
+    given = {"max_video_tokens": 40} | ({} if cap is None else {"cap_pixels_per_frame": cap})
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **given}))
+    ours = config.read(Checkpoint(folder))
     clip = reference.Video(pictures.frames(60, 320, 240), 10.0)
-    capped = replace(ours.config.video, cap_pixels_per_frame=True, max_video_tokens=40)
-    seen = Inspection(320, 240, len(clip.frames), clip.fps)
-    plan = geometry.plan_video(seen, capped, UNCHANGED, 768)
-    theirs = reference.processor(ours.folder).video_processor
-    before, theirs.max_video_tokens = theirs.max_video_tokens, 40
-    try:
-        _, grids, _ = reference.video_inputs(ours.folder, clip, cap_pixels_per_frame=True)
-    finally:
-        theirs.max_video_tokens = before
+    plan = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), ours.video, UNCHANGED, 768)
+    _, grids, _ = reference.video_inputs(folder, clip)
     assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
+    free = replace(ours.video, cap_pixels_per_frame=False)
+    whole = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), free, UNCHANGED, 768)
+    assert (plan.tokens < whole.tokens) is bool(cap), "the cap was not tight enough to prove anything"
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
