@@ -123,6 +123,8 @@ class Peer:
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
         if info.digest != self._settings.digest:
             return Verdict.GONE
+        if not self.health.fits:
+            self.breaker.succeeded()  # what its streams did in another life says nothing of this one
         await self._map(info.local_socket)
         if self.device is not None:
             self.device.listed(info.device_pools)

@@ -14,7 +14,7 @@ from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import Health, Verdict
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
-from tests.unit.llm_service.scripted import DIGEST, LAYOUT
+from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench
 
 ANSWERS, LATE, GONE = Verdict.ANSWERS, Verdict.LATE, Verdict.GONE
 ITEM = b"item"
@@ -137,6 +137,18 @@ async def test_the_only_encoder_is_used_though_it_was_late_or_is_suspected(quara
         with pytest.raises(Unavailable) as error:
             await pool.pick(ITEM)
         assert error.value.reason == "NO_ENCODER"
+
+
+async def test_an_encoder_that_was_gone_begins_anew() -> None:
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        (peer,) = b.pool.peers
+        for _ in range(9):
+            peer.breaker.failed(peer.breaker.now())
+        assert not peer.usable
+        peer.health.judge(GONE)
+        await b.usable(1)
+        assert peer.breaker.failures == 0
 
 
 async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it_cannot_be_busy(
