@@ -194,8 +194,11 @@ def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, check
     """The checkpoint says whether there is one; where it does not, the reference's newest default counts."""
     folder = Path(shutil.copytree(checkpoints(family), tmp_path / "model"))
     settings = folder / "video_preprocessor_config.json"
-    given = {"max_video_tokens": 40} | ({} if cap is None else {"cap_pixels_per_frame": cap})
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **given}))
+    given = json.loads(settings.read_text()) | {"max_video_tokens": 40}
+    given |= {} if cap is None else {"cap_pixels_per_frame": cap}
+    bounds = ("min_pixels", "max_pixels") if "min_pixels" in given else ("shortest_edge", "longest_edge")
+    size = dict(zip(bounds, (4096, 10_000_000), strict=True))
+    settings.write_text(json.dumps(given | (size if "min_pixels" in given else {"size": size})))
     ours = config.read(Checkpoint(folder))
     clip = reference.Video(pictures.frames(60, 320, 240), 10.0)
     plan = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), ours.video, UNCHANGED, 768)
