@@ -6,6 +6,7 @@ services` asks the two running services instead of the reference, `--through bot
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ def plain(text: str) -> str:
 
 def measure(through: Through, kind: str, number: int, seed: int, renderer: str) -> tuple[int, list[tuple[Case, str]]]:
     """How many of `number` answers are right, and the wrong ones."""
-    wrong = []
-    for case in tqdm(cases(kind, number, seed, renderer), total=number, desc=kind, leave=False, ascii=True):
-        given = through.answer(case)
-        if plain(given) != plain(case.answer):
-            wrong.append((case, given))
+    asked = list(cases(kind, number, seed, renderer))
+    with ThreadPoolExecutor(through.at_once) as pool:
+        given = list(tqdm(pool.map(through.answer, asked), total=number, desc=kind, leave=False, ascii=True))
+    wrong = [(case, said) for case, said in zip(asked, given, strict=True) if plain(said) != plain(case.answer)]
     return number - len(wrong), wrong
 
 

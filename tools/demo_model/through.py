@@ -17,7 +17,9 @@ MOST_TOKENS = 64
 
 
 class Through(Protocol):
-    """Something that answers a case in plain text."""
+    """Something that answers a case in plain text, `at_once` cases at a time."""
+
+    at_once: int
 
     def answer(self, case: Case) -> str: ...
 
@@ -29,6 +31,8 @@ def pictures(case: Case) -> list[Image.Image]:
 
 class Transformers:
     """The reference: its processor and its model in float32, one question at a time, greedy."""
+
+    at_once = 1
 
     def __init__(self, model: Path) -> None:
         declare_operators()
@@ -79,6 +83,8 @@ def movie(case: Case) -> bytes:
 class Services:
     """The LLM service at an address, which asks its encoders: what users see."""
 
+    at_once = 8
+
     def __init__(self, address: str) -> None:
         from twinlens import LlmClient, SamplingParams
 
@@ -94,6 +100,8 @@ class Services:
 
 class Both:
     """Asks both and keeps count of the answers that are not the same."""
+
+    at_once = 1
 
     def __init__(self, reference: Through, services: Through) -> None:
         self.reference, self.services = reference, services
