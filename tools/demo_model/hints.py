@@ -1,8 +1,9 @@
-"""What teaches the vision part beside the answers: what each patch shows, and a name for what each row shows.
+"""What teaches the vision part beside the answers: what each patch shows, a name for what each row shows, its place.
 
-The second is what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for
-what its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out.
-Nothing of this is exported.
+Names are what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for what
+its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out. Places
+are what makes it compare: left to themselves, rows say nothing of where they stand, and the turning of keys alone
+teaches that very slowly. Nothing of this is exported.
 """
 
 import torch
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tools.demo_model.batches import NONE
+from tools.demo_model.vision import patch_order
 from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
 
 SIZES = (len(SHAPES), len(COLOURS), len(CHARACTERS))
@@ -23,13 +25,14 @@ def words(tokenizer: Tokenizer) -> list[int]:
 
 
 class Hints(nn.Module):
-    """Linear heads on patches, and the comparison of rows with words."""
+    """Linear heads on patches [width] and on rows [text], and the comparison of rows with words."""
 
-    def __init__(self, width: int, tokens: list[int]) -> None:
+    def __init__(self, width: int, text: int, tokens: list[int]) -> None:
         super().__init__()
         self.tokens = tokens
         self.norm = nn.LayerNorm(width)
         self.heads = nn.ModuleList(nn.Linear(width, size + more) for size, more in zip(SIZES, (2, 0, 1), strict=True))
+        self.place = nn.Linear(text, 2)
 
     def forward(self, hidden: Tensor, marks: Tensor) -> Tensor:
         """hidden [segments, patches, width], marks [3, segments, patches]: the sum of the three losses.
@@ -62,3 +65,10 @@ class Hints(nn.Module):
             error = F.binary_cross_entropy_with_logits(mine, there, counted, reduction="sum")
             loss, first = loss + error / there.sum().clamp(min=1), first + size
         return loss
+
+    def placing(self, rows: Tensor, height: int, width: int) -> Tensor:
+        """How badly rows [segments, rows, text] of pictures of height x width patches tell where they stand."""
+        down, across = (order.view(-1, 4)[:, 0] // 2 for order in patch_order(height, width, 2))
+        wanted = torch.stack(((down + 0.5) / (height // 2), (across + 0.5) / (width // 2)), dim=-1).to(rows.device)
+        given = self.place(F.rms_norm(rows.float(), rows.shape[-1:]))
+        return 20 * F.mse_loss(given, wanted.expand_as(given))

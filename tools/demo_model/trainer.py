@@ -71,7 +71,8 @@ class Trainer:
     def __init__(self, settings: Settings, rank: int = 0) -> None:
         self.settings, self.rank = settings, rank
         named_tokens = words(Tokenizer.from_file(str(settings.folder / "tokenizer.json")))
-        self.net, self.hints = Net(ModelShape()), Hints(ModelShape().vision.width, named_tokens)
+        shape = ModelShape()
+        self.net, self.hints = Net(shape), Hints(shape.vision.width, shape.text.width, named_tokens)
         initialise(self.net, settings.seed)
         self.path = settings.folder / "state.pt"
         if settings.start is not None:
@@ -128,10 +129,11 @@ class Trainer:
         pixels = batch.patches.to(device).float().mul_(1 / 127.5).sub_(1)
         with torch.autocast(device, torch.bfloat16):
             rows, hidden = self.net.see(pixels, batch.height // 16, batch.width // 16)
+        place = self.hints.placing(rows[0], batch.height // 16, batch.width // 16)
         if batch.hints is None:
-            return rows, torch.zeros((), device=device)
+            return rows, place
         marks, table = batch.hints.to(device), self.net.language_model.embed_tokens.weight
-        return rows, self.hints(hidden, marks) + self.hints.naming(rows[0], marks, table)
+        return rows, place + self.hints(hidden, marks) + self.hints.naming(rows[0], marks, table)
 
     def share(self, done: float) -> float:
         """The mean over all ranks, as one message, of the gradients and of `done`, which is returned."""
