@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import torch
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
@@ -21,5 +22,10 @@ def compiled(function: Callable[..., None], *, parallel: bool = True) -> Any:
 
 
 def use_threads(count: int) -> None:
-    """How many threads the kernels take at most, in the thread that calls this."""
+    """How many threads the kernels take at most, and torch, in the thread that calls this.
+
+    numba starts its threads here, at the latest. It then tells OpenMP, which is torch's as well, to use one for every
+    core from now on; so torch is told last, and nothing tells OpenMP anything after that.
+    """
     numba.set_num_threads(min(count, numba.get_num_threads()))
+    torch.set_num_threads(count)
