@@ -58,9 +58,11 @@ proto-check:  ## fail if the committed stubs are not what proto/ says
 proto-lint:  ## buf's standard rules for the contract; needs npm
 	npx --yes @bufbuild/buf@1.75.0 lint proto
 
-bench: $(STAMP)  ## the same workload here and on the peers, side by side
+bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport; early prefill
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.encoder
+	$(BIN)/python -m benchmarks.transports
+	$(BIN)/python -m benchmarks.early_prefill
 
 gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'
