@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from common import log
 from common.errors import Internal, TwinlensError, Unavailable
-from common.processes import Child, ChildDied
+from common.processes import ChildDied
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.pace import Pace
@@ -126,6 +126,14 @@ class Dispatcher:
         unit.done.cancel()
         return True
 
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises AssertionError where a unit is in two places, or has ended and is still there; or, at idle, waits."""
+        units = [*self._waiting, *self.running]
+        assert len(units) == len(set(map(id, units))), "a unit is in two places"
+        assert not any(unit.done.done() for unit in units), "a unit has ended and is still there"
+        assert not (idle and self._waiting), "a unit waits for nobody"
+        self.pools.check_integrity(idle=idle)
+
     def _pump_soon(self) -> None:
         """Sends batches at the end of this turn of the loop, so that what comes together goes together."""
         if not self._pumping:
@@ -139,7 +147,7 @@ class Dispatcher:
         batches = assemble(self._waiting, len(idle), self._budget, self._most_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
-            self._begin(slot, batch)
+            slot.begin(batch, self._limit(batch))
         for slot in self._workers.looking_ahead:
             if batch := assemble_full(self._waiting, self._budget, self._most_units):
                 self._send(slot, batch)
@@ -159,22 +167,11 @@ class Dispatcher:
             unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
         slot.child.send(Batch([unit.piece for unit in batch]))
 
-    def _begin(self, slot: Slot, batch: list[Unit]) -> None:
-        """From now on the worker owes an answer to this batch."""
-        assert slot.child is not None
-        loop, limit = asyncio.get_running_loop(), self._limit(batch)
-        slot.batch, slot.began = batch, loop.time()
-        slot.timer = loop.call_later(limit, self._give_up, slot, slot.child, limit)
-
     def _limit(self, batch: Sequence[Unit]) -> float:
         """Seconds after which a worker that has not answered is taken to have hung."""
         if any(unit.alone for unit in batch):
             return self._seconds
         return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)
-
-    def _give_up(self, slot: Slot, child: Child[FromWorker], seconds: float) -> None:
-        _log.error("a batch takes too long", worker=slot.index, seconds=seconds, units=len(slot.batch))
-        child.kill()
 
     def _bury(self, slot: Slot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
@@ -221,7 +218,7 @@ class Dispatcher:
             case _:
                 raise ChildDied("an answer to another question")
         if slot.batch:
-            self._begin(slot, slot.batch)
+            slot.begin(slot.batch, self._limit(slot.batch))
         self._pump()
 
     def _count(self, slot: Slot, answer: BatchDone) -> None:

@@ -103,6 +103,7 @@ class Encoder:
         """Raises AssertionError where something leaked."""
         self._store.check_integrity(idle=idle)
         self.pipeline.staging.check_integrity(idle=idle)
+        self.pipeline.dispatcher.check_integrity(idle=idle)
         if idle:
             assert not self._flights, "a flight has no end"
             self._contents.check_integrity()

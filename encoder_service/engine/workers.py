@@ -50,6 +50,17 @@ class Slot:
         busy = self.child is not None and bool(self.batch) and not self.batch[0].alone
         return busy and self.looks_ahead and not self.ahead
 
+    def begin(self, batch: list[Unit], seconds: float) -> None:
+        """From now on the worker owes an answer to this batch; where that takes longer, it is ended."""
+        assert self.child is not None
+        loop = asyncio.get_running_loop()
+        self.batch, self.began = batch, loop.time()
+        self.timer = loop.call_later(seconds, self._give_up, self.child, seconds)
+
+    def _give_up(self, child: Child[FromWorker], seconds: float) -> None:
+        _log.error("a batch takes too long", worker=self.index, seconds=seconds, units=len(self.batch))
+        child.kill()
+
     def take(self) -> list[Unit]:
         """The batch, which is no longer the worker's; the next one takes its place."""
         batch, self.batch, self.ahead = self.batch, self.ahead, []

@@ -118,6 +118,7 @@ class World:
 
     def check(self) -> None:
         """No unit is with two workers; batches keep their bounds."""
+        self.dispatcher.check_integrity()
         batches = [batch for child in self.children for batch in child.has]
         owed = [unit for batch in batches for unit in batch]
         assert len(owed) == len(set(owed))
@@ -144,8 +145,8 @@ class World:
                 assert unit.done.result() is None
             elif error := unit.done.exception():
                 assert isinstance(error, Internal | Unavailable)
+        self.dispatcher.check_integrity(idle=True)
         assert not self.dispatcher.running
-        assert not self.dispatcher.waiting
 
     def _busy(self) -> list[Worker]:
         return [child for child in self.children if child.owes]

@@ -10,8 +10,8 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError
+from common.processes import Child
 from common.wire import DType, RowLayout
-from encoder_service.engine import dispatch
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
@@ -72,7 +72,7 @@ async def encoder(
         children.append(FakeChild(answers))
         return children[-1]
 
-    monkeypatch.setattr(dispatch.Child, "start", child)
+    monkeypatch.setattr(Child, "start", child)
     begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
     dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0, patience=60.0)
     await dispatcher.start()
