@@ -3,7 +3,9 @@
 `send` and `read` are the services' own code: the encoder's link over a store, the LLM service's stream into an arena.
 `send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without checksum,
 check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a
-size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer.
+size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer. Given
+a device, `send` has the rows in a pool there as well, `read-device` has them copied to a mirror there, and `read-pull`
+does the same and answers with the seconds of the copy and its checks alone.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
 from common.grpc_calls import CallFrame
 from common.wire import CHUNK_BYTES, DType, RowLayout
+from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
 from encoder_service.transports.base import Run
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
+from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Key, MediaItem
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
@@ -48,7 +52,13 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
         self._entries = entries
 
     async def GetInfo(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetInfoResponse:
-        return encoder_pb2.EncoderServiceGetInfoResponse(digest=_DIGEST, local_socket=self._link.local_socket)
+        pools = [
+            encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
+            for pool in self._link.pools
+        ]
+        return encoder_pb2.EncoderServiceGetInfoResponse(
+            digest=_DIGEST, local_socket=self._link.local_socket, device_pools=pools
+        )
 
     async def GetLoad(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetLoadResponse:
         return encoder_pb2.EncoderServiceGetLoadResponse()
@@ -56,9 +66,10 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> AsyncIterator[Any]:
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
-        transport = self._link.choose(request.accepts, request.host)
-        async for run in transport.send(Run(0, entry.place, 0, entry.header.tokens), request.host):
-            yield run if isinstance(run, bytes) else encoder_pb2.EncodeResponse(rows=run)
+        run = Run(0, entry.place, 0, entry.header.tokens)
+        transport = self._link.choose(request.accepts, request.host, run)
+        async for chunk in transport.send(run, request.host):
+            yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone())
 
 
@@ -74,7 +85,7 @@ def _header(entry: Entry) -> encoder_pb2.EncodeHeader:
     )
 
 
-async def send() -> None:
+async def send(device: str) -> None:
     """The encoder's end."""
     keep_large_blocks()
     store = Store(SharedBuffer.create("benchmark", 2 * sum(SIZES)), LAYOUT.row_bytes)
@@ -85,7 +96,12 @@ async def send() -> None:
         np.frombuffer(store.buffer.slice(place.span), "<u2")[:] = 0x3F80  # ones
         header = Header(bytes([number]) * 32, Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
         entries.append(store.commit(place, header, ""))
-    async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60) as link:
+    pools = DevicePools(LAYOUT.row_bytes) if device else None
+    if pools is not None:
+        from benchmarks.transport_devices import fill
+
+        fill(pools, device, store, entries)
+    async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools) as link:
         server = grpc.aio.server(interceptors=[CallFrame("")])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)
         await _serve(server)
@@ -113,26 +129,33 @@ async def _serve(server: grpc.aio.Server) -> None:
     await server.stop(None)
 
 
-async def read(address: str, *, shared: bool) -> None:
-    """The LLM service's end."""
+async def read(address: str, *, shared: bool, device: str = "", pull_alone: bool = False) -> None:
+    """The LLM service's end; with a device, a rank's mirror is in this process as well."""
     keep_large_blocks()
-    landing = SharedBuffer.create("benchmark", max(SIZES))
-    settings = LinkSettings(digest=_DIGEST, layout=LAYOUT, shared_memory=shared)
+    landing, mirrors = SharedBuffer.create("benchmark", max(SIZES)), None
+    if device:
+        from benchmarks.transport_devices import LocalMirrors
+
+        mirrors = LocalMirrors(device, max(SIZES), LAYOUT)
+    settings = LinkSettings(digest=_DIGEST, layout=LAYOUT, shared_memory=shared, mirrors=mirrors)
     peer, changed = Peer(address, "", settings, Quarantine()), asyncio.Event()
     watcher = asyncio.create_task(peer.watch(changed))
     await changed.wait()
     assert peer.usable
     assert (peer.region is not None) == shared
+    assert mirrors is None or (peer.device is not None and peer.device.devices)
 
-    async def run(number: int) -> None:
+    async def run(number: int) -> float | None:
         item = MediaItem(0, "image", Key(bytes([number]) * 32))
         async with peer.encode(item, Asking(request_id="", salt="", priority=0)) as stream:
             header = await stream.header()
             landed = 0
-            async for count, _ in stream.rows(landing.view[: header.tokens * LAYOUT.row_bytes]):
+            target = landing.view[: header.tokens * LAYOUT.row_bytes]
+            async for count, _ in stream.rows(target, MirrorPlace(0, lambda: None)):
                 landed += count
                 if landed == header.tokens:
-                    return  # every row is there; what the stream still says, nobody waits for
+                    break  # every row is there; what the stream still says, nobody waits for
+        return mirrors.seconds if mirrors is not None and pull_alone else None
 
     await _answer(run)
     watcher.cancel()
@@ -145,36 +168,43 @@ async def read_plain(address: str) -> None:
     async with grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", 64 << 20)]) as channel:
         rows = channel.unary_stream(_PLAIN, response_deserializer=encoder_pb2.EncodeRows.FromString)
 
-        async def run(number: int) -> None:
+        async def run(number: int) -> float | None:
             at = 0
             async for message in rows(bytes([number])):
                 landing[at : at + len(message.data)] = message.data
                 at += len(message.data)
+            return None
 
         await _answer(run)
 
 
-async def _answer(run: Callable[[int], Awaitable[None]]) -> None:
-    """Does what is asked on standard input until that ends."""
+async def _answer(run: Callable[[int], Awaitable[float | None]]) -> None:
+    """Does what is asked on standard input until that ends; the time is taken here, unless `run` gives one."""
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         started = time.perf_counter()
-        await run(int(line))
-        print(time.perf_counter() - started, flush=True)
+        given = await run(int(line))
+        print(time.perf_counter() - started if given is None else given, flush=True)
 
 
 def main() -> None:
     """Runs one end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transport_ends", description=__doc__)
-    parser.add_argument("end", choices=("send", "send-plain", "read-shared", "read-chunks", "read-plain"))
+    parser.add_argument(
+        "end",
+        choices=("send", "send-plain", "read-shared", "read-chunks", "read-plain", "read-device", "read-pull"),
+    )
     parser.add_argument("address", nargs="?", default="", help="where the sender of a reader serves")
+    parser.add_argument("--device", default="", help="where pools and mirrors are")
     given = parser.parse_args()
     log.configure("error", service="benchmark")
     ends: dict[str, Callable[[], Any]] = {
-        "send": send,
+        "send": lambda: send(given.device),
         "send-plain": send_plain,
         "read-shared": lambda: read(given.address, shared=True),
         "read-chunks": lambda: read(given.address, shared=False),
+        "read-device": lambda: read(given.address, shared=True, device=given.device),
+        "read-pull": lambda: read(given.address, shared=True, device=given.device, pull_alone=True),
         "read-plain": lambda: read_plain(given.address),
     }
     asyncio.run(ends[given.end]())

@@ -2,7 +2,8 @@
 
 What runs in the processes is said in `benchmarks.transport_ends`; *memcpy* is numpy's copy between two warm buffers of
 this one. The ways take turns. Beside the time stands the processors' time of both ends together, which says what a
-transfer costs a machine that is busy with other work.
+transfer costs a machine that is busy with other work. With a GPU (`--device`, by default the first one), *CUDA IPC* is
+the way from a pool there to a mirror there, and *the copy alone* what a rank's share of that is, checks included.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.transport_ends import SIZES
+from common.devices import cuda_device_count
 
 _NAMES = {"plain": "plain gRPC", "shared": "shared memory", "chunks": "gRPC chunks"}
+_DEVICE_NAMES = {"device": "CUDA IPC", "pull": "the copy alone"}
 
 
 @dataclass
@@ -78,14 +81,15 @@ def _memcpy() -> Callable[[int], float]:
     return run
 
 
-def measure(runs: int) -> list[Way]:
-    """Every way, with `runs` rounds of each size; one more goes first, to warm up."""
+def measure(runs: int, device: str) -> list[Way]:
+    """Every way, with `runs` rounds of each size; one more goes first, to warm up. `device` is empty for none."""
     ways = [Way("memcpy", _memcpy())]
     with ExitStack() as stack:
-        ports = {end: stack.enter_context(_end(end)) for end in ("send", "send-plain")}
-        for kind, name in _NAMES.items():
+        ports = {end: stack.enter_context(_end(end, f"--device={device}")) for end in ("send", "send-plain")}
+        for kind, name in (_NAMES | _DEVICE_NAMES if device else _NAMES).items():
             sender, port = ports["send-plain" if kind == "plain" else "send"]
-            reader, _ = stack.enter_context(_end(f"read-{kind}", f"127.0.0.1:{port}"))
+            where = f"--device={device if kind in _DEVICE_NAMES else ''}"
+            reader, _ = stack.enter_context(_end(f"read-{kind}", f"127.0.0.1:{port}", where))
             ways.append(Way(name, _asked(reader), (sender.pid, reader.pid)))
         for number in range(len(SIZES)):
             for _ in range(runs + 1):
@@ -110,7 +114,10 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=__doc__)
     parser.add_argument("--runs", type=int, default=15, help="repetitions; the best is shown")
-    _print(measure(parser.parse_args().runs))
+    first = "cuda:0" if cuda_device_count() else ""
+    parser.add_argument("--device", default=first, help="where device pools are; empty: nowhere")
+    given = parser.parse_args()
+    _print(measure(given.runs, given.device))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from common.devices import MEMORY_DRIVERS
 
+_WORD = 4
+"""Bytes of what rows are summed up by."""
 
-class DeviceMemoryError(Exception):
+
+class DeviceMemoryError(RuntimeError):
     """Device memory cannot be made, or not be read by others; the message says why, for the operator."""
 
 
@@ -80,12 +83,18 @@ def driver(device: torch.device) -> DeviceMemory:
 def row_sum(data: Tensor, row_bytes: int) -> Tensor:
     """A number (int64, on the data's device) that two runs of rows have in common if they are the same.
 
-    `data` is uint8, contiguous, whole rows of `row_bytes`, an even number. Rows are summed up as 16-bit numbers and the
-    sums weighted with odd numbers by their place, all modulo 2^64: so rows of another item, rows in another order, and
-    memory that was freed and written by others all tell.
+    `data` is uint8, contiguous, whole rows of `row_bytes`. Rows are summed up as signed 32-bit numbers, modulo 2^32,
+    and the sums counted 1, 3, 5 … times, modulo 2^64: so rows of another item, rows in another order, and memory that
+    was freed and written by others all tell. No copy of the data is made, wider or not: memory is nearly full here.
     """
-    sums = data.view(torch.int16).view(-1, row_bytes // 2).sum(1, dtype=torch.int64)
+    sums = data.view(torch.int32).view(-1, row_bytes // _WORD).sum(1, dtype=torch.int32).to(torch.int64)
     return (sums * torch.arange(1, 2 * len(sums), 2, device=data.device)).sum()
+
+
+def check_rows(row_bytes: int) -> None:
+    """Raises DeviceMemoryError for rows that cannot be summed up."""
+    if row_bytes % _WORD:
+        raise DeviceMemoryError(f"rows of {row_bytes} bytes cannot be shared: they are no whole 32-bit numbers")
 
 
 def as_unsigned(number: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.device_memory import as_unsigned, driver, row_sum
+from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
 from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
@@ -52,7 +52,7 @@ class Runner:
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)
-        self._pool = driver(self.device).create(self.device, begin.pool_bytes) if begin.pool_bytes else None
+        self._pool = self._make_pool(begin.pool_bytes) if begin.pool_bytes else None
         self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
         self._graphed = self._graphs(begin)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -104,6 +104,10 @@ class Runner:
             replayed=self._graphed is not None and self._graphed.replays > replays,
             row_sums=sums,
         )
+
+    def _make_pool(self, size: int) -> Pool:
+        check_rows(self._config.levels * self._config.width * self.dtype.itemsize)
+        return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is started inside does not wait for the tower. A thread has a current device of its own."""

@@ -75,7 +75,10 @@ def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list
 
 def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
     row_bytes = settings.row_levels * width * dtype.itemsize
-    return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype)
+    try:
+        return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype)
+    except DeviceMemoryError as error:
+        raise CheckpointError(f"--row-mirror: {error}") from error
 
 
 def _memory(device: torch.device) -> DeviceMemory:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, row_sum
+from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_rows, row_sum
 from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
 
 _log = log.get("mirror")
@@ -68,11 +68,15 @@ class Spans:
 
 
 class Mirror:
-    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open."""
+    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open.
+
+    Raises DeviceMemoryError for rows that cannot be checked.
+    """
 
     def __init__(
         self, memory: DeviceMemory, device: torch.device, size: int, row_bytes: int, dtype: torch.dtype
     ) -> None:
+        check_rows(row_bytes)
         self._memory = memory
         self._device = device
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -115,8 +119,9 @@ class Mirror:
         except DeviceMemoryError as error:
             _log.warning("an encoder's device memory cannot be read", region=pull.region, cause=str(error))
             return Pulled.UNREACHABLE
-        finite = target.view(self._dtype).isfinite().all()
-        found, is_finite = torch.stack([row_sum(target, self._row_bytes), finite.to(torch.int64)]).tolist()
+        ends = torch.stack(target.view(self._dtype).aminmax())  # neither is finite where any number is not
+        whole = row_sum(target, self._row_bytes)
+        found, is_finite = torch.stack([whole, ends.isfinite().all().to(torch.int64)]).tolist()
         return Pulled.LANDED if as_unsigned(found) == pull.row_sum and is_finite else Pulled.DAMAGED
 
     def _mapping(self, pull: Pull) -> Mapping:

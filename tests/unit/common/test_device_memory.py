@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import devices
-from common.device_memory import DeviceMemoryError, as_unsigned, driver, row_sum
+from common.device_memory import DeviceMemoryError, as_unsigned, check_rows, driver, row_sum
 from tests.device_twin import TwinMemory, environ
 
 CPU = torch.device("cpu")
@@ -102,6 +102,22 @@ def test_a_sum_knows_the_order_of_rows_and_old_rows_from_new_ones() -> None:
     data = rows(4)
     swapped = data.view(4, ROW)[[0, 2, 1, 3]].reshape(-1)
     assert len({int(row_sum(each, ROW)) for each in (data, swapped, rows(4, 1), torch.zeros_like(data))}) == 4
+
+
+@given(st.integers(1, 9), st.integers(0, 1 << 30))
+def test_a_sum_is_what_the_contract_says(count: int, seed: int) -> None:
+    data, total = rows(count, seed), 0
+    for number, row in enumerate(data.view(count, ROW)):
+        words = sum(int.from_bytes(bytes(row[at : at + 4].tolist()), "little", signed=True) for at in range(0, ROW, 4))
+        signed = (words + (1 << 31)) % (1 << 32) - (1 << 31)
+        total += (2 * number + 1) * signed
+    assert as_unsigned(int(row_sum(data, ROW))) == total % (1 << 64)
+
+
+def test_rows_that_are_no_whole_words_are_refused() -> None:
+    check_rows(ROW)
+    with pytest.raises(DeviceMemoryError, match="rows of 26 bytes"):
+        check_rows(26)
 
 
 def test_a_sum_travels_as_an_unsigned_number() -> None:
