@@ -40,7 +40,7 @@ class Patience:
     """`asyncio.timeout`, for what others send: where this loop stood still until after the time was up, what they sent
     meanwhile is still to be read, and gets a moment more. Raises TimeoutError at the end of the block."""
 
-    _STALL = 0.2
+    _STALL = 0.05
     _DOUBT = 0.5
 
     def __init__(self, seconds: float) -> None:

@@ -48,8 +48,6 @@ _RESTART_SECONDS = 0.2
 """Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
 _SILENCE_SECONDS = 3.5
 """An engine that says nothing for this long is frozen: it sends a beat every second."""
-_DOUBT_SECONDS = 0.5
-"""Unless it was this loop that stood still: then what the engine said meanwhile is here, and is read in this time."""
 
 
 class EngineFront:
@@ -178,12 +176,10 @@ class EngineFront:
 
     async def _hear(self, child: Child[FromEngine]) -> FromEngine:
         """The engine's next message; raises TimeoutError where it is frozen."""
-        try:
-            async with asyncio.timeout(_SILENCE_SECONDS if self.ready else None):
-                return await child.receive()
-        except TimeoutError:
-            async with asyncio.timeout(_DOUBT_SECONDS):
-                return await child.receive()
+        if self.ready is None:
+            return await child.receive()
+        async with tasks.Patience(_SILENCE_SECONDS):
+            return await child.receive()
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
