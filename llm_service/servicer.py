@@ -88,7 +88,7 @@ class LlmServicer(LlmServiceServicer):
         """Ends requests by name."""
         if len(request.request_ids) > _MOST_NAMES:
             raise InvalidInput(f"more than {_MOST_NAMES} names", reason="TOO_MANY_NAMES", field="request_ids")
-        return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, request.request_ids)))
+        return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, set(request.request_ids))))
 
     async def Tokenize(
         self, request: llm_pb2.TokenizeRequest, context: Context[llm_pb2.TokenizeRequest, llm_pb2.TokenizeResponse]

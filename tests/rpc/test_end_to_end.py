@@ -295,6 +295,19 @@ def test_abort_ends_a_request_by_name_and_tells_its_caller(qwen3: Pair) -> None:
     until(qwen3.idle, "the request has let go")
 
 
+def test_two_requests_of_one_name_are_two_requests_and_an_abort_ends_both(qwen3: Pair) -> None:
+    request = asked(user("count"), greedy(4000), request_id="twins")
+    with qwen3.text.generate(request) as one, qwen3.text.generate(request) as other:
+        streams = [iter(one), iter(other)]
+        assert [next(events).started.request_id for events in streams] == ["twins"] * 2
+        assert qwen3.text.abort("twins", "twins") == 2
+        for events in streams:
+            with pytest.raises(TwinlensError) as error:
+                _read(events)
+            assert error.value.reason == "ABORTED"
+    until(qwen3.idle, "both have let go")
+
+
 def test_abort_at_any_moment_tells_its_caller(qwen3: Pair) -> None:
     """Also in the middle of a message to it: many are aborted while their streams are busy."""
 
