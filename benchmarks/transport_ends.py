@@ -171,8 +171,9 @@ async def read_plain(address: str) -> None:
         async def run(number: int) -> float | None:
             at = 0
             async for message in rows(bytes([number])):
-                landing[at : at + len(message.data)] = message.data
-                at += len(message.data)
+                data = message.data  # protobuf makes a copy each time it is asked
+                landing[at : at + len(data)] = data
+                at += len(data)
             return None
 
         await _answer(run)
