@@ -15,7 +15,7 @@ from encoder_service.item import Embedding, Item, Modality, Pixels, Url
 from encoder_service.media import limits
 from encoder_service.media.fetch import Fetcher
 
-_SMALL = 64 << 10
+_SMALL = 256 << 10
 """Bytes that are hashed, or decoded from base64, faster than a thread is asked to."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from common import data_url, identity, tasks
 from llm_service.request import Encoded, Key, MediaItem, MediaOptions, Pixels, Rows, Url
 
-_SMALL = 64 << 10
+_SMALL = 256 << 10
 """Bytes that are hashed faster than a thread is asked to."""
 
 T = TypeVar("T")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from twinlens.cli.tables import milliseconds, share, size, table
 from twinlens.v1 import (
+    DataType,
     EncoderServiceGetInfoResponse,
     EncoderServiceGetLoadResponse,
     EncoderStatus,
     LlmServiceGetInfoResponse,
     LlmServiceGetLoadResponse,
-    RowsSent,
     SharedStoreLoad,
     StageTiming,
     Transport,
 )
+
+_DIGITS = 12
+"""Of a digest: enough to see whether two are the same."""
 
 
 def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadResponse) -> str:
@@ -24,6 +28,8 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
     hits = share(load.prefix_hit_tokens, load.prefix_query_tokens)
     blocks = share(load.kv_blocks_used, load.kv_blocks_total)
     rows = [
+        ("release", f"{info.version}, for encoders with digest {info.encoder_digest[:_DIGITS]}"),
+        ("context / ranks", f"{info.context_tokens} tokens / {info.tensor_parallel}"),
         ("requests waiting / running", f"{load.waiting} / {load.running}, {load.waiting_tokens} prompt tokens wait"),
         ("finished / failed / cancelled", f"{ended}, of the failed {load.refused_requests} refused at once"),
         ("sessions kept warm", str(load.sessions)),
@@ -33,7 +39,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
             "KV blocks in use",
             f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks}), {load.kv_blocks_cached} cached",
         ),
-        ("embedding rows received", f"{load.rows_received}, of them {load.rows_shared} from shared memory"),
+        ("embedding rows received", _received(load)),
         ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
         ("headers known from before", str(load.headers_known)),
         ("encode streams / retries", f"{load.encode_attempts} / {load.encode_retries}"),
@@ -43,6 +49,11 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
     ]
     title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
     return _section(title, rows, load.stage_totals)
+
+
+def _received(load: LlmServiceGetLoadResponse) -> str:
+    mirrored = f", {load.rows_mirrored} from GPU to GPU" if load.rows_mirrored else ""
+    return f"{load.rows_received}, of them {load.rows_shared} from shared memory{mirrored}"
 
 
 def _state(known: EncoderStatus) -> str:
@@ -56,6 +67,9 @@ def encoder(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServ
     """An encoder: its queues, its store, and what left it."""
     asked = load.store_hits + load.store_misses
     rows = [
+        ("release", f"{info.version}, digest {info.digest[:_DIGITS]}"),
+        ("rows", f"{info.levels} levels of {info.width} {_name(DataType, info.dtype)}"),
+        ("rows leave", ", ".join(_name(Transport, number) for number in info.transports)),
         ("items queued / running", f"{load.queued_items} / {load.running_items}"),
         ("patches queued / running", f"{load.queued_patches} / {load.running_patches}{_until_done(load)}"),
         ("encoded / failed", f"{load.encoded_items} / {load.failed_items}"),
@@ -66,8 +80,14 @@ def encoder(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServ
             "store",
             f"{load.store_entries} entries, {size(load.store_bytes)} of {size(load.store_capacity_bytes)}",
         ),
-        *((f"rows sent {_way(sent)}", f"{sent.rows}, {size(sent.bytes)}") for sent in load.rows_sent),
+        *(
+            (f"rows sent: {_name(Transport, sent.transport)}", f"{sent.rows}, {size(sent.bytes)}")
+            for sent in load.rows_sent
+        ),
     ]
+    if load.device_pool_capacity_bytes:
+        pool = f"{size(load.device_pool_bytes)} of {size(load.device_pool_capacity_bytes)}"
+        rows.append(("rows kept on GPUs", pool))
     if load.HasField("shared"):
         rows.append(("shared store", _shared(load.shared)))
     title = f"encoder {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
@@ -79,16 +99,16 @@ def _until_done(load: EncoderServiceGetLoadResponse) -> str:
     return f", done in about {milliseconds(load.estimated_milliseconds / 1000)}" if known else ""
 
 
-def _way(sent: RowsSent) -> str:
-    """A transport's name.
+def _name(kind: Any, number: int) -> str:
+    """A number of an enumeration in words; one of a newer service stays a number.
 
-    >>> _way(RowsSent(transport=2))
-    'by shared memory'
+    >>> _name(Transport, 2), _name(DataType, 99)
+    ('shared memory', '99')
     """
-    if sent.transport not in Transport.values():
-        return f"in a newer way, {sent.transport}"
-    name = Transport.Name(sent.transport).removeprefix("TRANSPORT_").lower().replace("_", " ")
-    return name if name == "inline" else f"by {name}"
+    if number not in kind.values():
+        return str(number)
+    prefix = {Transport: "TRANSPORT_", DataType: "DATA_TYPE_"}[kind]
+    return str(kind.Name(number)).removeprefix(prefix).lower().replace("_", " ")
 
 
 def _shared(load: SharedStoreLoad) -> str:

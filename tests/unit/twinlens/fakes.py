@@ -69,7 +69,15 @@ class FakeLlm(v1.LlmServiceServicer):
 
     def GetInfo(self, request, context):
         self.remaining = context.time_remaining()
-        return v1.LlmServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
+        return v1.LlmServiceGetInfoResponse(
+            version="0.9",
+            model="demo",
+            architecture="Qwen3VL",
+            devices=["cpu"],
+            encoder_digest="0123456789abcdef",
+            context_tokens=4096,
+            tensor_parallel=2,
+        )
 
     def GetLoad(self, request, context):
         encoders = [v1.EncoderStatus(address=address, usable=True, failures=2) for address in self.encoders]
@@ -79,6 +87,9 @@ class FakeLlm(v1.LlmServiceServicer):
             prefix_query_tokens=200,
             prefix_hit_tokens=50,
             sessions=3,
+            rows_received=12,
+            rows_shared=5,
+            rows_mirrored=7,
             encoders=encoders,
             stage_totals=stages,
         )
@@ -110,7 +121,17 @@ class FakeEncoder(v1.EncoderServiceServicer):
         return v1.ReleaseResponse(released=len(request.leases))
 
     def GetInfo(self, request, context):
-        return v1.EncoderServiceGetInfoResponse(model="demo", architecture="Qwen3VL", devices=["cpu"])
+        return v1.EncoderServiceGetInfoResponse(
+            version="0.9",
+            model="demo",
+            architecture="Qwen3VL",
+            devices=["cpu"],
+            digest="0123456789abcdef",
+            width=64,
+            levels=3,
+            dtype=v1.DATA_TYPE_BFLOAT16,
+            transports=[v1.TRANSPORT_INLINE, v1.TRANSPORT_SHARED_MEMORY],
+        )
 
     def GetLoad(self, request, context):
         sent = [v1.RowsSent(transport=kind, rows=9, bytes=9 << 10) for kind in (v1.TRANSPORT_SHARED_MEMORY, 99)]
@@ -120,6 +141,8 @@ class FakeEncoder(v1.EncoderServiceServicer):
             store_misses=1,
             store_bytes=3 << 20,
             estimated_milliseconds=1500,
+            device_pool_bytes=1 << 20,
+            device_pool_capacity_bytes=4 << 20,
             rows_sent=sent,
             shared=v1.SharedStoreLoad(hits=6, written=5),
         )

@@ -162,8 +162,15 @@ class TestStatus:
         assert "sessions kept warm 3" in lines
         assert f"encoder {encoder_address} usable, 0 in flight, 2 streams broke in a row" in lines
         assert "patches queued / running 0 / 0, done in about 1,500 ms" in lines
-        assert "rows sent by shared memory 9, 9.0 KiB" in lines
-        assert "rows sent in a newer way, 99 9, 9.0 KiB" in lines
+        assert "rows sent: shared memory 9, 9.0 KiB" in lines
+        assert "rows sent: 99 9, 9.0 KiB" in lines
+        assert "embedding rows received 12, of them 5 from shared memory, 7 from GPU to GPU" in lines
+        assert "rows kept on GPUs 1.0 MiB of 4.0 MiB" in lines
+        assert "release 0.9, for encoders with digest 0123456789ab" in lines
+        assert "release 0.9, digest 0123456789ab" in lines
+        assert "context / ranks 4096 tokens / 2" in lines
+        assert "rows 3 levels of 64 bfloat16" in lines
+        assert "rows leave inline, shared memory" in lines
         assert "shared store 6 hits, 5 written, 0 not written, 0 errors, 0 damaged, 0 waits in vain" in lines
 
     def test_encoders_may_be_named(self, llm_address: str, encoder_address: str, capsys) -> None:
