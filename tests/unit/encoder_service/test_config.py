@@ -30,6 +30,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
         (["--model=m", "--workers=0"], "outside"),
         (["--model=m", "--max-image-bytes=lots"], "expected a size"),
         (["--model=m", "--tls-cert=x"], "--tls-key"),
+        (["--model=m", "--device-pool-bytes=1g", "--shared-memory=no"], "--device-pool-bytes needs --shared-memory"),
     ],
 )
 def test_options_that_cannot_be_are_named(capsys, words, says):

@@ -1,0 +1,32 @@
+"""The LLM service's options: what cannot be together is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import load
+from llm_service.config import LlmConfig
+
+HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--model is required"),
+        (["--model=m", "--max-running=64", "--max-step-tokens=32"], "--max-step-tokens"),
+        (["--model=m", "--encoder-key=x"], "--encoder-cert and --encoder-key"),
+        (["--model=m", "--row-mirror", "--shared-memory=no"], "--row-mirror needs --shared-memory"),
+        (["--model=m", "--row-mirror", *HOSTS], "--row-mirror is for ranks on one host"),
+    ],
+)
+def test_options_that_cannot_be_are_named(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load(LlmConfig, "TWINLENS_LLM", "", words, {})
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_mirror_is_made_when_it_is_asked_for() -> None:
+    assert load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", "--row-mirror"], {}).row_mirror
+    assert not load(LlmConfig, "TWINLENS_LLM", "", ["--model=m"], {}).row_mirror
