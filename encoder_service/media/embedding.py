@@ -10,6 +10,7 @@ import numpy as np
 from common.errors import InvalidInput
 from common.wire import DType, RowLayout
 from encoder_service.item import Embedding, Item, Modality
+from encoder_service.media.limits import MOST_SECONDS
 
 _EXPONENT = 0x7F80
 """The exponent bits of a bfloat16; all of them are set in infinities and in what is not a number."""
@@ -47,6 +48,8 @@ def _check_times(rows: Embedding, field: str, *, video: bool) -> None:
         raise _bad("the timestamps must be in order", field)
     if not (math.isfinite(apart) and apart > 0):
         raise _bad("seconds_per_grid must be above 0", field)
+    if max(apart, times[-1]) > MOST_SECONDS:
+        raise _bad(f"a time is beyond {MOST_SECONDS:.0f} seconds", field)
 
 
 def check_finite(rows: Embedding, field: str) -> None:

@@ -16,6 +16,9 @@ from common.errors import InvalidInput
 from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan, Url
 from encoder_service.media import sniff
 
+MOST_SECONDS = 1e7
+"""The latest time in a video, 115 days. Times are written into prompts, and counted in positions of 32 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the service's configuration has two bases
 class MediaLimits:
@@ -83,6 +86,10 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
             f"the kept frames have more than {limits.max_video_area} pixels together; sample fewer",
             reason="VIDEO_TOO_LARGE",
             field=field,
+        )
+    if max(plan.seconds_per_grid, *plan.timestamps, 0.0) > MOST_SECONDS:
+        raise InvalidInput(
+            f"the video goes on for more than {MOST_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
         )
     if plan.grid.h * plan.grid.w > max_patches:
         raise InvalidInput(

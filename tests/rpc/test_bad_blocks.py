@@ -73,6 +73,8 @@ VIDEO_ROWS = {
     "a negative time": {"timestamps": [-1], "seconds_per_grid": 1},
     "no step": {"timestamps": [0]},
     "a step that is no number": {"timestamps": [0], "seconds_per_grid": NAN},
+    "a time beyond all times": {"timestamps": [1e308], "seconds_per_grid": 1},
+    "a step beyond all times": {"timestamps": [0], "seconds_per_grid": 1e308},
     "a negative step": {"timestamps": [0], "seconds_per_grid": -1},
     "backwards": {"grid": Grid(t=2, h=2, w=4), "timestamps": [1, 0], "seconds_per_grid": 1},
     "65 frame groups": {"grid": Grid(t=65, h=2, w=2), "count": 65, "data": bytes(65 * 256)},
@@ -111,6 +113,8 @@ PIXELS = {
     "a flood of times": Bad(lambda: pixels(VIDEO, timestamps=[0.5] * 1_000_000), "TOO_MANY_TIMES", "pixels"),
     "too small": Bad(lambda: pixels(height=1, width=1, data=b"abc"), "IMAGE_TOO_SMALL", "pixels"),
     "too narrow": Bad(lambda: pixels(height=4, width=1000, data=bytes(12000)), "IMAGE_RATIO", "pixels"),
+    "a time beyond all times": Bad(lambda: pixels(VIDEO, timestamps=[1e308]), "VIDEO_TOO_LONG"),
+    "frames that are ages apart": Bad(lambda: with_options(pixels(VIDEO), fps=1e-300), "VIDEO_TOO_LONG"),
     "a choice of frames": Bad(lambda: with_options(pixels(VIDEO), max_frames=4), "BAD_OPTION", "options.max_frames"),
     "a rate for frames that have times": Bad(
         lambda: with_options(pixels(VIDEO, timestamps=[0]), fps=2), "BAD_OPTION", "options.fps"

@@ -98,6 +98,9 @@ def test_videos(frames, fps, refused):
         (Plan(Grid(33, 4, 4), 132, tuple(range(66)), 1000, 2000, (56, 56)), "VIDEO_TOO_LARGE"),
         (Plan(Grid(9, 10, 10), 225, tuple(range(18)), 10, 10, (140, 140)), ""),
         (Plan(Grid(1, 10, 12), 30, (0,), 10, 10, (140, 168)), "TOO_MANY_PATCHES"),
+        (Plan(Grid(2, 2, 2), 2, (0, 1, 2, 3), 10, 10, (28, 28), (0.0, 1e7), 1.0), ""),
+        (Plan(Grid(2, 2, 2), 2, (0, 1, 2, 3), 10, 10, (28, 28), (0.0, 1.1e7), 1.0), "VIDEO_TOO_LONG"),
+        (Plan(Grid(1, 2, 2), 1, (0, 1), 10, 10, (28, 28), (0.0,), 1e300), "VIDEO_TOO_LONG"),
     ],
 )
 def test_plans(plan, refused):
