@@ -124,9 +124,10 @@ def sample(seen: Inspection, settings: VideoSettings, fps: float, most_frames: i
     kept = min(max(wanted, settings.min_frames), most_frames, total)
     count = max(math.floor(kept / temporal) * temporal, 1)
     step = total / count
-    # The reference counts steps in float32, and rounding may give it one frame more.
-    steps = np.arange(math.ceil(total / step)) * step
-    return [min(int(frame), total - 1) for frame in steps.astype(np.float32)]
+    # The reference counts steps in float32, and rounding may give it one frame more. Where that is none of the video's,
+    # or one too many, it is left out: the reference fails there, or passes its own bound.
+    steps = (np.arange(math.ceil(total / step)) * step).astype(np.float32)
+    return [int(frame) for frame in steps if frame < total][: max(most_frames, count)]
 
 
 def _group_means(seconds: Sequence[float], temporal: int) -> tuple[float, ...]:

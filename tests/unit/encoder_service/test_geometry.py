@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from encoder_service.item import Grid, Inspection, Options, Pixels
@@ -39,6 +39,7 @@ def test_the_shortest_videos_fill_a_frame_group(rule, frames):
 
 
 @RULES
+@example(frames=263, rate=1.0, fps=1.0, most=254, width=64, height=64)
 @given(
     frames=st.integers(1, 5000),
     rate=st.floats(0.5, 240),
