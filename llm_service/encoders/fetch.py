@@ -142,7 +142,7 @@ class Fetch:
             raise Internal("encoders have died over this item", reason="POISONED_ITEM", field=self.item.field)
         self._peer = None
         self._peer = peer = await links.pool.pick(affinity, self._tried)
-        asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried))
+        asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)
         self._tried.append(peer.address)
         links.counters.attempts += 1
         if not asking.attempt:

@@ -51,13 +51,15 @@ class LinkSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What is told to an encoder with an item: whose it is, from which row on it is wanted, and how often before."""
+    """What is told to an encoder with an item: whose it is, from which row on it is wanted, and how often before. After
+    a stream of the item `broke`, not every way is tried."""
 
     request_id: str
     salt: str
     priority: int
     first: int = 0
     attempt: int = 0
+    broke: bool = False
 
 
 class Peer:
@@ -179,11 +181,11 @@ class Peer:
         self._full_until = time.monotonic() + seconds
 
     def _transports(self, asking: Asking) -> list[Transport]:
-        """The ways in which rows may come, the shortest first. What failed once is tried again by way of the host's
-        memory: if a device is what is wrong, that is the end of it."""
+        """The ways in which rows may come, the shortest first. What broke once comes by way of the host's memory: if a
+        device is what is wrong, that is the end of it."""
         if self.region is None:
             return [self._inline]
-        if self.device is None or not self.device.devices or asking.attempt:
+        if self.device is None or not self.device.devices or asking.broke:
             return [self.region, self._inline]
         return [self.device, self.region, self._inline]
 

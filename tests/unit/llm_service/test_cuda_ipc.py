@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import DataLoss
+from common.wire import DType, RowLayout
+from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.peer import Asking, LinkSettings, Peer
 from llm_service.encoders.transports.base import MirrorPlace, Run
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.engine.messages import PullEnded
@@ -160,3 +164,26 @@ async def test_only_handles_of_this_kind_are_taken_and_only_where_there_is_a_pla
     assert not bench.ipc.takes(bench.run(transport=encoder_pb2.TRANSPORT_SHARED_MEMORY))
     run = bench.run()
     assert not bench.ipc.takes(Run(run.first, run.count, run.payload))
+
+
+@pytest.mark.parametrize(
+    ("devices", "asking", "expected"),
+    [
+        (["GPU-0"], {}, ["cuda", "memory", "inline"]),
+        (["GPU-0"], {"attempt": 1}, ["cuda", "memory", "inline"]),
+        (["GPU-0"], {"attempt": 1, "broke": True}, ["memory", "inline"]),
+        ([], {}, ["memory", "inline"]),
+    ],
+)
+async def test_what_broke_once_comes_by_way_of_the_host(
+    devices: list[str], asking: dict[str, int], expected: list[str]
+) -> None:
+    layout = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)
+    peer = Peer("127.0.0.1:1", "", LinkSettings(digest="", layout=layout), Quarantine())
+    cuda, memory = SimpleNamespace(devices=devices), SimpleNamespace()
+    peer.region, peer.device = memory, cuda  # type: ignore[assignment]
+    names = {id(cuda): "cuda", id(memory): "memory"}
+    ways = peer._transports(Asking(request_id="", salt="", priority=0, **asking))
+    assert [names.get(id(way), "inline") for way in ways] == expected
+    peer.region = peer.device = None
+    await peer.close()
