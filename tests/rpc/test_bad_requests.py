@@ -127,7 +127,7 @@ CALLS = {
     "no items": ({"items": []}, INVALID_ARGUMENT),
     "too many pictures": ({"items": [good()] * 17}, INVALID_ARGUMENT),
     "too many videos": ({"items": [video(b"x")] * 3}, INVALID_ARGUMENT),
-    "a flood of items": ({"items": [media_pb2.Media()] * 2_000_000}, INVALID_ARGUMENT),
+    "a flood of items": ({"items": [media_pb2.Media()] * 200_000}, INVALID_ARGUMENT),
     "a long name": ({"request_id": "x" * 129}, INVALID_ARGUMENT),
     "a long salt": ({"cache_salt": "x" * 129}, INVALID_ARGUMENT),
     "too many first rows": ({"first_rows": [0, 0]}, INVALID_ARGUMENT),
