@@ -126,4 +126,6 @@ def _media(rows: RowStore, landing: Landing, pool: EncoderPool) -> Iterator[Metr
     yield total("rows_received", "embedding rows received", rows.counters.received)
     yield total("encode_attempts", "streams opened at encoders", landing.counters.attempts)
     yield total("encode_retries", "streams that took the place of one that broke", landing.counters.retries)
+    known = landing.counters.headers_known
+    yield total("headers_known", "items laid out by a header from before, without asking an encoder", known)
     yield gauge("encoders_usable", "encoders that answer and fit", sum(peer.usable for peer in pool.peers))

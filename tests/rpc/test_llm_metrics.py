@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.launch import Service, llm_server
+from tests.launch import ROOT, Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, tokens
 from tests.scrape import scrape
 from tests.waiting import until
@@ -120,6 +121,25 @@ def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) 
         assert error.retry_after
     until(lambda: idle(client), "all were given up")
     assert len(tokens(client, asked(user("word " * 500)))) == 8, "alone it is taken"
+
+
+def test_operations_md_names_every_metric_and_no_other(service: Service, client: LlmClient) -> None:
+    tokens(client, asked(user("hello")))
+    ours = {name.partition("{")[0] for name in samples(service) if name in scraped(service)}
+    found = {re.sub("_(bucket|sum|count|created)$", "", name) for name in ours}
+    table = (ROOT / "docs/OPERATIONS.md").read_text().partition("| `twinlens_llm_…` | |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
+    assert {_plain(name) for name in named} == {_plain(name) for name in found}
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("_total")
+
+
+def scraped(service: Service) -> set[str]:
+    """What is our own, and not of Python or the process."""
+    return {name.removeprefix(PREFIX) for name in scrape(service.metrics) if name.startswith(PREFIX)}
 
 
 def refusal(client: LlmClient, message: v1.ChatMessage) -> TwinlensError:
