@@ -99,6 +99,7 @@ def test_rows_of_a_worker_that_dies_under_them_are_fetched_in_another_way(checkp
         said, load = answer(), both.text.get_load()
         assert load.encode_retries == 1
         assert by_transport(both.media)[SHARED] == load.rows_shared > 0
+        until(lambda: len(both.media.get_info().device_pools) == 1, "another worker has taken its place")
         both.until_ready()
         both.text.flush_cache()
         both.media.flush_cache()

@@ -77,6 +77,25 @@ def test_places_that_were_a_mirror_s_and_then_the_arena_s_are_never_mixed_up(che
         assert sent[SHARED] > 0
 
 
+def test_a_video_that_two_workers_share_comes_out_of_both_of_their_pools(checkpoint: Path, plain: Pair) -> None:
+    """Four frame groups of 16 patches, each of which is a batch of its own."""
+    with (
+        twin_encoder(checkpoint, workers=2, batch_patches=16) as encoder,
+        twin_llm(checkpoint, encoder.address) as llm,
+        LlmClient(llm.address) as text,
+        EncoderClient(encoder.address) as media,
+    ):
+        until(lambda: usable(text, 1), "the encoder is usable")
+        until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
+        assert tokens(text, asked(clip())) == tokens(plain.text, asked(clip()))
+        assert media.get_load().vit_calls == 4
+        assert len(media.get_info().device_pools) == 2
+        assert by_transport(media) == {CUDA: text.get_load().rows_mirrored}
+        (engine,) = llm.children("llm_service.engine")
+        maps = Path(f"/proc/{engine}/maps").read_text()
+        assert maps.count("memfd:twin-pool") == 2, "rows came out of both"
+
+
 @pytest.mark.parametrize("why", ["another device", "no pool", "no mirror"])
 def test_without_a_device_in_common_rows_come_by_shared_memory(checkpoint: Path, plain: Pair, why: str) -> None:
     with (
