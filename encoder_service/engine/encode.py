@@ -66,7 +66,7 @@ class Encoder:
         """
         self._contents.check(item, mime_type)
         with self._admission.seat(item.size, item.field) as seat:
-            ticket = Ticket(self._store, item, partial(self._embark, seat=seat, mime_type=mime_type, rows=rows))
+            ticket = Ticket(item, partial(self._embark, seat=seat, mime_type=mime_type, rows=rows))
             try:
                 yield ticket
             finally:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from common.errors import TwinlensError, Unavailable
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.progress import Progress
-from encoder_service.engine.store import Entry, Place, Store
+from encoder_service.engine.store import Entry, Place
 from encoder_service.item import Header, Item
 
 T = TypeVar("T")
@@ -80,12 +80,11 @@ class Ticket:
     done to learn it.
     """
 
-    def __init__(self, store: Store, item: Item, embark: Callable[[Ticket], Awaitable[None]]) -> None:
+    def __init__(self, item: Item, embark: Callable[[Ticket], Awaitable[None]]) -> None:
         self.item = item
         self.flight: Flight | None = None
         self.found: Entry | None = None
         self.step = "hash"
-        self._store = store
         self._embark = embark
         self._seconds: dict[str, float] = {}
 
@@ -153,12 +152,6 @@ class Ticket:
         """The rows' entry, after `ready`; pinned for as long as the ticket is held."""
         assert self.found is not None
         return self.found
-
-    @contextmanager
-    def rows(self) -> Iterator[memoryview]:
-        """The rows' bytes, after `ready`."""
-        with self._store.pinned(self.entry.place) as data:
-            yield data
 
     async def _heard(self, what: Awaitable[T]) -> T:
         """Each caller gets an error of its own, which names the item by its place in the caller's own request."""

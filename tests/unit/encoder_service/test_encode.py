@@ -117,7 +117,7 @@ async def rows(made: Encoder, wanted: Item) -> bool:
     async with made.ticket(wanted, "", rows=True) as ticket:
         header = await ticket.header()
         await ticket.ready()
-        with ticket.rows() as data:
+        with made.pipeline.store.pinned(ticket.place) as data:
             assert len(data) == header.tokens * LAYOUT.row_bytes
         return ticket.cached
 
