@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import BytesIO
 
 import pytest
 from PIL import Image, ImageDraw
@@ -41,6 +42,15 @@ def drawing(shape: str, colour: str, size: int = 192) -> bytes:
     return pictures.encoded(canvas.resize((size, size), Image.Resampling.LANCZOS))
 
 
+def scattered(*things: tuple[str, str]) -> bytes:
+    """Up to four drawings beside and below each other, as one picture."""
+    canvas = Image.new("RGB", (256, 256), GROUND)
+    for index, (shape, colour) in enumerate(things):
+        part = Image.open(BytesIO(drawing(shape, colour, 128))).convert("RGB")
+        canvas.paste(part, (index % 2 * 128, index // 2 * 128))
+    return pictures.encoded(canvas)
+
+
 def said(demo: Pair, question: str, *media: bytes) -> str:
     """The whole answer in plain text."""
     return demo.text.ask(question, *map(image, media), sampling=SAMPLING, timeout=60).text
@@ -71,3 +81,15 @@ def test_a_follow_up_turn_is_about_the_same_picture(demo: Pair) -> None:
         user("What colour is it?"),
     ]
     assert answer(demo.text, asked(talk, SAMPLING)).text == "The square is green."
+
+
+@pytest.mark.parametrize(("number", "answer"), [(1, "There is one"), (2, "There are two")])
+def test_it_counts(demo: Pair, number: int, answer: str) -> None:
+    picture = scattered(*[("circle", "red")] * number, ("square", "blue"))
+    assert answer in said(demo, "How many red circles are there?", picture)
+
+
+def test_of_two_pictures_it_names_the_one_that_has_it(demo: Pair) -> None:
+    ring, square = drawing("ring", "blue"), drawing("square", "red")
+    answers = [said(demo, "Which picture has the ring?", *both) for both in ((ring, square), (square, ring))]
+    assert ["first" in answers[0], "second" in answers[1]] == [True, True]
