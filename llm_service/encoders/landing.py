@@ -34,13 +34,6 @@ class Landing:
         """Totals since start."""
         return self._links.counters
 
-    async def land(self, request: Request) -> list[RowEntry]:
-        """Entries for all items of a request, in order; rows go on landing in the background.
-
-        The caller owns the entries and releases each once. Raises the error of the first item that fails.
-        """
-        return await self.acquire(request, await self.introduce(request))
-
     def has_rows(self, fetch: Fetch) -> bool:
         """Whether the rows of an item are here or on their way."""
         return fetch.header is not None and self._store.knows(fetch.header.key)

@@ -111,10 +111,6 @@ class BlockManager:
         idle = sum(self._blocks[self._by_identity[identity]].refs == 0 for identity in identities)
         return self.blocks_for(tokens) - len(identities) + idle <= self.free_blocks
 
-    def can_grow(self, table: BlockTable, tokens: int) -> bool:
-        """Whether `grow` would succeed."""
-        return self.blocks_for(tokens) - len(table.blocks) <= self.free_blocks
-
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
         missing = self.blocks_for(tokens) - len(table.blocks)

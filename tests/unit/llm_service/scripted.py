@@ -139,7 +139,11 @@ class Bench:
         await eventually(lambda: sum(peer.usable for peer in self.pool.peers) == count)
 
     async def land(self, *files: bytes, deadline: float | None = None) -> list[RowEntry]:
-        return await self.landing.land(request(*files, deadline=deadline))
+        return await self.take(request(*files, deadline=deadline))
+
+    async def take(self, wanted: Request) -> list[RowEntry]:
+        """Entries for all items of a request, in order; rows go on landing in the background."""
+        return await self.landing.acquire(wanted, await self.landing.introduce(wanted))
 
     async def whole(self, data: bytes) -> bytes:
         """The rows of an item, after its entry is complete; the entry is released."""

@@ -139,7 +139,7 @@ async def gives_what_is_there(call: Call) -> None:
 
 async def land(b: Bench, wanted: Request) -> RowEntry:
     """The entry of the one item, its rows all here; released."""
-    (entry,) = await b.landing.land(wanted)
+    (entry,) = await b.take(wanted)
     await settled(entry)
     b.store.release(entry)
     return entry
@@ -177,7 +177,7 @@ async def test_an_address_that_gives_other_media_in_the_middle_is_told_as_that()
 
     async with bench(ScriptedEncoder([breaks]), ScriptedEncoder([breaks])) as b:
         await b.usable(2)
-        (entry,) = await b.landing.land(by_address())
+        (entry,) = await b.take(by_address())
         for encoder in b.encoders:  # whoever is asked next finds something else there
             encoder.script = [gives_another]
         await settled(entry)

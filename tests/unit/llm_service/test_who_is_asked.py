@@ -121,10 +121,10 @@ async def test_a_key_is_sought_at_every_encoder() -> None:
     async with bench(*(ScriptedEncoder([has_it_not]) for _ in range(3))) as b:
         await b.usable(3)
         with pytest.raises(NotFound):
-            await b.landing.land(by_key)
+            await b.take(by_key)
         assert [len(encoder.calls) for encoder in b.encoders] == [1, 1, 1]
         b.encoders[1].script = [has_it]
-        (entry,) = await b.landing.land(by_key)
+        (entry,) = await b.take(by_key)
         await settled(entry)
         assert entry.error is None
         b.store.release(entry)
