@@ -195,7 +195,7 @@ async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0
         stack.push_async_callback(pool.stop)
         yield Bench(list(encoders), store, pool, Landing(pool, store, 1.0))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
-        assert all(peer.in_flight == 0 for peer in pool.peers)
+        await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
         store.check_integrity(idle=True)
 
 
