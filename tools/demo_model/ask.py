@@ -174,8 +174,8 @@ def read(rng: Random, scene: Scene) -> Turn | None:
 
 
 ASKERS: tuple[tuple[Asker, float], ...] = (
-    (what, 2.0), (describe, 0.7), (ground_colour, 0.4), (count, 2.2), (colour, 1.4), (shape, 1.2), (exists, 1.0),
-    (relation, 2.0), (compare, 1.0), (where, 1.3), (who_is_there, 0.6), (read, 2.4),
+    (what, 2.0), (describe, 0.5), (ground_colour, 0.3), (count, 2.2), (colour, 1.0), (shape, 0.9), (exists, 0.8),
+    (relation, 3.2), (compare, 1.0), (where, 1.5), (who_is_there, 0.8), (read, 2.6),
 )  # fmt: skip
 
 

@@ -13,23 +13,23 @@ from torch.utils.data import Dataset
 
 from tools.demo_model import ask_many, film, talk
 from tools.demo_model.ask import ask, follow_up
-from tools.demo_model.draw import draw, print_boxes
+from tools.demo_model.draw import draw
+from tools.demo_model.marks import Names, in_patch_order, patch_marks, patch_marks_of_pair
 from tools.demo_model.pack import Packer, Row, patches
 from tools.demo_model.scene import EASY, FULL, Level, Scene, random_scene
 from tools.demo_model.sizes import Size, random_source, random_target
 from tools.demo_model.turn import Turn
-from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
 
 LENGTH = 192
-NONE = -100
-SEEN_SHAPES = (*SHAPES, "text", "nothing")
 
 
 @dataclass(slots=True)
 class Batch:
     """patches [segments, patches, 1536] uint8; hints [3, segments, patches] (shape, colour, character of each patch).
 
-    `answers` lists (kind, start, end) of each answer of each row.
+    `answers` lists (kind, start, end) of each answer of each row. `points` [n] are flat indices of names of things,
+    `spots` [n, 2] where these stand, as shares of height and width. `alike` is the number of pictures of a row if each
+    shows the scene of the one before with little changed, else 1.
     """
 
     patches: Tensor | None
@@ -42,40 +42,9 @@ class Batch:
     slots: Tensor
     hints: Tensor | None
     answers: list[list[tuple[str, int, int]]]
-
-
-def hints(scene: Scene, height: int, width: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    """What each patch shows [3, rows, columns]: index of shape, of colour, of character, or NONE where unclear.
-
-    Only used to teach the vision part; the exported model has no trace of it.
-    """
-    out = np.full((3, height // 16, width // 16), NONE, dtype=np.int64)
-    out[0] = len(SEEN_SHAPES) - 1
-    out[2] = len(CHARACTERS)
-    sx, sy = width / scene.width / 16, height / scene.height / 16
-    y, x = np.mgrid[0 : height // 16, 0 : width // 16] + 0.5
-    for thing in scene.things:
-        reach = ((x - thing.x * sx) / sx) ** 2 + ((y - thing.y * sy) / sy) ** 2
-        touched, inside = reach < (thing.radius + 9 / (16 * sx)) ** 2, reach < (0.8 * thing.radius) ** 2
-        out[0][touched & ~inside] = NONE
-        inside[int(thing.y * sy), int(thing.x * sx)] = True
-        out[0][inside], out[1][inside] = SHAPES.index(thing.shape), list(COLOURS).index(thing.colour)
-    if scene.print is not None:
-        for character, (left, top, right, bottom) in zip(scene.print.text, print_boxes(scene.print), strict=True):
-            box = (x + 0.5 > left * sx) & (x - 0.5 < right * sx) & (y + 0.5 > top * sy) & (y - 0.5 < bottom * sy)
-            out[0][box], out[2][box & (out[2] == len(CHARACTERS))] = NONE, NONE
-            row = min(out.shape[1] - 1, max(0, int((top + bottom) / 2 * sy)))
-            column = min(out.shape[2] - 1, max(0, int((left + right) / 2 * sx)))
-            out[0][row, column], out[2][row, column] = len(SEEN_SHAPES) - 2, CHARACTERS.index(character)
-    return out
-
-
-def in_patch_order(
-    grid: np.ndarray[tuple[int, int, int], np.dtype[np.int64]],
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[3, rows, columns] to [3, patches] with every 2 x 2 square contiguous."""
-    k, rows, columns = grid.shape
-    return grid.reshape(k, rows // 2, 2, columns // 2, 2).transpose(0, 1, 3, 2, 4).reshape(k, -1)
+    points: Tensor
+    spots: Tensor
+    alike: int
 
 
 def level_at(step: int, rng: Random) -> Level:
@@ -86,9 +55,9 @@ def level_at(step: int, rng: Random) -> Level:
 
 def kind_at(step: int, rng: Random) -> str:
     """One picture at first; several pictures, films and small talk join as it learns."""
-    many = 0.08 if step < 4200 else 0.35
+    many = 0.08 if step < 4200 else 0.4
     kinds = ("one", "differs", "several", "film", "talk")
-    return rng.choices(kinds, (1 - many - 0.01, many * 0.3, many * 0.25, many * 0.45, 0.01))[0]
+    return rng.choices(kinds, (1 - many - 0.01, many * 0.4, many * 0.2, many * 0.4, 0.01))[0]
 
 
 class Maker(Dataset[Batch]):
@@ -100,10 +69,12 @@ class Maker(Dataset[Batch]):
     def __init__(self, tokenizer: Path, seed: int, size: int, rank: int = 0) -> None:
         self.file, self.seed, self.size, self.rank = tokenizer, seed, size, rank
         self.packer: Packer | None = None
+        self.names: Names | None = None
 
     def __getitem__(self, step: int) -> Batch:
         if self.packer is None:
             self.packer = Packer(Tokenizer.from_file(str(self.file)))
+            self.names = Names(self.packer.tokenizer)
         rng = Random(self.seed * 1_000_003 + step)
         kind = kind_at(step, rng)
         frames = rng.choice((4, 4, 6, 8, 8)) if kind == "film" else 1
@@ -112,19 +83,36 @@ class Maker(Dataset[Batch]):
         rng = Random(rng.getrandbits(60) + self.rank)
         if kind == "talk":
             return self.chats(rng)
-        rows, pixels, marks = [], [], []
+        rows, pixels, marks, shown = [], [], [], []
         for _ in range(self.size):
             level = level_at(step, rng)
             if kind == "film":
-                row, images = self.film_row(rng, level, target, frames)
+                row, shot = self.film_row(rng, level, target, frames)
+                scenes, images = list(shot.frames), film.show(shot)
+                pairs = zip(scenes[::2], scenes[1::2], strict=True)
+                marks += [in_patch_order(patch_marks_of_pair(*pair, *target)) for pair in pairs]
             else:
                 scenes, row = self.picture_row(rng, level, target, kind, pictures)
                 images = [image for scene in scenes for image in [draw(scene)] * 2]
-                marks += [in_patch_order(hints(scene, *target)) for scene in scenes]
+                marks += [in_patch_order(patch_marks(scene, *target)) for scene in scenes]
             rows.append(row)
+            shown.append(scenes)
             pixels.append(self.seen(images, target))
-        seen = torch.from_numpy(np.concatenate(pixels))
-        return self.batch(rows, target, seen, torch.from_numpy(np.stack(marks, axis=1)) if marks else None)
+        batch = self.batch(rows, target, torch.from_numpy(np.concatenate(pixels)))
+        batch.hints = torch.from_numpy(np.stack(marks, axis=1))
+        batch.alike = pictures if kind in ("differs", "film") else 1
+        batch.points, batch.spots = self.pointed(rows, shown)
+        return batch
+
+    def pointed(self, rows: list[Row], shown: list[list[Scene]]) -> tuple[Tensor, Tensor]:
+        """The `points` and `spots` of a batch whose rows show these scenes."""
+        assert self.names is not None
+        points, spots = [], []
+        for k, (row, scenes) in enumerate(zip(rows, shown, strict=True)):
+            for index, spot in self.names.spots(row.ids, row.slots[-1] + 1, scenes):
+                points.append(k * LENGTH + index)
+                spots.append(spot)
+        return torch.tensor(points, dtype=torch.long), torch.tensor(spots).view(-1, 2)
 
     def seen(self, images: list[Image.Image], target: Size) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return patches(images, *target)
@@ -155,7 +143,7 @@ class Maker(Dataset[Batch]):
             if not self.maker.add(row, turns):
                 return scenes, row
 
-    def film_row(self, rng: Random, level: Level, target: Size, frames: int) -> tuple[Row, list[Image.Image]]:
+    def film_row(self, rng: Random, level: Level, target: Size, frames: int) -> tuple[Row, film.Film]:
         height, width = random_source(rng, target, frames)
         while max(height, width) > 280:
             height, width = height // 2, width // 2
@@ -165,7 +153,7 @@ class Maker(Dataset[Batch]):
         row = self.opened(rng, target, frames // 2, stamps, film.ask_film(rng, shot))
         while self.maker.add(row, [film.ask_film(rng, shot)]):
             pass
-        return row, film.show(shot)
+        return row, shot
 
     @property
     def maker(self) -> Packer:
@@ -192,9 +180,10 @@ class Maker(Dataset[Batch]):
             while self.maker.add(row, [talk.small_talk(rng) for _ in range(rng.choice((1, 1, 2)))]):
                 pass
             rows.append(row)
-        return self.batch(rows, (0, 0), None, None)
+        return self.batch(rows, (0, 0), None)
 
-    def batch(self, rows: list[Row], target: Size, seen: Tensor | None, marks: Tensor | None) -> Batch:
+    def batch(self, rows: list[Row], target: Size, seen: Tensor | None) -> Batch:
+        """The rows as tensors, without hints."""
         for row in rows:
             row.length = LENGTH
         done = [self.maker.finish(row) for row in rows]
@@ -204,6 +193,6 @@ class Maker(Dataset[Batch]):
         slots = torch.from_numpy(np.concatenate([d["slots"] + k * LENGTH for k, d in enumerate(done)]))
         places = stacked["places"].transpose(0, 1).contiguous()
         return Batch(
-            seen, *target, stacked["ids"], stacked["labels"], stacked["branch"], places, slots, marks,
-            [row.answers for row in rows],
+            seen, *target, stacked["ids"], stacked["labels"], stacked["branch"], places, slots, None,
+            [row.answers for row in rows], torch.zeros(0, dtype=torch.long), torch.zeros(0, 2), 1,
         )  # fmt: skip

@@ -1,9 +1,11 @@
-"""What teaches the vision part beside the answers: what each patch shows, a name for what each row shows, its place.
+"""What teaches beside the answers: what each patch shows; a name and a place for each row; where what is named stands.
 
 Names are what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for what
 its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out. Places
 are what makes it compare: left to themselves, rows say nothing of where they stand, and the turning of keys alone
-teaches that very slowly. Nothing of this is exported.
+teaches that very slowly. For the same reason the early layers of the decoder are told what to look for: a thing's name
+has to tell where that thing stands, and a row what the picture or frame before showed there. Nothing of this is
+exported.
 """
 
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tools.demo_model.batches import NONE
+from tools.demo_model.marks import NONE
 from tools.demo_model.vision import patch_order
 from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
 
@@ -33,6 +35,8 @@ class Hints(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.heads = nn.ModuleList(nn.Linear(width, size + more) for size, more in zip(SIZES, (2, 0, 1), strict=True))
         self.place = nn.Linear(text, 2)
+        self.spot = nn.Linear(text, 2)
+        self.before = nn.Linear(text, sum(SIZES))
 
     def forward(self, hidden: Tensor, marks: Tensor) -> Tensor:
         """hidden [segments, patches, width], marks [3, segments, patches]: the sum of the three losses.
@@ -50,21 +54,9 @@ class Hints(nn.Module):
     def naming(self, rows: Tensor, marks: Tensor, table: Tensor) -> Tensor:
         """How far rows [segments, rows, width] are from the words for what their four patches show.
 
-        marks [3, segments, 4 * rows]; table [vocabulary, width] are the embeddings. A row may show several things, or
-        none; where a patch of it is unclear, only what it surely shows counts.
+        marks [3, segments, 4 * rows]; table [vocabulary, width] are the embeddings.
         """
-        scores = F.rms_norm(rows.float(), rows.shape[-1:]) @ table[self.tokens].detach().float().T - 4
-        cells = marks.unflatten(-1, (-1, 4))
-        whole = (cells != NONE).all(dim=-1, keepdim=True).float()
-        loss, first = scores.new_zeros(()), 0
-        for cell, size, known in zip(cells, SIZES, (whole[0], whole[0], whole[2]), strict=True):
-            named = torch.where((cell >= 0) & (cell < size), cell, size)
-            there = F.one_hot(named, size + 1).amax(dim=2)[..., :size].float()
-            counted = torch.maximum(there, known)  # a patch without a thing has no colour, so its shape decides
-            mine = scores[..., first : first + size]
-            error = F.binary_cross_entropy_with_logits(mine, there, counted, reduction="sum")
-            loss, first = loss + error / there.sum().clamp(min=1), first + size
-        return loss
+        return telling(F.rms_norm(rows.float(), rows.shape[-1:]) @ table[self.tokens].detach().float().T - 4, marks)
 
     def placing(self, rows: Tensor, height: int, width: int) -> Tensor:
         """How badly rows [segments, rows, text] of pictures of height x width patches tell where they stand."""
@@ -72,3 +64,38 @@ class Hints(nn.Module):
         wanted = torch.stack(((down + 0.5) / (height // 2), (across + 0.5) / (width // 2)), dim=-1).to(rows.device)
         given = self.place(F.rms_norm(rows.float(), rows.shape[-1:]))
         return 20 * F.mse_loss(given, wanted.expand_as(given))
+
+    def pointing(self, early: Tensor, points: Tensor, spots: Tensor) -> Tensor:
+        """How badly early hidden states [positions, text] at `points` [n], names of things, tell their spots [n, 2]."""
+        if not len(points):
+            return early.new_zeros((), dtype=torch.float32)
+        given = self.spot(F.rms_norm(early[points].float(), early.shape[-1:]))
+        return 20 * F.mse_loss(given, spots)
+
+    def recalling(self, early: Tensor, marks: Tensor, pictures: int) -> Tensor:
+        """How badly rows tell what the picture before them showed where they stand.
+
+        early [segments, rows, text] are the hidden states at the rows of `pictures` pictures for each sequence, marks
+        [3, segments, 4 * rows] what these show.
+        """
+        later = early.unflatten(0, (-1, pictures))[:, 1:].flatten(0, 1)
+        shown = marks.unflatten(1, (-1, pictures))[:, :, :-1].flatten(1, 2)
+        return telling(self.before(F.rms_norm(later.float(), later.shape[-1:])) - 4, shown)
+
+
+def telling(scores: Tensor, marks: Tensor) -> Tensor:
+    """How badly scores [segments, rows, names] tell what each row's four patches show: marks [3, segments, patches].
+
+    A row may show several things, or none; where a patch of it is unclear, only what it surely shows counts.
+    """
+    cells = marks.unflatten(-1, (-1, 4))
+    whole = (cells != NONE).all(dim=-1, keepdim=True).float()
+    loss, first = scores.new_zeros(()), 0
+    for cell, size, known in zip(cells, SIZES, (whole[0], whole[0], whole[2]), strict=True):
+        named = torch.where((cell >= 0) & (cell < size), cell, size)
+        there = F.one_hot(named, size + 1).amax(dim=2)[..., :size].float()
+        counted = torch.maximum(there, known)  # a patch without a thing has no colour, so its shape decides
+        mine = scores[..., first : first + size]
+        error = F.binary_cross_entropy_with_logits(mine, there, counted, reduction="sum")
+        loss, first = loss + error / there.sum().clamp(min=1), first + size
+    return loss

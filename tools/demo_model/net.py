@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from tools.demo_model.shape import ModelShape, TextShape
 from tools.demo_model.vision import Vision, attend, rotate
 
+EARLY = 1
+"""The decoder layer whose output hints are given on: what a question names is found by then, the rest can reason."""
+
 
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys."""
@@ -89,18 +92,20 @@ class Text(nn.Module):
         angle = (positions[axis].permute(1, 2, 0) * frequency).repeat(1, 1, 2)[:, None]
         return angle.cos(), angle.sin()
 
-    def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """x [batch, length, width] to normalised hidden states of that shape.
+    def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """x [batch, length, width] to normalised hidden states, and those after layer `EARLY`, both of that shape.
 
         extra [levels, batch, length, width] is added after the first layers, level by level; it is zero at text.
         """
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        early = x
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, mask)
             if index < len(extra):
                 x = x + extra[index]
-        y: Tensor = self.norm(x)
-        return y
+            if index == EARLY:
+                early = x
+        return self.norm(x), early
 
 
 class Net(nn.Module):
@@ -119,8 +124,8 @@ class Net(nn.Module):
 
     def answer(
         self, ids: Tensor, places: Tensor, mask: Tensor, slots: Tensor, rows: Tensor | None, wanted: Tensor
-    ) -> Tensor:
-        """Logits [wanted, vocabulary] at the flat indices `wanted`.
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [wanted, vocabulary] at the flat indices `wanted`; early hidden states [batch * length, width].
 
         ids [batch, length]; places [3, batch, length]; mask [batch, 1, length, length], added to the scores;
         slots: flat indices of the picture tokens in row order.
@@ -134,8 +139,8 @@ class Net(nn.Module):
             extra = extra.index_copy(1, slots, flat[1:])
         elif torch.is_grad_enabled():
             extra.requires_grad_()  # so that a compiled graph meets the same kind of input with and without pictures
-        hidden = text(x.view(*ids.shape, -1), extra.view(levels, *ids.shape, -1), *text.rotary(places), mask)
-        return F.linear(hidden.flatten(0, 1)[wanted], text.embed_tokens.weight)
+        hidden, early = text(x.view(*ids.shape, -1), extra.view(levels, *ids.shape, -1), *text.rotary(places), mask)
+        return F.linear(hidden.flatten(0, 1)[wanted], text.embed_tokens.weight), early.flatten(0, 1)
 
 
 def allowed(branch: Tensor) -> Tensor:

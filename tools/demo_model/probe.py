@@ -27,7 +27,7 @@ def likeliest(net: Net, batch: Batch) -> Tensor:
     if batch.patches is not None:
         rows, _ = net.see(batch.patches.float() / 127.5 - 1, batch.height // 16, batch.width // 16)
     wanted = torch.arange(batch.ids.numel())
-    logits = net.answer(batch.ids, batch.places, allowed(batch.branch), batch.slots, rows, wanted)
+    logits, _ = net.answer(batch.ids, batch.places, allowed(batch.branch), batch.slots, rows, wanted)
     return logits.argmax(-1).view(batch.ids.shape)
 
 

@@ -61,7 +61,7 @@ def exported(checkpoint: Path) -> dict[str, Tensor]:
 def sample(settings: Settings) -> Tensor:
     """Patches [n, 3 * 2 * 16 * 16] of some pictures, to set up the first layer by."""
     maker = Maker(settings.folder / "tokenizer.json", settings.seed + 1, 48)
-    found = [batch.patches for step in range(12) if (batch := maker[step]).hints is not None]
+    found = [maker[step].patches for step in range(12)]
     return torch.cat([patches.flatten(0, 1) for patches in found if patches is not None]).float() / 127.5 - 1
 
 
@@ -108,7 +108,7 @@ class Trainer:
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss on the answers, and that of the hints."""
         device = self.settings.device
-        if self.step < self.settings.looking and batch.hints is not None:
+        if self.step < self.settings.looking and batch.patches is not None:
             return torch.zeros((), device=device), self.seen(batch)[1]
         rows, hint = None, torch.zeros((), device=device)
         labels = batch.labels.flatten()
@@ -116,22 +116,26 @@ class Trainer:
         with torch.autocast(device, torch.bfloat16):
             if batch.patches is not None:
                 rows, hint = self.seen(batch)
-            logits = self.net.answer(
+            logits, early = self.net.answer(
                 batch.ids.to(device), batch.places.to(device), allowed(batch.branch.to(device)), batch.slots.to(device),
                 rows, wanted,
             )  # fmt: skip
+        hint = hint + self.hints.pointing(early, batch.points.to(device), batch.spots.to(device))
+        if batch.alike > 1:
+            assert batch.hints is not None
+            seen = early[batch.slots.to(device)].view(batch.hints.shape[1], -1, early.shape[-1])
+            hint = hint + self.hints.recalling(seen, batch.hints.to(device), batch.alike)
         return F.cross_entropy(logits.float(), labels.to(device)[wanted]), hint
 
     def seen(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The rows of a batch's pictures, and the loss of the hints."""
+        """The rows of a batch's pictures, and the loss of the hints on them."""
         assert batch.patches is not None
+        assert batch.hints is not None
         device = self.settings.device
         pixels = batch.patches.to(device).float().mul_(1 / 127.5).sub_(1)
         with torch.autocast(device, torch.bfloat16):
             rows, hidden = self.net.see(pixels, batch.height // 16, batch.width // 16)
         place = self.hints.placing(rows[0], batch.height // 16, batch.width // 16)
-        if batch.hints is None:
-            return rows, place
         marks, table = batch.hints.to(device), self.net.language_model.embed_tokens.weight
         return rows, place + self.hints(hidden, marks) + self.hints.naming(rows[0], marks, table)
 

@@ -124,7 +124,7 @@ def test_the_training_forward_is_that_of_the_reference(kind: str, tokenizer: Tok
     with torch.no_grad():
         rows, _ = net.see(pixels, height, width)
         mask = allowed(batch.branch)
-        ours = net.answer(batch.ids, batch.places, mask, batch.slots, rows, torch.arange(number))
+        ours, _ = net.answer(batch.ids, batch.places, mask, batch.slots, rows, torch.arange(number))
         model = reference.model(tmp_path)
         if kind == "<|image_pad|>":
             grid, types = torch.tensor([[1, height, width]] * segments), (ids == pad).int()

@@ -1,0 +1,84 @@
+"""What a scene shows and where, as the hints of the training need it: patch by patch, and for each name of a thing.
+
+The exported model has no trace of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tools.demo_model.draw import print_boxes
+from tools.demo_model.scene import Scene
+from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
+
+NONE = -100
+SEEN_SHAPES = (*SHAPES, "text", "nothing")
+Spot = tuple[float, float]
+
+
+def patch_marks(scene: Scene, height: int, width: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+    """What each patch shows [3, rows, columns]: index of shape, of colour, of character, or NONE where unclear."""
+    out = np.full((3, height // 16, width // 16), NONE, dtype=np.int64)
+    out[0] = len(SEEN_SHAPES) - 1
+    out[2] = len(CHARACTERS)
+    sx, sy = width / scene.width / 16, height / scene.height / 16
+    y, x = np.mgrid[0 : height // 16, 0 : width // 16] + 0.5
+    for thing in scene.things:
+        reach = ((x - thing.x * sx) / sx) ** 2 + ((y - thing.y * sy) / sy) ** 2
+        touched, inside = reach < (thing.radius + 9 / (16 * sx)) ** 2, reach < (0.8 * thing.radius) ** 2
+        out[0][touched & ~inside] = NONE
+        inside[int(thing.y * sy), int(thing.x * sx)] = True
+        out[0][inside], out[1][inside] = SHAPES.index(thing.shape), list(COLOURS).index(thing.colour)
+    if scene.print is not None:
+        for character, (left, top, right, bottom) in zip(scene.print.text, print_boxes(scene.print), strict=True):
+            box = (x + 0.5 > left * sx) & (x - 0.5 < right * sx) & (y + 0.5 > top * sy) & (y - 0.5 < bottom * sy)
+            out[0][box], out[2][box & (out[2] == len(CHARACTERS))] = NONE, NONE
+            row = min(out.shape[1] - 1, max(0, int((top + bottom) / 2 * sy)))
+            column = min(out.shape[2] - 1, max(0, int((left + right) / 2 * sx)))
+            out[0][row, column], out[2][row, column] = len(SEEN_SHAPES) - 2, CHARACTERS.index(character)
+    return out
+
+
+def in_patch_order(
+    grid: np.ndarray[tuple[int, int, int], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """[3, rows, columns] to [3, patches] with every 2 x 2 square contiguous."""
+    k, rows, columns = grid.shape
+    return grid.reshape(k, rows // 2, 2, columns // 2, 2).transpose(0, 1, 3, 2, 4).reshape(k, -1)
+
+
+def patch_marks_of_pair(
+    first: Scene, second: Scene, height: int, width: int
+) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+    """The marks of two frames that are seen as one: NONE where they disagree."""
+    one, two = patch_marks(first, height, width), patch_marks(second, height, width)
+    return np.where(one == two, one, NONE)
+
+
+class Names:
+    """Finds the words that name a thing among token ids; every shape and colour is one token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.shapes = {tokenizer.encode(f" {name}").ids[0]: name for name in SHAPES}
+        self.colours = {tokenizer.encode(f" {name}").ids[0]: name for name in COLOURS}
+
+    def spots(self, ids: list[int], start: int, scenes: list[Scene]) -> Iterator[tuple[int, Spot]]:
+        """(index, spot) of each name from index `start` on that fits things in one place only, over all scenes.
+
+        A spot is (share of the height, share of the width); a name is "star" or "red star", told by its last token.
+        """
+        places: dict[str, set[Spot]] = defaultdict(set)
+        for scene in scenes:
+            for thing in scene.things:
+                spot = thing.y / scene.height, thing.x / scene.width
+                places[thing.shape].add(spot)
+                places[thing.name].add(spot)
+        for index in range(max(1, start), len(ids)):
+            if (name := self.shapes.get(ids[index])) is None:
+                continue
+            colour = self.colours.get(ids[index - 1])
+            found = places.get(name if colour is None else f"{colour} {name}", set())
+            if len(found) == 1:
+                yield index, next(iter(found))
