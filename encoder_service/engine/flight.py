@@ -144,7 +144,7 @@ class Ticket:
         raises Unavailable where the rest failed meanwhile."""
         place = self.entry.place if self.flight is None else self.flight.place
         if place is None:
-            raise Unavailable("the rows could not be completed", reason="ENCODE_FAILED")
+            raise Unavailable("the rows could not be completed", reason="ROWS_INCOMPLETE")
         return place
 
     @property

@@ -139,7 +139,7 @@ class Fetch:
         """Opens a stream at an encoder and waits for its header."""
         links, affinity = self._links, self._affinity
         if await links.pool.refuses(affinity):
-            raise Internal("encoders have died over this item", reason="POISONED_ITEM", field=self.item.field)
+            raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self.item.field)
         self._peer = None
         self._peer = peer = await links.pool.pick(affinity, self._tried)
         asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)

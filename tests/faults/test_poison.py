@@ -60,9 +60,9 @@ def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_no
         crowd = Crowd.taught(client)
         with crowd.asking(CALLERS):
             until(more(crowd.answered, CALLERS), "they are in full swing", 120)
-            assert refusal(client) == "POISONED_ITEM"
+            assert refusal(client) == "POISON_ITEM"
             assert usable(client, 1), "it has not reached the third one"
-            assert refusal(client) == "POISONED_ITEM"
+            assert refusal(client) == "POISON_ITEM"
             assert usable(client, 1)
             until(more(crowd.answered, 8 * CALLERS), "the third one serves the others", 120)
             for replica in three:
@@ -70,7 +70,7 @@ def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_no
                     replica.stop()
                     replica.start()
             until(lambda: usable(client, 3), "the others are back")
-            assert refusal(client) == "POISONED_ITEM"
+            assert refusal(client) == "POISON_ITEM"
             assert usable(client, 3)
             until(more(crowd.answered, 8 * CALLERS), "all of them serve", 120)
         assert set(crowd.outcomes) == {"right"}

@@ -216,7 +216,7 @@ async def test_an_item_over_which_two_encoders_have_died_kills_no_third_one() ->
             encoder.script = [encoder.dies()]
         with pytest.raises(Internal) as error:
             await b.whole(b"poison")
-        assert (error.value.reason, error.value.field) == ("POISONED_ITEM", "here[0]")
+        assert (error.value.reason, error.value.field) == ("POISON_ITEM", "here[0]")
         await b.usable(2)
         asked = sum(len(encoder.calls) for encoder in b.encoders)
         with pytest.raises(Internal):
