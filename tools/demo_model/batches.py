@@ -15,7 +15,7 @@ from tools.demo_model import ask_many, film, talk
 from tools.demo_model.ask import ask, follow_up
 from tools.demo_model.draw import draw
 from tools.demo_model.marks import Names, in_patch_order, patch_marks, patch_marks_of_pair
-from tools.demo_model.pack import Packer, Row, patches
+from tools.demo_model.pack import IGNORED, Packer, Row, patches
 from tools.demo_model.scene import EASY, FULL, Level, Scene, random_scene
 from tools.demo_model.sizes import Size, random_source, random_target
 from tools.demo_model.turn import Turn
@@ -27,8 +27,9 @@ LENGTH = 192
 class Batch:
     """patches [segments, patches, 1536] uint8; hints [3, segments, patches] (shape, colour, character of each patch).
 
-    `answers` lists (kind, start, end) of each answer of each row. `points` [n] are flat indices of names of things,
-    `spots` [n, 2] where these stand, as shares of height and width. `alike` is the number of pictures of a row if each
+    `answers` lists (kind, start, end) of each answer of each row. `points` [2, n] are flat indices of names of
+    things and, for those in answers, of the token before, else -1; `spots` [n, 2] tell where the things stand, as
+    shares of height and width. `alike` is the number of pictures of a row if each
     shows the scene of the one before with little changed, else 1.
     """
 
@@ -109,10 +110,11 @@ class Maker(Dataset[Batch]):
         assert self.names is not None
         points, spots = [], []
         for k, (row, scenes) in enumerate(zip(rows, shown, strict=True)):
-            for index, spot in self.names.spots(row.ids, row.slots[-1] + 1, scenes):
-                points.append(k * LENGTH + index)
+            for first, last, spot in self.names.spots(row.ids, row.slots[-1] + 1, scenes):
+                answers = row.labels[first] != IGNORED
+                points.append((k * LENGTH + last, k * LENGTH + first - 1 if answers else -1))
                 spots.append(spot)
-        return torch.tensor(points, dtype=torch.long), torch.tensor(spots).view(-1, 2)
+        return torch.tensor(points, dtype=torch.long).view(-1, 2).T, torch.tensor(spots).view(-1, 2)
 
     def seen(self, images: list[Image.Image], target: Size) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return patches(images, *target)
@@ -194,5 +196,5 @@ class Maker(Dataset[Batch]):
         places = stacked["places"].transpose(0, 1).contiguous()
         return Batch(
             seen, *target, stacked["ids"], stacked["labels"], stacked["branch"], places, slots, None,
-            [row.answers for row in rows], torch.zeros(0, dtype=torch.long), torch.zeros(0, 2), 1,
+            [row.answers for row in rows], torch.zeros(2, 0, dtype=torch.long), torch.zeros(0, 2), 1,
         )  # fmt: skip

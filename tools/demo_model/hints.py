@@ -3,9 +3,9 @@
 Names are what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for what
 its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out. Places
 are what makes it compare: left to themselves, rows say nothing of where they stand, and the turning of keys alone
-teaches that very slowly. For the same reason the early layers of the decoder are told what to look for: a thing's name
-has to tell where that thing stands, and a row what the picture or frame before showed there. Nothing of this is
-exported.
+teaches that very slowly. For the same reason the decoder is told what to look for: early, a thing's name has to tell
+where that thing stands, and a row what the picture or frame before showed there; later, the token before a name in an
+answer has to tell where the thing stands that is to be named. Nothing of this is exported.
 """
 
 import torch
@@ -37,6 +37,7 @@ class Hints(nn.Module):
         self.place = nn.Linear(text, 2)
         self.spot = nn.Linear(text, 2)
         self.before = nn.Linear(text, sum(SIZES))
+        self.next = nn.Linear(text, 2)
 
     def forward(self, hidden: Tensor, marks: Tensor) -> Tensor:
         """hidden [segments, patches, width], marks [3, segments, patches]: the sum of the three losses.
@@ -65,12 +66,20 @@ class Hints(nn.Module):
         given = self.place(F.rms_norm(rows.float(), rows.shape[-1:]))
         return 20 * F.mse_loss(given, wanted.expand_as(given))
 
-    def pointing(self, early: Tensor, points: Tensor, spots: Tensor) -> Tensor:
-        """How badly early hidden states [positions, text] at `points` [n], names of things, tell their spots [n, 2]."""
-        if not len(points):
+    def pointing(self, early: Tensor, late: Tensor, points: Tensor, spots: Tensor) -> Tensor:
+        """How badly hidden states [positions, text] tell the `spots` [n, 2] of things.
+
+        points [2, n] are flat indices: of a thing's name, told early, and of the token before the name in an answer,
+        told late; -1 where the name stands in a question.
+        """
+        found, answered = points[0], points[1] >= 0
+        if not len(found):
             return early.new_zeros((), dtype=torch.float32)
-        given = self.spot(F.rms_norm(early[points].float(), early.shape[-1:]))
-        return 20 * F.mse_loss(given, spots)
+        loss = F.mse_loss(self.spot(F.rms_norm(early[found].float(), early.shape[-1:])), spots)
+        if answered.any():
+            given = self.next(F.rms_norm(late[points[1, answered]].float(), late.shape[-1:]))
+            loss = loss + F.mse_loss(given, spots[answered])
+        return 20 * loss
 
     def recalling(self, early: Tensor, marks: Tensor, pictures: int) -> Tensor:
         """How badly rows tell what the picture before them showed where they stand.

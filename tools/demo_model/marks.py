@@ -64,10 +64,10 @@ class Names:
         self.shapes = {tokenizer.encode(f" {name}").ids[0]: name for name in SHAPES}
         self.colours = {tokenizer.encode(f" {name}").ids[0]: name for name in COLOURS}
 
-    def spots(self, ids: list[int], start: int, scenes: list[Scene]) -> Iterator[tuple[int, Spot]]:
-        """(index, spot) of each name from index `start` on that fits things in one place only, over all scenes.
+    def spots(self, ids: list[int], start: int, scenes: list[Scene]) -> Iterator[tuple[int, int, Spot]]:
+        """(first token, last token, spot) of each name from `start` on that fits things in one place only.
 
-        A spot is (share of the height, share of the width); a name is "star" or "red star", told by its last token.
+        A spot is (share of the height, share of the width); a name is "star" or "red star".
         """
         places: dict[str, set[Spot]] = defaultdict(set)
         for scene in scenes:
@@ -81,4 +81,4 @@ class Names:
             colour = self.colours.get(ids[index - 1])
             found = places.get(name if colour is None else f"{colour} {name}", set())
             if len(found) == 1:
-                yield index, next(iter(found))
+                yield index - (colour is not None), index, next(iter(found))

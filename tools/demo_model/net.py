@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tools.demo_model.shape import ModelShape, TextShape
 from tools.demo_model.vision import Vision, attend, rotate
 
-EARLY = 1
-"""The decoder layer whose output hints are given on: what a question names is found by then, the rest can reason."""
+HINTED = (1, 3)
+"""The decoder layers that hints are given on: after the one, what is named is found; after the other, what to name."""
 
 
 class Attention(nn.Module):
@@ -93,19 +93,19 @@ class Text(nn.Module):
         return angle.cos(), angle.sin()
 
     def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, length, width] to normalised hidden states, and those after layer `EARLY`, both of that shape.
+        """x [batch, length, width] to normalised hidden states, and [2, batch, length, width] after layers `HINTED`.
 
         extra [levels, batch, length, width] is added after the first layers, level by level; it is zero at text.
         """
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        early = x
+        hinted: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, mask)
             if index < len(extra):
                 x = x + extra[index]
-            if index == EARLY:
-                early = x
-        return self.norm(x), early
+            if index in HINTED:
+                hinted.append(x)
+        return self.norm(x), torch.stack(hinted)
 
 
 class Net(nn.Module):
@@ -125,7 +125,7 @@ class Net(nn.Module):
     def answer(
         self, ids: Tensor, places: Tensor, mask: Tensor, slots: Tensor, rows: Tensor | None, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [wanted, vocabulary] at the flat indices `wanted`; early hidden states [batch * length, width].
+        """Logits [wanted, vocabulary] at the flat indices `wanted`; hidden states [2, batch * length, width] for hints.
 
         ids [batch, length]; places [3, batch, length]; mask [batch, 1, length, length], added to the scores;
         slots: flat indices of the picture tokens in row order.
@@ -139,8 +139,8 @@ class Net(nn.Module):
             extra = extra.index_copy(1, slots, flat[1:])
         elif torch.is_grad_enabled():
             extra.requires_grad_()  # so that a compiled graph meets the same kind of input with and without pictures
-        hidden, early = text(x.view(*ids.shape, -1), extra.view(levels, *ids.shape, -1), *text.rotary(places), mask)
-        return F.linear(hidden.flatten(0, 1)[wanted], text.embed_tokens.weight), early.flatten(0, 1)
+        hidden, hinted = text(x.view(*ids.shape, -1), extra.view(levels, *ids.shape, -1), *text.rotary(places), mask)
+        return F.linear(hidden.flatten(0, 1)[wanted], text.embed_tokens.weight), hinted.flatten(1, 2)
 
 
 def allowed(branch: Tensor) -> Tensor:

@@ -116,11 +116,11 @@ class Trainer:
         with torch.autocast(device, torch.bfloat16):
             if batch.patches is not None:
                 rows, hint = self.seen(batch)
-            logits, early = self.net.answer(
+            logits, (early, late) = self.net.answer(
                 batch.ids.to(device), batch.places.to(device), allowed(batch.branch.to(device)), batch.slots.to(device),
                 rows, wanted,
             )  # fmt: skip
-        hint = hint + self.hints.pointing(early, batch.points.to(device), batch.spots.to(device))
+        hint = hint + self.hints.pointing(early, late, batch.points.to(device), batch.spots.to(device))
         if batch.alike > 1:
             assert batch.hints is not None
             seen = early[batch.slots.to(device)].view(batch.hints.shape[1], -1, early.shape[-1])
