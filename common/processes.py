@@ -89,6 +89,9 @@ class Child(Generic[ReceiveT]):
                 pass_fds=(theirs.fileno(), *fds),
                 env={**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)

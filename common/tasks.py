@@ -24,11 +24,22 @@ def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Runs `work` in a thread, and does not leave before it has ended: it may be writing to memory that is leased."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    await outlast(task)
+    return task.result()
+
+
+async def outlast(work: asyncio.Future[Any]) -> None:
+    """Returns when `work` has ended, however it did. A caller that is cancelled, once or more often, leaves no sooner."""
+    left: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            left = error
+    if left is not None:
+        if not work.cancelled():
+            work.exception()  # which nobody will ask for
+        raise left
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from common import log, tasks
 from common.errors import MEDIA_CHANGED, Internal, NotFound, TwinlensError, Unavailable
@@ -54,7 +55,8 @@ class Encoder:
         self._journey = Journey(pipeline, tier, self.counts)
         self._admission = Admission(items, size)
         self._flights: dict[FlightKey, Flight] = {}
-        self._warming: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        """Flights, those that nobody wants any more until they have ended as well, and prefetches."""
 
     @asynccontextmanager
     async def ticket(self, item: Item, mime_type: str, *, rows: bool) -> AsyncIterator[Ticket]:
@@ -75,9 +77,7 @@ class Encoder:
     async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
         known: asyncio.Future[tuple[Header, bool]] = asyncio.get_running_loop().create_future()
-        task = tasks.start(self._warm(item, mime_type, known), "prefetch")
-        self._warming.add(task)
-        task.add_done_callback(self._warming.discard)
+        self._start(self._warm(item, mime_type, known), "prefetch")
         return await asyncio.shield(known)
 
     async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
@@ -114,11 +114,17 @@ class Encoder:
 
         No worker may be alive, and no caller may come.
         """
-        running = [*self._warming, *(flight.task for flight in self._flights.values() if flight.task)]
+        running = list(self._running)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._admission.empty()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = tasks.start(work, name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def _embark(self, ticket: Ticket, *, seat: Seat, mime_type: str, rows: bool) -> None:
         """Learns what an item is, and finds its entry or its flight."""
@@ -190,7 +196,7 @@ class Encoder:
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
             self._flights[name] = flight
-            flight.task = tasks.start(self._fly(flight), "flight")
+            flight.task = self._start(self._fly(flight), "flight")
         flight.tickets += 1
         flight.raise_priority(item.priority)
         if rows:

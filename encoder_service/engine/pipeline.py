@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from common.arena import Range, SharedBuffer
-from common.tasks import in_thread
+from common.tasks import in_thread, outlast
 from common.wire import RowLayout
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.flight import Flight
@@ -141,7 +141,7 @@ class Pipeline:
                 yield lease.ranges[1], frames
             finally:
                 decoding.cancel()
-                await asyncio.wait({decoding})  # until no process can write to what was leased
+                await outlast(decoding)  # until no process can write to what was leased
 
     async def _decode(
         self, flight: Flight, plan: Plan, lease: Lease, source: bytes | bytearray, frames: Progress

@@ -7,10 +7,11 @@ on a timeout or a cancelled call the process is killed, and awaited, first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import Any
 
-from common import log
+from common import log, tasks
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, TwinlensError
 from common.processes import Child, ChildDied
@@ -136,7 +137,8 @@ class DecoderPool:
                     on_frames(answer.frames)
                     asked = asyncio.ensure_future(child.receive())
         except asyncio.CancelledError:
-            await asyncio.wait({asked}, timeout=_PATIENCE)
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({asked}, timeout=_PATIENCE)
             if _ended(asked):
                 self._idle.put(child)
             else:
@@ -149,15 +151,23 @@ class DecoderPool:
         return answer
 
     async def _replace(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
+        """Kills a process and has another take its place; returns when it is gone, even if the caller is cancelled."""
         child.kill()
+        self._idle.opened(child, b"")
+        self.restarts += 1
+        await tasks.outlast(self._keep(self._bury(child, asked)))
+
+    async def _bury(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
         await asyncio.gather(asked, return_exceptions=True)
         await child.stop(grace=1.0)
-        self._idle.opened(child, b"")
         self._children.discard(child)
-        self.restarts += 1
-        task = asyncio.create_task(self._revive())
+        self._keep(self._revive())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = tasks.start(work, "decode process")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _revive(self) -> None:
         pause = 0.0
@@ -174,8 +184,14 @@ class DecoderPool:
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=fds, exposed=True)
         self._children.add(child)
         child.send(self._begin)
-        if not isinstance(await child.receive(), Ready):
-            raise ChildDied("a decode process did not start")
+        try:
+            if not isinstance(await child.receive(), Ready):
+                raise ChildDied("a decode process did not start")
+        except ChildDied:
+            child.kill()
+            await child.stop(grace=1.0)
+            self._children.discard(child)
+            raise
         self._idle.put(child)
 
 

@@ -98,3 +98,15 @@ async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     parent.kill()
     await parent.wait()
     await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone", 20)
+
+
+async def test_a_child_that_cannot_start_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    before = _descriptors()
+    with pytest.raises(FileNotFoundError) as failure:
+        await Child.start(MODULE, receives=Say)
+    assert _descriptors() == before, failure.value
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -14,11 +14,13 @@ import pytest
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
+from common.processes import ChildDied
 from encoder_service.item import Inspection, Options
 from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
 from tests import pictures
 from tests.launch import command_line, descendants
+from tests.unit.encoder_service.fakes import turns
 from tests.unit.encoder_service.test_encode import CONFIG
 
 STAGING = 96 << 20
@@ -178,3 +180,37 @@ async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_
         os.kill(pid, signal.SIGKILL)
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", video=True, field="x")
         assert decoders.restarts == 1
+
+
+async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_meanwhile(monkeypatch):
+    async with pool(seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        (child,) = decoders._children
+        ending, go_on, stop = asyncio.Event(), asyncio.Event(), child.stop
+
+        async def slow_stop(grace: float) -> None:
+            ending.set()
+            await go_on.wait()
+            await stop(grace)
+
+        monkeypatch.setattr(child, "stop", slow_stop)
+        os.kill(child.process.pid, signal.SIGSTOP)
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+        await ending.wait()
+        for _ in range(2):
+            job.cancel()
+            await turns()
+            assert not job.done(), "the process may still be writing to the caller's memory"
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        async with asyncio.timeout(60):
+            await decoders._idle.get(b"x")
+
+
+async def test_a_process_that_does_not_start_is_not_kept(monkeypatch):
+    async with pool() as (decoders, _, _stage):
+        monkeypatch.setattr("encoder_service.media.decoder.MODULE", "encoder_service.no_such_module")
+        with pytest.raises(ChildDied):
+            await decoders._add()
+        assert len(decoders._children) == 1

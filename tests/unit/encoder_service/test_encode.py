@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.arena import SharedBuffer
-from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError
+from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
 from common.processes import Child
 from common.wire import DType, RowLayout
 from encoder_service.engine.content import Contents
@@ -102,7 +102,6 @@ async def encoder(
         if tier:
             await tier.stop()
             tier.check_integrity()
-        await turns()
         made.check_integrity(idle=True)
         for arena in arenas:
             arena.close()
@@ -311,4 +310,56 @@ async def test_leaving_at_any_moment_leaves_nothing(monkeypatch, seed):
         for each in await asyncio.gather(*tasks, return_exceptions=True):
             assert not isinstance(each, BaseException) or isinstance(each, TwinlensError | asyncio.CancelledError)
         await turns(50)
+        made.check_integrity(idle=True)
+
+
+class StubbornDecoders(FakeDecoders):
+    """A job gives its first frame, and ends when `go_on` is set, no sooner when it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(SEEN)
+        self.go_on = asyncio.Event()
+
+    async def decode(self, *_, on_frames, **__) -> None:
+        on_frames(1)
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            await self.go_on.wait()
+            raise
+
+
+async def test_memory_that_a_decode_process_may_write_to_is_kept_from_whoever_leaves(monkeypatch):
+    """No worker can compute the item, so that its decoding is ended; then its caller leaves as well."""
+
+    def no_worker(*_) -> None:
+        raise Unavailable("no worker")
+
+    decoders = StubbornDecoders()
+    async with encoder(monkeypatch, decoders=decoders) as (made, _):
+        monkeypatch.setattr(made.pipeline.dispatcher, "submit", no_worker)
+        waiting = asyncio.create_task(rows(made, item()))
+        await turns(30)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await turns(30)
+        assert made.pipeline.staging.used
+        decoders.go_on.set()
+        await turns(30)
+        assert not made.pipeline.staging.used
+
+
+async def test_stopping_waits_for_what_nobody_wanted_any_more(monkeypatch):
+    decoders = StubbornDecoders()
+    async with encoder(monkeypatch, decoders=decoders) as (made, _):
+        monkeypatch.setattr(made.pipeline.dispatcher, "_pump", lambda: None)  # no worker begins on it
+        waiting = asyncio.create_task(rows(made, item()))
+        await turns(30)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        stopping = asyncio.create_task(made.stop())
+        await turns(30)
+        assert not stopping.done()
+        decoders.go_on.set()
+        await stopping
         made.check_integrity(idle=True)

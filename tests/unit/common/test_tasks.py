@@ -1,0 +1,49 @@
+"""Work that holds memory which is lent to it: nobody leaves before it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from common.tasks import in_thread, outlast
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_whoever_is_cancelled_again_and_again_waits_for_the_thread():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    caller = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(begun.wait)
+    try:
+        for _ in range(3):
+            caller.cancel()
+            await turns()
+            assert not caller.done()
+    finally:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def test_a_thread_s_result_and_its_error_come_back():
+    assert await in_thread(int, "7") == 7
+    with pytest.raises(ValueError, match="seven"):
+        await in_thread(int, "seven")
+
+
+async def test_work_that_is_cancelled_itself_is_over():
+    work = asyncio.create_task(asyncio.Event().wait())
+    await turns()
+    work.cancel()
+    await outlast(work)
+    assert work.cancelled()
