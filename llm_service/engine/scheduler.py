@@ -179,11 +179,11 @@ class Scheduler:
         matcher = sequence.matcher
         if matcher is not None:
             matcher.consume_token(token)
+            if matcher.is_error():  # first of all: one that has failed allows nothing but an end token
+                self._fail(sequence.id, _INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", _TOO_COMPLEX)
+                return None
         if token in sequence.ends:
             return "stop"
-        if matcher is not None and matcher.is_error():
-            self._fail(sequence.id, _INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", _TOO_COMPLEX)
-            return None
         if matcher is not None and matcher.is_stopped():
             return "structure"
         return "length" if sequence.known >= sequence.most else ""

@@ -186,7 +186,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         token = _choose(value, draw)
         if matcher:
             matcher.consume_token(token)
-        if token not in ends and matcher and matcher.is_error():
+        if matcher and matcher.is_error():
             return out, "failed"
         out.append(token)
         if token in ends:

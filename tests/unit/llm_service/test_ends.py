@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from tests.unit.llm_service.hashed import Picture, expected
+from llm_service.engine.structure import Matcher
+from tests.unit.llm_service import simulated
+from tests.unit.llm_service.hashed import EOS, Alternating, Picture, expected
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
 
@@ -96,3 +99,33 @@ def test_without_a_seed_two_requests_draw_differently() -> None:
     ids = [engine.submit(asked) for _ in range(2)]
     engine.drain()
     assert engine.outcomes[ids[0]].tokens != engine.outcomes[ids[1]].tokens
+
+
+@dataclass(slots=True)
+class GivesUp(Alternating):
+    """A structure that meets a limit while it works out what may come third: an end token is all that it allows."""
+
+    asked: int = 0
+
+    def compute_bitmask(self) -> bytes:
+        self.asked += 1
+        return (1 << EOS).to_bytes(4, "little") if self.is_error() else Alternating.compute_bitmask(self)
+
+    def is_error(self) -> bool:
+        return self.asked >= 3
+
+
+def test_a_structure_that_can_not_be_followed_on_fails_its_request_and_does_not_cut_the_answer_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gives_up(_: str) -> Future[Matcher]:
+        made: Future[Matcher] = Future()
+        made.set_result(GivesUp())
+        return made
+
+    monkeypatch.setattr(simulated, "alternating", gives_up)
+    engine = simulation()
+    id = engine.submit(order(text(9), max_tokens=20, ignore_eos=False, grammar="g"))
+    while not engine.outcomes[id].over:
+        engine.step()
+    assert (engine.outcomes[id].failed, engine.outcomes[id].ended) == ("STRUCTURE_TOO_COMPLEX", [""])
