@@ -111,7 +111,7 @@ class Fetch:
                     async with aclosing(self._stream.rows(store.place(entry), mirror)) as runs:
                         async for rows, transport in runs:
                             store.advance(entry, rows, transport)
-            except _RETRIED:
+            except TwinlensError:  # once all rows are here, how the stream ends is of no account
                 if not entry.complete:
                     raise
             entry.timings = {f"encoder_{stage}": seconds for stage, seconds in self._stream.timings.items()}

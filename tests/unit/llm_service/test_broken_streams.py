@@ -11,6 +11,7 @@ import pytest
 from common.errors import DataLoss, Internal, TwinlensError, Unavailable
 from common.wire import crc32c
 from tests.unit.llm_service.scripted import (
+    LAYOUT,
     ROWS,
     RUN,
     Call,
@@ -154,6 +155,33 @@ async def test_a_stream_that_breaks_after_its_last_row_has_done_its_work() -> No
         await b.usable(1)
         assert await b.whole(b"picture") == content(b"picture")
         assert await b.whole(b"picture") == content(b"picture")
+
+
+@pytest.mark.parametrize("kept_until_then", [True, False])
+async def test_how_a_stream_ends_is_of_no_account_once_all_rows_are_here(kept_until_then: bool) -> None:
+    """Not even where the end is an error that no other stream could mend, and the rows are cache by then."""
+    may_break = asyncio.Event()
+
+    async def fails_at_the_end(call: Call) -> None:
+        await call.header()
+        await call.rows(0, ROWS)
+        await may_break.wait()
+        status = v1.Status(code=13, message="the item could not be encoded", reason="ENCODE_FAILED")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder([fails_at_the_end])) as b:
+        await b.usable(1)
+        (entry,) = await b.land(b"picture")
+        await settled(entry)
+        if not kept_until_then:
+            b.store.release(entry)
+        may_break.set()
+        assert entry.filler is not None
+        await asyncio.wait({entry.filler})
+        assert entry.error is None
+        if kept_until_then:
+            b.store.release(entry)
+        assert b.store.flush() == ROWS * LAYOUT.row_bytes
 
 
 async def test_an_encoder_that_gives_another_key_is_not_believed() -> None:
