@@ -29,7 +29,7 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
 
 
 async def outlast(work: asyncio.Future[Any]) -> None:
-    """Returns when `work` has ended, however it did. A caller that is cancelled, once or more often, leaves no sooner."""
+    """Returns when `work` has ended, however it did; a caller that is cancelled meanwhile leaves no sooner."""
     left: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -138,21 +138,26 @@ def _group_means(seconds: Sequence[float], temporal: int) -> tuple[float, ...]:
 def _video_size(frames: int, height: int, width: int, settings: VideoSettings, options: Options) -> tuple[int, int]:
     """The resized (height, width) of each frame. A caller's bounds always hold for all frames together."""
     pixels = settings.pixels
-    least, most = bounds(pixels, options)
     area, cap = pixels.factor * pixels.factor, settings.cap_pixels_per_frame
     if settings.rule is VideoRule.WHOLE:
+        least, most = bounds(pixels, options)
         if cap:
             share = min(settings.max_video_tokens * area, most // frames)
             most = max(share, int(least * 1.05)) * frames
+            most = min(most, options.max_pixels or most)
         return resize_clip(frames, height, width, pixels.temporal, pixels.factor, least, most)
-    if options.max_pixels:
-        most = max(options.max_pixels // frames, 1)
-    if options.min_pixels:
-        least = options.min_pixels // frames
+    each = Options(_share(options.min_pixels, frames), _share(options.max_pixels, frames))
+    least, most = bounds(pixels, each)
     if cap:
         budget = int(settings.max_video_tokens * area * 0.9)
         most = max(min(most, budget * pixels.temporal // frames), int(least * 1.05))
+        most = min(most, each.max_pixels or most)
     return resize_picture(height, width, pixels.factor, least, most)
+
+
+def _share(bound: int | None, frames: int) -> int | None:
+    """One frame's part of a bound on all of them."""
+    return None if bound is None else max(bound // frames, 1)
 
 
 def _tokens(grid: Grid, settings: PixelSettings) -> int:

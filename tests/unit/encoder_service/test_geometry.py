@@ -87,6 +87,24 @@ def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 8 * 56 * 56
 
 
+@RULES
+@pytest.mark.parametrize("cap", [False, True])
+@pytest.mark.parametrize("side", [112, 1120])
+def test_a_caller_s_greatest_area_holds_where_the_model_s_least_one_is_larger(rule, cap, side):
+    square = 28 * 28
+    pixels = replace(CONFIG.image, min_pixels=128 * square, max_pixels=768 * square)
+    settings = replace(video(rule), pixels=pixels, cap_pixels_per_frame=cap, max_video_tokens=768)
+    plan = plan_video(Inspection(side, side, 80, 10.0), settings, Options(max_pixels=16 * 25 * square), 768)
+    assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 16 * 25 * square
+
+
+@RULES
+def test_a_caller_s_least_area_moves_the_model_s_greatest_one_no_further_than_it_must(rule):
+    least = 16 * 20 * 28 * 28
+    plan = plan_video(Inspection(2000, 2000, 80, 10.0), video(rule), Options(min_pixels=least), 768)
+    assert 0.75 * least <= len(plan.frames) * plan.resized[0] * plan.resized[1] <= least
+
+
 def test_frames_without_times_are_as_far_apart_as_the_options_say():
     given_frames = Pixels(b"", 4, 56, 56)
     plan = plan_pixels(given_frames, CONFIG, Options(fps=4.0), video=True)
