@@ -2,35 +2,16 @@
 
 import io
 import math
-from functools import lru_cache
-from pathlib import Path
 from random import Random
 
-import matplotlib as mpl
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageFilter
 
-from tools.demo_model.scene import Print, Scene, Thing
-
-FONTS = (
-    "DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSansMono.ttf", "DejaVuSansMono-Bold.ttf",
-    "DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf", "STIXGeneral.ttf", "STIXGeneralBol.ttf", "cmss10.ttf", "cmb10.ttf",
-    "cmr10.ttf", "cmtt10.ttf", "", "", "",
-)  # fmt: skip
-# An empty name is the font that PIL carries; twice more, as most screens print in a plain sans serif.
+from tools.demo_model.letters import put_print
+from tools.demo_model.scene import Scene, Thing
 
 Corners = list[tuple[float, float]]
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
-
-@lru_cache(maxsize=2048)
-def font(index: int, size: int) -> Font:
-    """Font `index` modulo the fonts there are, at `size` pixels to the em."""
-    name = FONTS[index % len(FONTS)]
-    if not name:
-        return ImageFont.load_default(size)
-    return ImageFont.truetype(str(Path(mpl.get_data_path()) / "fonts" / "ttf" / name), size)
 
 
 def turned(points: Corners, thing: Thing, scale: float) -> Corners:
@@ -86,32 +67,6 @@ def put_thing(canvas: Image.Image, thing: Thing, scale: float) -> None:
     down = np.linspace(-1, 1, box[3] - box[1], dtype=np.float32)[:, None] * math.sin(turn)
     light = (across + down)[..., None] * strength + np.asarray(thing.rgb, np.float32)
     canvas.paste(Image.fromarray(light.clip(0, 255).astype(np.uint8)), box[:2], mask.crop(box))
-
-
-def print_boxes(text: Print, scale: float = 1.0) -> list[tuple[float, float, float, float]]:
-    """The box (left, top, right, bottom) of each character in canvas pixels."""
-    face = print_font(text, scale)
-    widths = [face.getlength(c) for c in text.text]
-    gap = text.spacing * text.height * scale
-    x = text.x * scale - (sum(widths) + gap * (len(widths) - 1)) / 2
-    half = text.height * scale / 2
-    boxes = []
-    for wide in widths:
-        boxes.append((x, text.y * scale - half, x + wide, text.y * scale + half))
-        x += wide + gap
-    return boxes
-
-
-def print_font(text: Print, scale: float) -> Font:
-    """The face whose capitals are `text.height` high on the canvas (capitals are about 0.7 em)."""
-    return font(text.font, max(6, round(text.height * scale / 0.72)))
-
-
-def put_print(canvas: Image.Image, text: Print, scale: float) -> None:
-    """Draw the printed text, character by character."""
-    draw, face = ImageDraw.Draw(canvas), print_font(text, scale)
-    for character, (left, _, _, bottom) in zip(text.text, print_boxes(text, scale), strict=True):
-        draw.text((left, bottom), character, fill=text.rgb, font=face, anchor="ls")
 
 
 def ground(scene: Scene) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_model.draw import print_boxes
+from tools.demo_model.letters import print_boxes
 from tools.demo_model.scene import Scene
 from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
 

@@ -10,7 +10,8 @@ import pytest
 
 from tools.demo_model import film, other
 from tools.demo_model.cases import Draw
-from tools.demo_model.draw import draw, print_boxes
+from tools.demo_model.draw import draw
+from tools.demo_model.letters import print_boxes
 from tools.demo_model.scene import FULL, Scene, distance, random_scene, random_text
 
 SIZES = ((96, 96), (160, 120), (128, 256), (512, 300))
