@@ -144,22 +144,22 @@ class Encoder:
         if ticket.flight is not None and ticket.flight.item is item:
             seat.weigh(item.size)
 
-    async def _known(self, ticket: Ticket, key: bytes, bring: Callable[[], Awaitable[Item]], *, rows: bool) -> bool:
+    async def _known(self, ticket: Ticket, key: bytes, bring: Callable[[str], Awaitable[Item]], *, rows: bool) -> bool:
         """What an address gave before is still here, so that it need not be fetched."""
         try:
             self._seek(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
             if ticket.flight is not None:
                 ticket.flight.bring = bring
-                await asyncio.shield(ticket.flight.header)
+                await ticket.header()
         except NotFound:
             self._disembark(ticket)
             return False
         return True
 
-    async def _bring(self, ticket: Ticket, key: bytes, seat: Seat, mime_type: str) -> Item:
-        """What the ticket's address gives, for everyone who was told that its rows are here; raises as
-        `Contents.fetched`, and Unavailable where it is something else by now."""
-        brought = await self._contents.fetched(ticket.item, mime_type)
+    async def _bring(self, ticket: Ticket, key: bytes, seat: Seat, mime_type: str, field: str) -> Item:
+        """What the ticket's address gives, as an item at `field`, for everyone who was told that its rows are here;
+        raises as `Contents.fetched`, and Unavailable where it is something else by now."""
+        brought = await self._contents.fetched(dataclasses.replace(ticket.item, field=field), mime_type)
         if await self._contents.key(brought) != key:
             raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=brought.field)
         if ticket.flight is not None:  # its caller is still there
@@ -190,8 +190,8 @@ class Encoder:
         flight = self._flights.get(name)
         if flight is not None and flight.wanted.is_set():
             self.counts["hits"] += rows
-        if flight is not None and isinstance(flight.item.source, Key):
-            flight.item = item  # it may bring the content, should the rows not be found
+        if flight is not None and isinstance(flight.item.source, Key) and not isinstance(item.source, Key):
+            flight.item = item  # it brings the content, should the rows not be found
         if flight is None:
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)

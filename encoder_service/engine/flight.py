@@ -40,8 +40,8 @@ class Flight:
     task: asyncio.Task[None] | None = None
     found: bool = False
     """The rows were in the shared tier, so that nothing is computed."""
-    bring: Callable[[], Awaitable[Item]] | None = None
-    """Brings the content of a key whose rows are lost after all; None where no one can."""
+    bring: Callable[[str], Awaitable[Item]] | None = None
+    """Brings the content of a key whose rows are lost after all, as an item at a field; None where no one can."""
 
     @property
     def started(self) -> bool:

@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import AsyncExitStack
 
 from common.arena import Range
-from common.errors import NotFound
+from common.errors import NotFound, TwinlensError
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
@@ -51,10 +51,15 @@ class Journey:
         whoever was told: before that, those who know an address fetch it for themselves."""
         if flight.bring is None or not flight.header.done():
             raise not_found(f"{flight.item.field}.key")
-        with self._pipeline.timed(flight, "fetch"):
-            brought = await flight.bring()
-        if isinstance(flight.item.source, Key):
-            flight.item = brought
+        try:
+            with self._pipeline.timed(flight, "fetch"):
+                brought = await flight.bring(flight.item.field)
+        except TwinlensError:
+            if isinstance(flight.item.source, Key):
+                raise
+        else:
+            if isinstance(flight.item.source, Key):  # still no one who has the content came
+                flight.item = brought
 
     async def _look(self, flight: Flight, tier: SharedTier) -> Entry | None:
         with self._pipeline.timed(flight, "shared"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from contextlib import asynccontextmanager
 
@@ -20,7 +21,7 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.item import Inspection, Item, Key, Modality, Pixels
+from encoder_service.item import Inspection, Item, Key, Modality, Pixels, Url
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
@@ -238,6 +239,19 @@ async def test_unreadable_media_fails_its_own_item(monkeypatch):
     async with encoder(monkeypatch, decoders=broken) as (made, _):
         with pytest.raises(InvalidInput):
             await rows(made, item())
+
+
+async def test_an_item_that_fails_under_a_known_key_is_named_by_its_place_in_its_own_request(monkeypatch):
+    broken = FakeDecoders(SEEN, turns=30, failure=InvalidInput("the media cannot be decoded", field="items[0]"))
+    async with encoder(monkeypatch, decoders=broken) as (made, _):
+        key = await made._contents.key(item())
+        by_content = asyncio.create_task(rows(made, item()))
+        await turns()
+        known = dataclasses.replace(item(source=Url("data:image/png;base64,", key)), field="items[7]")
+        for asking, place in ((asyncio.create_task(rows(made, known)), "items[7]"), (by_content, "items[0]")):
+            with pytest.raises(InvalidInput) as failure:
+                await asking
+            assert failure.value.field == place
 
 
 async def test_an_unforeseen_failure_is_ours_and_leaves_nothing(monkeypatch):

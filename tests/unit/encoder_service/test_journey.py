@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import random
 from contextlib import asynccontextmanager
 
@@ -125,6 +126,43 @@ async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monk
         assert (error.value.reason, worker.batches) == ("MEDIA_CHANGED", [])
         assert not await rows(made, item(source=address(4, key))), "the next one is right, and another item"
         assert await made.has([key], "") == [False]
+
+
+async def test_whoever_waits_for_another_s_address_hears_of_its_failure_by_a_place_of_its_own(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, _, key):
+        last = dataclasses.replace(item(source=Key(key)), field="items[5]")
+        async with made.ticket(item(source=address(4, key)), "", rows=False) as first:
+            await first.header()
+            with server.client() as client:
+                client.delete(*client.keys("twinlens:rows:*"))
+            async with made.ticket(last, "", rows=True) as wanting:
+                await wanting.header()
+                for ticket, place in ((wanting, "items[5]"), (first, "items[0]")):
+                    with pytest.raises(Unavailable) as error:
+                        await ticket.ready()
+                    assert (error.value.reason, error.value.field) == ("MEDIA_CHANGED", place)
+
+
+async def test_content_that_comes_while_an_address_is_fetched_is_used_where_that_fails(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, worker, key):
+        fetched, fetch = asyncio.Event(), made._contents.fetched
+
+        async def slow_fetch(wanted, mime_type):
+            await fetched.wait()
+            return await fetch(wanted, mime_type)
+
+        async with made.ticket(item(source=address(4, key)), "", rows=True) as ticket:
+            with server.client() as client:
+                client.hset(f"twinlens:rows:{key.hex()}", "0", b"spoilt")
+            monkeypatch.setattr(made._contents, "fetched", slow_fetch)
+            await ticket.header()
+            await asyncio.to_thread(until, lambda: ticket.stage == "fetch", "the address is fetched")
+            by_content = asyncio.create_task(rows(made, item(3)))
+            await turns()
+            fetched.set()
+            assert not await by_content
+            await ticket.ready()
+            assert len(worker.batches) == 1
 
 
 async def test_a_key_alone_whose_rows_are_lost_after_the_header_is_not_found(monkeypatch, server):
