@@ -147,7 +147,7 @@ async def read(address: str, *, shared: bool, device: str = "", pull_alone: bool
 
     async def run(number: int) -> float | None:
         item = MediaItem(0, "image", Key(bytes([number]) * 32))
-        async with peer.encode(item, Asking(request_id="", salt="", priority=0)) as stream:
+        with peer.encode(item, Asking(request_id="", salt="", priority=0)) as stream:
             header = await stream.header()
             landed = 0
             target = landing.view[: header.tokens * LAYOUT.row_bytes]

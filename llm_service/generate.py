@@ -75,6 +75,8 @@ class Generator:
         jobs = self._open.get(request_id, [])
         for job in jobs:
             job.abort()
+            if job.ticket is not None:  # not only when its caller comes to read of it
+                self._engine.abort(job.ticket.id)
         return len(jobs)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -124,9 +126,10 @@ class Generator:
             job.place.measure(len(laid.ids))
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
             await media.take(() if scored else self._prefixes.covered(laid, request.salt))
+            self._check_length(laid)  # once more: the engine may be another one by now, with less room
             ticket = job.ticket = self._submit(request, laid, media, self._warm(request, laid))
         except BaseException:
-            await media.abandon()
+            media.abandon()
             raise
         media.follow(self._engine, ticket, laid, lambda: stages.mark("rows"))
         try:

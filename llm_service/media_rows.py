@@ -54,7 +54,7 @@ class MediaRows:
         """
         self._landing.check_size(self._fetches)
         covered = {item for item in covered if not self._landing.has_rows(self._fetches[item])}
-        await self._landing.close([self._fetches[item] for item in covered])
+        self._landing.close([self._fetches[item] for item in covered])
         self._landing.counters.covered += len(covered)
         self._unused = []
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
@@ -147,10 +147,10 @@ class MediaRows:
         self._released = True
         self._give_back()
 
-    async def abandon(self) -> None:
+    def abandon(self) -> None:
         """Gives everything back where the engine was never given the request."""
         self.release()
-        await self._landing.close(self._unused)
+        self._landing.close(self._unused)
 
     async def leave(self) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""

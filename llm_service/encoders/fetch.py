@@ -12,7 +12,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -78,7 +78,7 @@ class Fetch:
         self._peer: Peer | None = None
         self._stream: EncodeStream | None = None
         self._opened = 0.0
-        self._holds = AsyncExitStack()
+        self._holds = ExitStack()
 
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
@@ -122,10 +122,10 @@ class Fetch:
         if self._peer is not None:
             self._peer.breaker.succeeded()
 
-    async def close(self) -> None:
-        """Ends the stream that is open, if any."""
+    def close(self) -> None:
+        """Ends the stream that is open, if any. It waits for nothing, so that no cancellation can come between."""
         self._stream = None
-        await self._holds.aclose()
+        self._holds.close()
 
     async def _persistently(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does `work` until it succeeds, or until `_after` says that it is no use."""
@@ -149,7 +149,7 @@ class Fetch:
             links.budget.earn()
         self._opened = peer.breaker.now()
         with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
-            self._stream = await self._holds.enter_async_context(peer.encode(self._item(), asking))
+            self._stream = self._holds.enter_context(peer.encode(self._item(), asking))
             header = await self._stream.header()
         self._compare(header)
         self.header = header
@@ -181,7 +181,7 @@ class Fetch:
     async def _after(self, error: TwinlensError) -> None:
         """Returns where another stream is worth its while; else raises the error, or what it amounts to."""
         peer, heard = self._peer, self._stream is not None and self._stream.heard
-        await self.close()
+        self.close()
         if peer is None:  # no encoder could be picked, and that was waited for
             raise error
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # no encoder is to blame, and no other can do better

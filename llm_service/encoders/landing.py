@@ -58,22 +58,21 @@ class Landing:
         try:
             entries = await self._room(fetches)
         except BaseException:
-            await self.close(fetches)
+            self.close(fetches)
             raise
-        surplus: list[Fetch] = []
         for fetch, entry in zip(fetches, entries, strict=True):
             if entry.filler is None:
                 entry.brought_by = request.id
-                entry.filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
+                entry.filler = self._start_filler(entry, fetch)
             else:
-                surplus.append(fetch)  # its rows are here, or another stream brings them
-        try:
-            await self.close(surplus)
-        except BaseException:
-            for entry in entries:
-                self._store.release(entry)
-            raise
+                fetch.close()  # its rows are here, or another stream brings them
         return entries
+
+    def _start_filler(self, entry: RowEntry, fetch: Fetch) -> asyncio.Task[None]:
+        """The task that lands an entry's rows; its stream is closed even where it is cancelled before it has begun."""
+        filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
+        filler.add_done_callback(lambda _: fetch.close())
+        return filler
 
     async def introduce(self, request: Request) -> list[Fetch]:
         """A fetch for each item, its header known; a stream is open for those whose header had to be asked for.
@@ -97,7 +96,7 @@ class Landing:
                 for item in request.media:
                     group.create_task(introduce(item))
         except BaseException as error:
-            await self.close([fetch for fetch in fetches if fetch is not None])
+            self.close([fetch for fetch in fetches if fetch is not None])
             if isinstance(error, ExceptionGroup):
                 raise next(iter(error.exceptions)) from error
             raise
@@ -117,7 +116,7 @@ class Landing:
         wanted = headers(fetches)
         if (entries := self._store.acquire_now(wanted)) is not None:
             return entries
-        await self.close(fetches)
+        self.close(fetches)
         return await self._store.acquire(wanted)
 
     async def _fill(self, entry: RowEntry, fetch: Fetch) -> None:
@@ -128,14 +127,14 @@ class Landing:
             self._store.forget(entry)
             entry.fail(error)
         finally:
-            await fetch.close()
             if not entry.complete and entry.error is None:  # nobody may wait for rows that no task brings
                 self._store.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
-    async def close(self, fetches: Iterable[Fetch]) -> None:
+    def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
-        await asyncio.gather(*(fetch.close() for fetch in fetches))
+        for fetch in fetches:
+            fetch.close()
 
 
 def headers(fetches: Sequence[Fetch]) -> list[MediaHeader]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -189,8 +189,8 @@ class Peer:
             return [self.region, self._inline]
         return [self.device, self.region, self._inline]
 
-    @asynccontextmanager
-    async def encode(self, item: MediaItem, asking: Asking) -> AsyncIterator[EncodeStream]:
+    @contextmanager
+    def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
         settings = self._settings
         transports = self._transports(asking)

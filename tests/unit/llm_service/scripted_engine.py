@@ -1,0 +1,82 @@
+"""Engines that say what a test has them say: in the place of processes, behind the real front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.processes import ChildDied
+from llm_service.engine import front as front_module
+from llm_service.engine.front import EngineFront
+from llm_service.engine.messages import Ready
+
+
+class ScriptedEngine:
+    """One engine process, as `Child` shows it. `heard` is what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self._says: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+    def told(self, kind: type) -> list[Any]:
+        """What it heard of one kind."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def says(self, message: Any) -> None:
+        self._says.put_nowait(message)
+
+    def serves(self, context: int = 100) -> None:
+        """It is loaded."""
+        self.says(Ready(context=context, kv_blocks=8, devices=["cpu"]))
+
+    def dies(self) -> None:
+        self.says(ChildDied("the process has ended"))
+
+    async def receive(self) -> Any:
+        message = await self._says.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def kill(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+class ScriptedReserve:
+    """Gives the engines of a script, one after the other; an error in it is raised. Then there is none for ever."""
+
+    def __init__(self, script: list[ScriptedEngine | Exception]) -> None:
+        self._script = deque(script)
+
+    async def take(self) -> ScriptedEngine:
+        if not self._script:
+            await asyncio.Event().wait()
+        if isinstance(engine := self._script.popleft(), Exception):
+            raise engine
+        return engine
+
+    def prepare(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+def front_of(
+    monkeypatch: pytest.MonkeyPatch,
+    *script: ScriptedEngine | Exception,
+    on_ready: Callable[[bool], None] = lambda _: None,
+) -> EngineFront:
+    """A front over these engines, not yet started."""
+    monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
+    return EngineFront(None, -1, on_ready)  # type: ignore[arg-type]  # its settings are passed on unread

@@ -1,0 +1,122 @@
+"""A request's way from its media to its end, over real gRPC to scripted encoders and the real front of a scripted
+engine: what it is measured by, and that nothing stays held on any way out."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from common.errors import Cancelled, InvalidInput, Unavailable
+from common.metrics import Metrics
+from llm_service.admission import Admission
+from llm_service.engine.front import EngineFront
+from llm_service.engine.messages import Abort, Add, Started
+from llm_service.events import Begun
+from llm_service.generate import Generator
+from llm_service.grammar.compiler import Compiler
+from llm_service.meters import Meters
+from llm_service.prefixes import Prefixes
+from llm_service.prompt import PromptBuilder
+from llm_service.request import Laid, Request
+from llm_service.sessions import SessionLimits, Sessions
+from tests.unit.llm_service.scripted import ROWS, Bench, ScriptedEncoder, bench, eventually, hangs_after_the_header
+from tests.unit.llm_service.scripted import request as asked
+from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
+
+
+class Prompts:
+    """Lays every prompt out as so many tokens, without places for media."""
+
+    tokenizer: Any = None
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def pieces(self, *_: Any) -> list[Any]:
+        return []
+
+    def lay(self, *_: Any) -> Laid:
+        return Laid([1] * self._tokens, positions=array("i", [0] * 3 * self._tokens).tobytes())
+
+
+def generator(b: Bench, engine: EngineFront, *, tokens: int = 10) -> Generator:
+    return Generator(
+        cast(PromptBuilder, Prompts(tokens)),
+        cast(Compiler, None),
+        b.landing,
+        engine,
+        Prefixes(16),
+        Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
+        Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
+        Meters(Metrics("test")),
+    )
+
+
+@asynccontextmanager
+async def serving(front: EngineFront) -> AsyncIterator[asyncio.Task[Any]]:
+    """The front, started in the background, and stopped at the end."""
+    starting = asyncio.create_task(front.start())
+    await asyncio.sleep(0)
+    try:
+        yield starting
+    finally:
+        await front.stop()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+
+
+async def everything(generator: Generator, request: Request) -> list[Any]:
+    return [event async for event in generator.generate(request)]
+
+
+async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is down while the prompt is laid out; while the request waits for room, one comes that is smaller."""
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder(), rows=ROWS) as b, serving(front) as starting:
+        await b.usable(1)
+        (held,) = await b.land(b"another")
+        ends = asyncio.create_task(everything(generator(b, front, tokens=50), asked(b"picture")))
+        await eventually(b.store._turn.locked)
+        child.serves(context=20)
+        await starting
+        b.store.release(held)
+        with pytest.raises(InvalidInput) as error:
+            await asyncio.wait_for(ends, 20)
+        assert error.value.reason == "PROMPT_TOO_LONG"
+        assert child.told(Add) == []
+
+
+async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        made = generator(b, front)
+        events = made.generate(asked())
+        reading = asyncio.ensure_future(anext(events))
+        await eventually(lambda: child.told(Add))
+        (add,) = child.told(Add)
+        child.says(Started(add.id, 0))
+        assert isinstance(await reading, Begun)
+        assert made.abort("name") == 1
+        assert child.told(Abort) == [Abort(add.id)]
+        with pytest.raises(Cancelled):
+            await anext(events)
+
+
+async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = front_of(monkeypatch)
+    async with bench(ScriptedEncoder([hangs_after_the_header])) as b:
+        await b.usable(1)
+        with pytest.raises(Unavailable) as error:  # which keeps what the request held from being collected
+            await everything(generator(b, front), asked(b"picture"))
+        assert error.value.reason == "ENGINE_UNAVAILABLE"
+        await eventually(lambda: not b.encoders[0].open)
+        assert [peer.in_flight for peer in b.pool.peers] == [0]
