@@ -19,7 +19,8 @@ class Seat:
 
     def weigh(self, size: int) -> None:
         """The item holds this many bytes after all; raises Exhausted where that is too much."""
-        self._admission.check_bytes(size - self.size, self._field)
+        if size > self.size:
+            self._admission.check_bytes(size, self._field, of_which_held=self.size)
         self._admission.bytes += size - self.size
         self.size = size
 
@@ -53,9 +54,10 @@ class Admission:
             if not self.items:
                 self._empty.set()
 
-    def check_bytes(self, more: int, field: str) -> None:
-        """Raises Exhausted where so many more bytes are too many."""
-        if more > 0 and self.bytes and self.bytes + more > self._most_bytes:
+    def check_bytes(self, size: int, field: str, *, of_which_held: int = 0) -> None:
+        """Raises Exhausted where an item of so many bytes is too much beside the others."""
+        others = self.bytes - of_which_held
+        if size and others and others + size > self._most_bytes:
             raise _full(field)
 
     async def empty(self) -> None:

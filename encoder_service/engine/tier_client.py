@@ -62,9 +62,9 @@ class Breaker:
         self._failures, self._rest, self._trying = 0, _SHORTEST_REST, False
 
     def failed(self) -> None:
-        """The server did not answer, or too late."""
+        """The server did not answer, or too late. Calls that were under way when it was given up say nothing new."""
         self._failures += 1
-        if self._failures >= _FAILURES:
+        if self._failures == _FAILURES or self._trying:
             self._until = self._now() + self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
         self._trying = False

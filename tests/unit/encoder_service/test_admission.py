@@ -44,6 +44,13 @@ def test_what_is_downloaded_counts_when_it_is_there():
     admission.check_integrity()
 
 
+def test_a_download_that_is_alone_may_be_of_any_size():
+    admission = Admission(ITEMS, BYTES)
+    with admission.seat(30, "x") as seat:
+        seat.weigh(10 * BYTES)
+        assert admission.bytes == 10 * BYTES
+
+
 @given(st.lists(st.tuples(st.sampled_from(["come", "leave", "weigh"]), st.integers(0, 60)), max_size=60))
 def test_whoever_comes_and_goes_the_bounds_hold_and_nothing_is_left(steps):
     async def play() -> None:

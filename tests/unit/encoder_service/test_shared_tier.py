@@ -364,6 +364,21 @@ def test_the_breaker_never_shuts_for_good_and_never_lets_two_try(steps):
             assert not breaker.allows()
 
 
+def test_many_that_fail_together_are_one_failure_to_the_breaker():
+    clock = [0.0]
+    breaker = Breaker(lambda: clock[0])
+    asking = sum(breaker.allows() for _ in range(16))
+    for _ in range(asking):
+        breaker.failed()
+    assert breaker.is_open
+    for rest in (0.5, 1.0, 2.0):
+        clock[0] += 0.9 * rest
+        assert not breaker.allows()
+        clock[0] += 0.1 * rest
+        assert breaker.allows()
+        breaker.failed()
+
+
 async def _turn(made: SharedTier) -> Header | None:
     async with made.turn(HEADER.key, "") as turn:
         return turn.found
