@@ -9,12 +9,14 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """The text of one choice. After `stopped` is set, no more text comes."""
+    """The text of one choice. After `stopped` is set, no more text comes; before `least` tokens it never is, and a stop
+    text that comes whole before them is text like any other."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
+        self._least = least
         self._ids: list[int] = []
         self._decoded = 0
         self._held = ""
@@ -37,7 +39,8 @@ class Detokenizer:
         self._decoded += len(new)
         text = self._held + new
         self._held = ""
-        at, found = min(((place, stop) for stop in self._stop if (place := text.find(stop)) >= 0), default=(-1, ""))
+        ends = self._stop if len(self._ids) >= self._least else ()
+        at, found = min(((place, stop) for stop in ends if (place := text.find(stop)) >= 0), default=(-1, ""))
         if found:
             self.stopped = found
             return text[:at]

@@ -185,8 +185,9 @@ class Generator:
         self, request: Request, laid: Laid, media: MediaRows, ticket: Ticket, stages: Stages
     ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
-        tokenizer = self._prompts.tokenizer
-        open_choices = {n: Choice(n, Detokenizer(tokenizer, request.stop)) for n in range(request.sampling.n)}
+        sampling, tokenizer = request.sampling, self._prompts.tokenizer
+        texts = [Detokenizer(tokenizer, request.stop, sampling.min_tokens) for _ in range(sampling.n)]
+        open_choices = {n: Choice(n, text) for n, text in enumerate(texts)}
         while open_choices:
             for event in await ticket.next():
                 if isinstance(event, Started):

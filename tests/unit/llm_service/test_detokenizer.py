@@ -82,6 +82,22 @@ def test_what_could_begin_a_stop_text_is_held_back_and_released_when_it_does_not
     assert detokenizer.stopped is None
 
 
+@pytest.mark.parametrize(
+    ("least", "shown"),
+    [(0, ""), (2, ""), (3, "ab"), (4, "ab"), (5, "abab"), (6, "abab"), (7, "ababab")],
+)
+def test_no_stop_text_ends_the_output_before_its_least_tokens(builder: PromptBuilder, least: int, shown: str) -> None:
+    detokenizer = Detokenizer(builder.tokenizer, ("ab",), least)
+    out = ""
+    for count, letter in enumerate("ababab", 1):
+        out += detokenizer.push(builder.encode(letter)[0])
+        if detokenizer.stopped is not None:
+            assert count >= least
+            assert (detokenizer.stopped, out) == ("ab", shown)
+            return
+    assert (least, out + detokenizer.finish()) == (7, shown)
+
+
 @given(st.text("ab☃", max_size=24), st.lists(st.text("ab☃", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_stopping_is_as_if_the_whole_text_were_known(builder: PromptBuilder, text: str, stops: list[str]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,14 +16,14 @@ from common.errors import Cancelled, InvalidInput, Unavailable
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Abort, Add, Started
+from llm_service.engine.messages import Abort, Add, Started, Token, Tokens
 from llm_service.events import Begun
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
-from llm_service.request import Laid, Request
+from llm_service.request import Laid, Request, Sampling
 from llm_service.sessions import SessionLimits, Sessions
 from tests.unit.llm_service.scripted import ROWS, Bench, ScriptedEncoder, bench, eventually, hangs_after_the_header
 from tests.unit.llm_service.scripted import request as asked
@@ -32,10 +33,9 @@ from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
 class Prompts:
     """Lays every prompt out as so many tokens, without places for media."""
 
-    tokenizer: Any = None
-
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, tokenizer: Any) -> None:
         self._tokens = tokens
+        self.tokenizer = tokenizer
 
     def pieces(self, *_: Any) -> list[Any]:
         return []
@@ -44,9 +44,9 @@ class Prompts:
         return Laid([1] * self._tokens, positions=array("i", [0] * 3 * self._tokens).tobytes())
 
 
-def generator(b: Bench, engine: EngineFront, *, tokens: int = 10) -> Generator:
+def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10) -> Generator:
     return Generator(
-        cast(PromptBuilder, Prompts(tokens)),
+        cast(PromptBuilder, Prompts(tokens, tokenizer)),
         cast(Compiler, None),
         b.landing,
         engine,
@@ -120,3 +120,26 @@ async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: 
         assert error.value.reason == "ENGINE_UNAVAILABLE"
         await eventually(lambda: not b.encoders[0].open)
         assert [peer.in_flight for peer in b.pool.peers] == [0]
+
+
+async def test_a_stop_text_ends_nothing_before_the_least_tokens(
+    monkeypatch: pytest.MonkeyPatch, builder: PromptBuilder
+) -> None:
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        sampling = Sampling(max_tokens=9, min_tokens=3)
+        ends = asyncio.create_task(
+            everything(generator(b, front, builder.tokenizer), replace(asked(), sampling=sampling, stop=("a",)))
+        )
+        await eventually(lambda: child.told(Add))
+        (add,) = child.told(Add)
+        letter = builder.encode("a")[0]
+        child.says(Started(add.id, 0))
+        child.says(Tokens([Token(add.id, 0, letter, "") for _ in range(5)]))
+        *deltas, ended = (await ends)[1:]
+        assert [delta.text for delta in deltas] == ["a", "a", ""]
+        assert (ended.reason, ended.stop_text, ended.completion_tokens) == ("stop", "a", 3)
+        assert child.told(Abort)[0] == Abort(add.id, 0)
