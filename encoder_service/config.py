@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.config import option, size, words
 from common.grpc_server import ServerConfig
-from encoder_service.engine.tier_client import SCHEMES
+from encoder_service.engine.tier_client import check_url
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
@@ -88,8 +88,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         """Raises ValueError where options contradict each other."""
         if not self.model:
             raise ValueError("--model is needed")
-        if self.shared_store and not self.shared_store.startswith(SCHEMES):
-            raise ValueError(f"--shared-store must begin with one of {' '.join(SCHEMES)}")
+        if self.shared_store:
+            self._check_shared_store()
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         if self.device_pool_bytes and not self.shared_memory:
@@ -97,6 +97,12 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         self.graph_budgets()
         self.check_server()
         self.check_fetch()
+
+    def _check_shared_store(self) -> None:
+        try:
+            check_url(self.shared_store)
+        except ValueError as error:
+            raise ValueError(f"--shared-store: {error}") from None
 
     def graph_budgets(self) -> list[int] | None:
         """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""

@@ -15,7 +15,7 @@ from valkey.exceptions import ResponseError, ValkeyError
 
 from common import log
 
-SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
+_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 _CONNECTIONS = 16
 _FAILURES = 3
@@ -74,6 +74,28 @@ class Breaker:
         self._trying = False
 
 
+def check_url(url: str) -> None:
+    """Raises ValueError, which does not show the password, for an address that no connection can be made from."""
+    if not url.startswith(_SCHEMES):
+        raise ValueError(f"the address must begin with one of {' '.join(_SCHEMES)}")
+    try:
+        pool = _connections(url, 1.0)
+        pool.connection_class(**pool.connection_kwargs)  # which connects nowhere yet
+    except (ValueError, TypeError):
+        raise ValueError("the address cannot be read, or holds an option that there is not") from None
+
+
+def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:
+    return valkey.BlockingConnectionPool.from_url(
+        url,
+        max_connections=_CONNECTIONS,
+        timeout=seconds,
+        socket_timeout=seconds,
+        socket_connect_timeout=seconds,
+        retry=None,
+    )
+
+
 class TierClient:
     """A pool of connections to one server, behind a breaker. `close` is its owner's.
 
@@ -81,15 +103,7 @@ class TierClient:
     """
 
     def __init__(self, url: str, *, seconds: float, breaker: Breaker | None = None) -> None:
-        pool = valkey.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_CONNECTIONS,
-            timeout=seconds,
-            socket_timeout=seconds,
-            socket_connect_timeout=seconds,
-            retry=None,
-        )
-        self._server = valkey.Valkey.from_pool(pool)
+        self._server = valkey.Valkey.from_pool(_connections(url, seconds))
         self._seconds = seconds
         self.breaker = breaker or Breaker()
         self.counts: Counter[str] = Counter()

@@ -85,6 +85,19 @@ def read(checkpoint: Checkpoint) -> ModelConfig:
     video = saved.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image
     if not image:
         raise CheckpointError("the checkpoint has no preprocessor_config.json")
+    try:
+        return _read(config, family, vision, image, video)
+    except KeyError as error:
+        raise CheckpointError(f"config.json of {family} does not state {error.args[0]} of a vision tower") from None
+
+
+def _read(
+    config: Mapping[str, Any],
+    family: str,
+    vision: Mapping[str, Any],
+    image: Mapping[str, Any],
+    video: Mapping[str, Any],
+) -> ModelConfig:
     whole = family.startswith("qwen3")
     return ModelConfig(
         architecture=next(iter(config.get("architectures") or [family])),

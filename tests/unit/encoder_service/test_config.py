@@ -31,13 +31,18 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
         (["--model=m", "--max-image-bytes=lots"], "expected a size"),
         (["--model=m", "--tls-cert=x"], "--tls-key"),
         (["--model=m", "--device-pool-bytes=1g", "--shared-memory=no"], "--device-pool-bytes needs --shared-memory"),
+        (["--model=m", "--shared-store=http://h"], "--shared-store: the address must begin with"),
+        (["--model=m", "--shared-store=redis://:s3cret@h:port"], "--shared-store: the address cannot be read"),
+        (["--model=m", "--shared-store=redis://:s3cret@h?nonsense=1"], "--shared-store: the address cannot be read"),
     ],
 )
 def test_options_that_cannot_be_are_named(capsys, words, says):
     with pytest.raises(SystemExit) as ended:
         options(*words)
     assert ended.value.code == 2
-    assert says in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert says in told
+    assert "s3cret" not in told
 
 
 def checkpoint(folder, vision=None, **files) -> Checkpoint:
@@ -74,6 +79,13 @@ def test_the_newest_keep_both_in_one_file(tmp_path):
 def test_settings_that_are_not_served_are_named(tmp_path, settings, says):
     with pytest.raises(CheckpointError, match=says):
         config.read(checkpoint(tmp_path, preprocessor_config=settings))
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "patch_size", "temporal_patch_size", "spatial_merge_size"])
+def test_a_vision_tower_of_another_kind_is_named_by_what_it_lacks(tmp_path, missing):
+    vision = {name: value for name, value in VISION.items() if name != missing}
+    with pytest.raises(CheckpointError, match=f"qwen2_vl.*{missing}"):
+        config.read(checkpoint(tmp_path, vision, preprocessor_config={"fps": 1}))
 
 
 @pytest.mark.parametrize(("text", "budgets"), [("auto", None), ("off", []), ("512, 1024", [512, 1024])])
