@@ -154,25 +154,35 @@ class EngineFront:
     async def _keep(self) -> None:
         """Runs one engine after the other, until cancelled, or until the first one fails to start."""
         while True:
-            child, served = await self._reserve.take(), False
-            self._child = child
+            served = False
             try:
-                child.send(self._settings)
-                while True:
-                    self._take(await self._hear(child))
-                    served = self.ready is not None
-            except (ChildDied, TimeoutError) as error:
-                _log.error("the engine has ended", cause=str(error) or "it is frozen")
-                child.kill()
-                self._lose_all()
-            finally:
-                await child.stop()
-                self._lose_all()
+                child = await self._reserve.take()
+            except OSError as error:  # a moment without memory, or descriptors, for one more process
+                _log.error("no process could be had for the engine", cause=error.strerror)
+            else:
+                served = await self._live(child)
             if self._first is not None and not self._first.done():
                 self._first.set_exception(Internal("the engine could not start"))
             if self._first is not None and self._first.exception() is not None:
                 return
             await asyncio.sleep(0 if served else _RESTART_SECONDS)
+
+    async def _live(self, child: Child[FromEngine]) -> bool:
+        """One engine's life, to its end; whether it has served."""
+        self._child, served = child, False
+        try:
+            child.send(self._settings)
+            while True:
+                self._take(await self._hear(child))
+                served = self.ready is not None
+        except (ChildDied, TimeoutError) as error:
+            _log.error("the engine has ended", cause=str(error) or "it is frozen")
+            child.kill()
+            self._lose_all()
+        finally:
+            await child.stop()
+            self._lose_all()
+        return served
 
     async def _hear(self, child: Child[FromEngine]) -> FromEngine:
         """The engine's next message; raises TimeoutError where it is frozen."""
