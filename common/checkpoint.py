@@ -33,10 +33,11 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A checkpoint folder, read as it is asked for."""
+    """A checkpoint folder, read as it is asked for. `name` is the model's, by default the folder's own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
         self.folder = folder
+        self.name = name or folder.resolve().name
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} has no config.json")
 
@@ -50,13 +51,11 @@ class Checkpoint:
             from huggingface_hub import snapshot_download
 
             patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-            folder = Path(snapshot_download(model, allow_patterns=patterns))
-        return cls(folder)
-
-    @property
-    def name(self) -> str:
-        """The folder's own name, without the way to it."""
-        return self.folder.resolve().name
+            try:
+                folder = Path(snapshot_download(model, allow_patterns=patterns))
+            except ValueError as error:
+                raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
+        return cls(folder, Path(model).name.strip("."))
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -49,20 +49,25 @@ class ServerConfig:
             raise ValueError("--tls-client-ca needs --tls-cert")
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
+        self.token()
         port = self.metrics_listen.rpartition(":")[2]
         if self.metrics_listen and not (port.isdecimal() and int(port) <= 65535 and ":" in self.metrics_listen):
             raise ValueError("--metrics-listen must be HOST:PORT")
 
     def token(self) -> str:
-        """The token that callers must send; empty when none is asked for."""
+        """The token that callers must send; empty when none is asked for. Raises as `read_token`."""
         return read_token(self.auth_token, self.auth_token_file)
 
 
 def read_token(token: str, file: str) -> str:
-    """A token given directly or in a file; raises ValueError for a file that holds none."""
+    """A token given directly or in a file; raises ValueError for a file that cannot be read, or holds none."""
     if not file:
         return token
-    if not (text := Path(file).read_text("utf-8").strip()):
+    try:
+        text = Path(file).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as a token") from error
+    if not text:
         raise ValueError(f"{file} holds no token")
     return text
 

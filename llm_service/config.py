@@ -160,6 +160,9 @@ class LlmConfig(ServerConfig):
             raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")
         if self.encoder_cert and not self.encoder_ca:
             raise ValueError("--encoder-cert needs --encoder-ca")
+        if self.encoder_token and self.encoder_token_file:
+            raise ValueError("give --encoder-token or --encoder-token-file, not both")
+        self.link()
 
     def meeting(self, environ: Mapping[str, str] = os.environ) -> Meeting:
         """Where and with how many hosts the ranks meet, from the options or the variables that launchers set.
@@ -182,6 +185,6 @@ class LlmConfig(ServerConfig):
         return Meeting(nodes, node_rank, host, int(port))
 
     def link(self) -> ChannelSecurity:
-        """How encoders are spoken to."""
+        """How encoders are spoken to. Raises ValueError where the token's file holds none."""
         token = read_token(self.encoder_token, self.encoder_token_file)
         return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token)

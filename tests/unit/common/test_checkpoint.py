@@ -43,6 +43,21 @@ def test_a_single_file_is_read(folder: Path) -> None:
     assert checkpoint.tensors["b"].end == (folder / SINGLE).stat().st_size
 
 
+def test_a_model_is_called_what_the_command_line_calls_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(model: str, **_: object) -> str:
+        if " " in model:
+            raise ValueError("no such name can be")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (link := folder.parent / "current-model").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    named = {"Qwen/Qwen3-VL-2B": "Qwen3-VL-2B", str(link): link.name, f"{folder}/": folder.name, ".": folder.name}
+    assert {model: Checkpoint.resolve(model).name for model in named} == named
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
+        Checkpoint.resolve("Qwen/Qwen3 VL")
+
+
 def test_shards_and_a_single_file_hold_the_same_tensors(checkpoints: Callable[..., Path]) -> None:
     single, sharded = Checkpoint(checkpoints("qwen3_vl")), Checkpoint(checkpoints("qwen3_vl", sharded=True))
     assert len({info.file for info in sharded.tensors.values()}) > 1

@@ -148,6 +148,10 @@ def test_yes_and_no_have_their_usual_spellings() -> None:
         (["--model=m", "--max-running=9", "--max-step-tokens=8"], "--max-step-tokens"),
         (["--model=m", "--encoder-cert=c"], "--encoder-key"),
         (["--model=m", "--encoder-cert=c", "--encoder-key=k"], "--encoder-ca"),
+        (["--model=m", "--encoder-token=a", "--encoder-token-file=/dev/null"], "not both"),
+        (["--model=m", "--auth-token-file=/no/such/file"], "/no/such/file cannot be read"),
+        (["--model=m", "--auth-token-file=/dev/null"], "/dev/null holds no token"),
+        (["--model=m", "--encoder-token-file=/dev/null"], "/dev/null holds no token"),
     ],
 )
 def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
