@@ -1,7 +1,8 @@
 """Compiles structures for the front, in bounded time: in processes of their own, which are killed when time is over.
 
-Answers are remembered, refusals among them, so that a structure that takes too long does so once. The processes are
-started when the first structure comes; of two, one can serve while the other is being replaced.
+Answers are remembered, refusals among them, and who asks for what is being compiled waits for that, so that a structure
+that takes too long does so once. The processes are started when the first structure comes; of two, one can serve while
+the other is being replaced.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Compiler:
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
+        self._asked: dict[Structure, asyncio.Task[Compiled | Refused]] = {}
         self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
         self._children: set[Child[FromCompiler]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -45,7 +47,7 @@ class Compiler:
         answer = self._known.get(structure)
         if answer is None:
             # In a task of its own: a caller who leaves does not leave a process in the middle of a conversation.
-            answer = await asyncio.shield(self._spawn(self._ask(structure), "compile a structure"))
+            answer = await asyncio.shield(self._asked.get(structure) or self._begin(structure))
         if isinstance(answer, Refused):
             raise InvalidInput(answer.why, reason="BAD_STRUCTURE", field=f"sampling.{structure.kind}")
         return answer.grammar
@@ -56,6 +58,11 @@ class Compiler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(child.stop(grace=0.0) for child in self._children))
+
+    def _begin(self, structure: Structure) -> asyncio.Task[Compiled | Refused]:
+        task = self._asked[structure] = self._spawn(self._ask(structure), "compile a structure")
+        task.add_done_callback(lambda _: self._asked.pop(structure))
+        return task
 
     async def _ask(self, structure: Structure) -> Compiled | Refused:
         if not self._started:
@@ -84,15 +91,17 @@ class Compiler:
 
     async def _start(self) -> None:
         """Adds a process to those that are idle, or None for one that could not be started."""
-        child = await Child.start("llm_service.grammar", receives=FromCompiler, exposed=True)
-        self._children.add(child)
+        child: Child[FromCompiler] | None = None
         try:
+            child = await Child.start("llm_service.grammar", receives=FromCompiler, exposed=True)
+            self._children.add(child)
             child.send(self._vocabulary)
             async with asyncio.timeout(_START_SECONDS):
                 assert isinstance(await child.receive(), Prepared)
-        except (ChildDied, TimeoutError) as error:
+        except (ChildDied, OSError) as error:  # a TimeoutError among them
             _log.error("a process that compiles structures could not be started", cause=str(error))
-            await self._end(child)
+            if child is not None:
+                await self._end(child)
             self._idle.put_nowait(None)
         else:
             self._idle.put_nowait(child)

@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
+from common.processes import Child
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
 from llm_service.request import Structure
@@ -63,3 +65,37 @@ async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compi
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
     assert "yes" in await compiler.grammar(Structure("choice", '["yes", "no"]'))
+
+
+async def test_one_that_many_ask_for_at_once_is_tried_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = Child.start, 0
+
+    async def counted(*given: Any, **named: Any) -> Child[Any]:
+        nonlocal started
+        started += 1
+        return await start(*given, **named)
+
+    monkeypatch.setattr(Child, "start", counted)
+    refusals = await asyncio.gather(*(refusal(compiler, EXPLODING) for _ in range(5)))
+    assert len({error.message for error in refusals}) == 1
+    await asyncio.gather(*compiler._tasks)
+    assert started == 3, "two to begin with, and one for the one that was killed"
+
+
+async def test_where_no_process_can_be_had_callers_are_told_and_the_next_ones_are_served(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_memory(*_: Any, **__: Any) -> Child[Any]:
+        raise OSError("Cannot allocate memory")
+
+    good = Structure("regex", "a+")
+    with monkeypatch.context() as patched:
+        patched.setattr(Child, "start", no_memory)
+        with pytest.raises(Unavailable) as error:
+            await asyncio.wait_for(compiler.grammar(good), 10)
+        assert error.value.reason == "STRUCTURE_UNAVAILABLE"
+        await asyncio.gather(*compiler._tasks, return_exceptions=True)
+    for _ in range(2):  # one for each process that could not be had
+        with pytest.raises(Unavailable):
+            await compiler.grammar(good)
+    assert await compiler.grammar(good)
