@@ -18,7 +18,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     """Options of `python -m encoder_service`."""
 
     model: str = option("", "checkpoint folder, or a name on the Hugging Face hub")
-    device: str = option("auto", "where the vision tower runs: auto, cpu, cuda or cuda:N")
+    device: str = option(
+        "auto", "where the vision tower runs: auto, cpu, cuda (each worker on the next GPU), or cuda:N for all workers"
+    )
     dtype: str = option(
         "auto",
         "element type of weights and rows; auto is float32 on a CPU, bfloat16 on a GPU",

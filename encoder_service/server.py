@@ -166,12 +166,13 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
 
 
 def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[Begin]:
-    """What each worker is told: GPUs are handed out in turn, cores are shared."""
+    """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
+    in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
     return [
         Begin(
             folder=str(checkpoint.folder),
-            device=f"cuda:{index % max(1, cuda_device_count())}" if device in ("cuda", "cuda:0") else device,
+            device=f"cuda:{index % max(1, cuda_device_count())}" if in_turn else device,
             dtype=dtype.value,
             threads=threads,
             staging_bytes=config.staging_bytes,

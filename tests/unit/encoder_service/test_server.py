@@ -1,0 +1,30 @@
+"""What the workers of a service are told at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import Checkpoint
+from common.wire import DType
+from encoder_service import server
+from encoder_service.config import EncoderConfig
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "devices"),
+    [
+        ("auto", "cuda:0", ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda", "cuda", ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:0", "cuda:0", ["cuda:0"] * 3),
+        ("cuda:1", "cuda:1", ["cuda:1"] * 3),
+        ("auto", "cpu", ["cpu"] * 3),
+    ],
+)
+def test_gpus_are_handed_out_in_turn_unless_one_was_named(monkeypatch, tmp_path: Path, asked, found, devices):
+    monkeypatch.setattr(server, "cuda_device_count", lambda: 2)
+    (tmp_path / "config.json").write_text("{}")
+    config = EncoderConfig(model="m", device=asked, workers=3)
+    begins = server._begins(config, Checkpoint(tmp_path), found, DType.FLOAT32)
+    assert [begin.device for begin in begins] == devices
