@@ -51,7 +51,7 @@ async def _keep(first: Place, here: int) -> None:
     while True:
         try:
             await _run(first, here)
-        except ChildDied as error:
+        except (ChildDied, OSError) as error:  # or there was no memory for a process, for a moment
             _log.warning("the group has ended; this host joins the next one", cause=str(error))
         await asyncio.sleep(_RESTART_SECONDS)
 

@@ -1,0 +1,35 @@
+"""A host that lends its devices keeps its ranks running, whatever one start of them comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from common.processes import ChildDied
+from llm_service import node
+from llm_service.settings import Place
+
+
+@pytest.mark.parametrize("error", [ChildDied("a rank has ended"), OSError("Cannot allocate memory")])
+async def test_ranks_that_could_not_be_started_or_have_ended_are_started_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    again, ends = asyncio.Event(), [error]
+
+    async def run(_: Place, __: int) -> None:
+        if ends:
+            raise ends.pop()
+        again.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(node, "_run", run)
+    monkeypatch.setattr(node, "_RESTART_SECONDS", 0)
+    keeping = asyncio.create_task(node._keep(cast(Place, None), 1))
+    waiting = asyncio.create_task(again.wait())
+    await asyncio.wait([keeping, waiting], return_when=asyncio.FIRST_COMPLETED)
+    assert not keeping.done()
+    assert again.is_set()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
