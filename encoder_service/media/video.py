@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,8 @@ def open_reader(data: bytes, threads: int = 1) -> Any:
         raise ValueError("the video is cut off")
     import decord
 
-    try:
+    with _readable():
         return decord.VideoReader(io.BytesIO(data), num_threads=threads)
-    except decord.DECORDError as error:
-        raise ValueError("the video cannot be opened") from error
 
 
 def inspect(reader: Any) -> Inspection:
@@ -43,20 +42,35 @@ def inspect(reader: Any) -> Inspection:
     frames = len(reader)
     if frames < 1:
         raise ValueError("the video has no frames")
-    height, width = reader[0].shape[:2]
+    with _readable():
+        height, width = reader[0].shape[:2]
     return Inspection(width=int(width), height=int(height), frames=frames, fps=float(reader.get_avg_fps()))
 
 
 def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
     """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there by now."""
     for start in range(0, len(frames), _AT_ONCE):
-        wanted = list(frames[start : start + _AT_ONCE])
-        narrow = out.shape[2] < _NARROW
-        batch = np.stack([_frame(reader, each) for each in wanted]) if narrow else reader.get_batch(wanted).asnumpy()
+        batch = _frames(reader, list(frames[start : start + _AT_ONCE]), narrow=out.shape[2] < _NARROW)
         if batch.shape[1:] != out.shape[1:]:
             raise ValueError("a frame's size changed in the middle of the video")
         out[start : start + len(batch)] = batch
         yield start + len(batch)
+
+
+def _frames(reader: Any, numbers: list[int], *, narrow: bool) -> np.ndarray:
+    with _readable():
+        return np.stack([_frame(reader, each) for each in numbers]) if narrow else reader.get_batch(numbers).asnumpy()
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """The library's own kind of error, which is a plain Exception, becomes a ValueError."""
+    import decord
+
+    try:
+        yield
+    except decord.DECORDError as error:
+        raise ValueError("the video cannot be read") from error
 
 
 def _frame(reader: Any, number: int) -> np.ndarray:

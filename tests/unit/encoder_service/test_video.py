@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import struct
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.arena import SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media import container, video
+from encoder_service.media.__main__ import Desk
+from encoder_service.media.messages import Decode, Decoded, Inspect, Refused
 from tests import bad_files, pictures
 
 
@@ -53,6 +58,24 @@ def test_a_video_that_is_cut_off_anywhere_is_not_read(name):
     for end in (len(whole) * 9 // 10, len(whole) // 2, len(whole) // 5, len(whole) - 1):
         with pytest.raises((ValueError, RuntimeError)):
             video.open_reader(whole[:end])
+
+
+@pytest.mark.parametrize("width", [96, 128])
+def test_damaged_frames_are_refused_and_do_not_end_the_process(width):
+    """The decoder makes do with some damage; of the rest it says so in ways that a decode process knows."""
+    whole = pictures.video(np.random.default_rng(0).integers(0, 256, (24, 96, width, 3), np.uint8))
+    start = whole.find(b"mdat") + 8
+    staging, ends = SharedBuffer.create("test", 1 << 21), Counter[type]()
+    for seed in range(40):
+        chance, damaged = random.Random(seed), bytearray(whole)
+        for _ in range(chance.choice((40, 2000))):
+            damaged[chance.randrange(start, len(whole) - 1000)] = chance.randrange(256)
+        staging.view[: len(damaged)] = damaged
+        desk, job = Desk(staging, 1), (b"x", True, 0, len(damaged))
+        answers = [*desk.answers(Inspect(*job)), *desk.answers(Decode(*job, 1 << 20, [0, 8, 16, 23], 96, width))]
+        ends[type(answers[-1])] += 1
+    staging.close()
+    assert ends.keys() == {Refused, Decoded}
 
 
 def test_a_container_that_grows_as_it_is_sent_may_end_anywhere():
