@@ -14,9 +14,13 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 ConfigT = TypeVar("ConfigT")
+
+_TOO_LARGE = 1 << 63
+"""What the kernel, messages and timers cannot count with; no bound that is meant is as large."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -26,7 +30,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
         raise ValueError("expected a size such as 512MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
 def boolean(text: str) -> bool:
@@ -42,6 +46,11 @@ def boolean(text: str) -> bool:
 def words(text: str) -> tuple[str, ...]:
     """Reads a comma-separated list; empty items are dropped."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def is_port(text: str) -> bool:
+    """Whether this is the number of a port."""
+    return text.isdecimal() and int(text) <= 65535
 
 
 def option(
@@ -150,6 +159,8 @@ def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
             value = read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not valid: {error}") from error
+        if isinstance(value, int | float) and abs(value) >= _TOO_LARGE:
+            raise argparse.ArgumentTypeError(f"{text} is too large: it does not fit 64 bits")
         low, high = about["minimum"], about["maximum"]
         inside = (low is None or value >= low) and (high is None or value <= high)  # NaN is in no range
         if not inside:

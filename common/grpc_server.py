@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common import log
-from common.config import option, size
+from common.config import is_port, option, size
 from common.grpc_calls import CallFrame
 
 _log = log.get("server")
@@ -36,7 +36,9 @@ class ServerConfig:
     auth_token: str = option("", "callers must send `authorization: Bearer TOKEN`", secret=True)
     auth_token_file: str = option("", "file that holds the token, in place of --auth-token")
     grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0)
-    max_message_bytes: int = option(68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20)
+    max_message_bytes: int = option(
+        68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
+    )
     max_concurrent_calls: int = option(1024, "calls served at once; further ones are refused", minimum=1)
     metrics_listen: str = option("", "address to serve Prometheus metrics on, plain HTTP; port 0 picks a free one")
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
@@ -51,7 +53,7 @@ class ServerConfig:
             raise ValueError("give --auth-token or --auth-token-file, not both")
         self.token()
         port = self.metrics_listen.rpartition(":")[2]
-        if self.metrics_listen and not (port.isdecimal() and int(port) <= 65535 and ":" in self.metrics_listen):
+        if self.metrics_listen and not (is_port(port) and ":" in self.metrics_listen):
             raise ValueError("--metrics-listen must be HOST:PORT")
 
     def token(self) -> str:

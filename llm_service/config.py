@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.config import option, size, words
+from common.config import is_port, option, size, words
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import ServerConfig, read_token
 
@@ -147,7 +147,7 @@ class LlmConfig(ServerConfig):
             if address.startswith("file:///"):
                 continue
             host, _, port = address.removeprefix("dns:///").rpartition(":")
-            if not host or "/" in host or not port.isdecimal():
+            if not host or "/" in host or not is_port(port):
                 raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
         self.meeting()
         if self.max_running > self.max_step_tokens:
@@ -176,7 +176,7 @@ class LlmConfig(ServerConfig):
             return Meeting(1, 0, "", 0)
         known = f"{launched.get('MASTER_ADDR', '')}:{launched.get('MASTER_PORT', '')}"
         host, _, port = (self.rendezvous or known).rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not is_port(port):
             raise ValueError("several --nodes need --rendezvous HOST:PORT, or MASTER_ADDR and MASTER_PORT")
         if node_rank >= nodes:
             raise ValueError(f"--node-rank {node_rank} is not below --nodes {nodes}")
@@ -185,6 +185,9 @@ class LlmConfig(ServerConfig):
         return Meeting(nodes, node_rank, host, int(port))
 
     def link(self) -> ChannelSecurity:
-        """How encoders are spoken to. Raises ValueError where the token's file holds none."""
+        """How encoders are spoken to. Raises ValueError where a file of it cannot be read, or holds no token."""
         token = read_token(self.encoder_token, self.encoder_token_file)
+        for file in filter(None, (self.encoder_ca, self.encoder_cert, self.encoder_key)):
+            if not os.access(file, os.R_OK):
+                raise ValueError(f"{file} cannot be read")
         return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import log
+from common.config import is_port
 
 _log = log.get("encoders")
 
@@ -60,6 +61,6 @@ async def _look_up(name: str) -> dict[str, str]:
 def check_address(address: str) -> str:
     """The address; raises ValueError where it is not `host:port`."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    if not host or "/" in host or not is_port(port):
         raise ValueError(f"{address} is not host:port")
     return address

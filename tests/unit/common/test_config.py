@@ -82,6 +82,11 @@ def test_variables_of_others_are_left_alone() -> None:
         (["--rate=-1"], {}, "outside 0 to any"),
         (["--room=big"], {}, "--room"),
         (["--room=-1"], {}, "--room"),
+        (["--room=" + "9" * 400], {}, "--room"),
+        (["--room=8388608t"], {}, "64 bits"),
+        (["--count=-" + "9" * 20], {}, "64 bits"),
+        (["--rate=inf"], {}, "64 bits"),
+        (["--rate=1e400"], {}, "64 bits"),
         (["--fast=perhaps"], {}, "--fast"),
         (["--level=loud"], {}, "--level"),
         (["--fast", "--count=6"], {}, "--fast is for --count up to 5"),
@@ -121,7 +126,16 @@ def test_both_services_show_the_variable_of_every_option(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0", 0), ("17", 17), ("1k", 1024), ("1KiB", 1024), ("2 MB", 2 << 20), ("1.5g", 3 << 29), ("1T", 1 << 40)],
+    [
+        ("0", 0),
+        ("17", 17),
+        ("1k", 1024),
+        ("1KiB", 1024),
+        ("2 MB", 2 << 20),
+        ("1.5g", 3 << 29),
+        ("1T", 1 << 40),
+        (str(2**63 - 1), 2**63 - 1),
+    ],
 )
 def test_sizes_are_read_in_binary_units(text: str, value: int) -> None:
     assert size(text) == value
@@ -152,6 +166,10 @@ def test_yes_and_no_have_their_usual_spellings() -> None:
         (["--model=m", "--auth-token-file=/no/such/file"], "/no/such/file cannot be read"),
         (["--model=m", "--auth-token-file=/dev/null"], "/dev/null holds no token"),
         (["--model=m", "--encoder-token-file=/dev/null"], "/dev/null holds no token"),
+        (["--model=m", "--encoder-ca=/no/such/file"], "/no/such/file cannot be read"),
+        (["--model=m", "--max-message-bytes=2g"], "--max-message-bytes"),
+        (["--model=m", "--encoders=h:70000"], "--encoders: h:70000"),
+        (["--model=m", "--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:70000"], "--rendezvous"),
     ],
 )
 def test_options_of_the_llm_service_that_contradict_each_other_are_refused(

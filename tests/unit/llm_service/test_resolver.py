@@ -18,7 +18,7 @@ async def test_a_list_is_read_again_and_comments_are_skipped(tmp_path: Path) -> 
     assert set(await resolver.resolve()) == {"10.0.0.3:7001", "10.0.0.9:7001"}
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# nobody\n", "no address\n", None], ids=repr)
+@pytest.mark.parametrize("text", ["", "\n", "# nobody\n", "no address\n", "10.0.0.1:70010\n", None], ids=repr)
 async def test_a_list_that_is_being_written_stands_for_what_it_last_said(tmp_path: Path, text: str | None) -> None:
     listing = tmp_path / "encoders"
     listing.write_text("10.0.0.1:7001\n")
