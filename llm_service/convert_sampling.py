@@ -48,7 +48,7 @@ class SamplingReader:
                 self._check_range(name, values[name], low, high)
         self._check_range("n", values.get("n", 1), 1, self._config.max_choices)
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_range(name, values.get(name, 0), 0, self._config.max_logprobs)
+            self._check_range(name, values.get(name, 0), 0, min(self._config.max_logprobs, self._vocab_size))
         self._check_stop(message)
         for field, tokens in (("stop_token_ids", message.stop_token_ids), ("logit_bias", message.logit_bias)):
             if len(tokens) > self._config.max_token_ids:

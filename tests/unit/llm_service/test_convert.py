@@ -110,6 +110,13 @@ def test_more_least_tokens_than_most_are_refused() -> None:
     assert refusal(message(max_tokens=3, min_tokens=4)).field == "sampling.min_tokens"
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_likely_tokens_are_taken_than_there_are_whatever_is_allowed(name: str) -> None:
+    reader = requests(max_logprobs=100_000)
+    assert refusal(message(**{name: VOCABULARY + 1}), reader).field == f"sampling.{name}"
+    assert getattr(reader.read(message(**{name: VOCABULARY}), None, CONTEXT).sampling, name) == VOCABULARY
+
+
 def test_a_sessions_name_is_read() -> None:
     request = message()
     request.session_id = "s"
