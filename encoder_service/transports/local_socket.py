@@ -16,6 +16,7 @@ from encoder_service.engine.leases import Leases
 
 _log = log.get("local socket")
 _GREETING_SECONDS = 1.0
+_PAUSE = 0.1
 
 
 class LocalSocket:
@@ -53,7 +54,12 @@ class LocalSocket:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            link, _ = await loop.sock_accept(self._server)
+            try:
+                link, _ = await loop.sock_accept(self._server)
+            except OSError as error:  # no descriptor is free, for example; who has connected waits for a moment
+                _log.error("a local reader cannot be taken", why=type(error).__name__)
+                await asyncio.sleep(_PAUSE)
+                continue
             grant = secrets.token_bytes(GRANT_BYTES)
             self._readers[grant] = tasks.start(self._serve(link, grant), "local reader")
 
@@ -76,12 +82,12 @@ class LocalSocket:
             self._readers.pop(grant, None)
 
     def _hand_over(self, link: socket.socket, grant: bytes) -> None:
-        descriptors = [buffer.open_reader() for buffer in self._shared]
-        try:
+        with contextlib.ExitStack() as opened:
+            descriptors = []
+            for buffer in self._shared:
+                descriptors.append(buffer.open_reader())
+                opened.callback(os.close, descriptors[-1])
             local_link.hand_over(link, Handover(grant, *descriptors))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
 
 async def _exactly(link: socket.socket, count: int) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,9 +49,9 @@ class Bench:
         return bytes(self.store.buffer.slice(self.entry.span))
 
     def region(self, folder: str = "") -> Region:
-        socket = self.link.local_socket
-        assert socket is not None
-        return Region.open(socket.name, folder, socket.secret, LAYOUT.dtype)
+        offered = self.link.local_socket
+        assert offered is not None
+        return Region.open(offered.name, folder, offered.secret, LAYOUT.dtype)
 
     async def mapped(self, folder: str = "") -> tuple[Region, encoder_pb2.HostProof]:
         region, host = await asyncio.to_thread(self.region, folder), encoder_pb2.HostProof()
@@ -183,10 +185,10 @@ async def test_a_lease_can_be_released_by_its_name() -> None:
 
 async def test_a_wrong_secret_gets_nothing() -> None:
     async with bench() as b:
-        socket = b.link.local_socket
-        assert socket is not None
+        offered = b.link.local_socket
+        assert offered is not None
         with pytest.raises(OSError, match=r"nothing|reset"):
-            await asyncio.to_thread(local_link.connect, socket.name, "", b"x" * SECRET_BYTES)
+            await asyncio.to_thread(local_link.connect, offered.name, "", b"x" * SECRET_BYTES)
 
 
 async def test_numbers_that_are_not_finite_are_refused() -> None:
@@ -219,6 +221,33 @@ async def test_switched_off_there_is_no_socket_and_no_lease() -> None:
         assert b.link.local_socket is None
         assert b.link.numbers == [INLINE]
         assert b.link.release(["x"]) == 0
+
+
+async def test_an_encoder_that_had_no_descriptor_left_hands_over_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench() as b:
+        loop = asyncio.get_running_loop()
+        accept, opened, failures = loop.sock_accept, SharedBuffer.open_reader, [2, 0]
+
+        async def crowded(server: socket.socket) -> tuple[socket.socket, object]:
+            if failures[0]:
+                failures[0] -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return await accept(server)
+
+        def one_at_most(buffer: SharedBuffer) -> int:
+            failures[1] += 1
+            if failures[1] == 2:
+                raise OSError(errno.EMFILE, "too many open files")
+            return opened(buffer)
+
+        monkeypatch.setattr(loop, "sock_accept", crowded)
+        monkeypatch.setattr(SharedBuffer, "open_reader", one_at_most)
+        before = descriptors()
+        with pytest.raises(OSError, match=r"nothing|reset"):
+            await b.mapped()
+        await asyncio.to_thread(until, lambda: descriptors() == before, "nothing is left open", 10)
+        region, _ = await b.mapped()
+        region.close()
 
 
 def descriptors() -> int:
