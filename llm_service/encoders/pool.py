@@ -10,12 +10,13 @@ import asyncio
 import hashlib
 from collections.abc import Collection, Sequence
 
-from common import tasks
+from common import log, tasks
 from common.errors import Unavailable
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
 
+_log = log.get("encoders")
 _RESOLVE_SECONDS = 2.0
 _PATIENCE = 0.8
 """Seconds that a request waits for an encoder when none can be used."""
@@ -62,11 +63,19 @@ class EncoderPool:
         while True:
             wanted = await self._sources.resolve()
             for address in wanted.keys() - self._peers.keys():
-                peer = Peer(address, wanted[address], self.settings, self.quarantine)
-                self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
+                self._add(address, wanted[address])
             for address in self._peers.keys() - wanted.keys():
                 await self._remove(address, grace=self.settings.timeout)
             await asyncio.sleep(_RESOLVE_SECONDS)
+
+    def _add(self, address: str, name: str) -> None:
+        """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
+        try:
+            peer = Peer(address, name, self.settings, self.quarantine)
+        except OSError as error:
+            _log.error("an encoder cannot be spoken to", address=address, cause=str(error))
+            return
+        self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
 
     async def _remove(self, address: str, *, grace: float | None) -> None:
         """Forgets an encoder; what is under way there has `grace` seconds to end, behind the caller's back."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
-from llm_service.encoders.peer import LinkSettings
+from llm_service.encoders import pool as pool_module
+from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import Key, MediaItem
 from tests.unit.llm_service.scripted import (
@@ -139,3 +141,23 @@ async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: st
         await pool.start()
         await eventually(lambda: any(peer.usable for peer in pool.peers))
         await pool.stop()
+
+
+async def test_an_encoder_whose_certificates_cannot_be_read_just_now_is_taken_up_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = 0
+
+    class Late(Peer):
+        def __init__(self, *given: Any) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise FileNotFoundError("ca.pem")
+            super().__init__(*given)
+
+    monkeypatch.setattr(pool_module, "Peer", Late)
+    monkeypatch.setattr(pool_module, "_RESOLVE_SECONDS", 0.01)
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        assert tries == 2
