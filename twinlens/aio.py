@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from twinlens import v1
 from twinlens.answers import Answer
-from twinlens.channel import Endpoint
+from twinlens.channel import Endpoint, capped
 from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
 from twinlens.errors import error_from
 from twinlens.prompts import Prompt, generate_request, user
@@ -42,7 +42,7 @@ class _AsyncClient:
         await self.close()
 
     def _limit(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+        return capped(self.timeout if timeout is None else timeout)
 
     async def _unary(
         self, method: Callable[..., Awaitable[Reply]], request: Message, timeout: float = UNARY_TIMEOUT
@@ -138,7 +138,7 @@ class AsyncEncoderClient(_AsyncClient):
 
     async def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
         """Starts encoding into the store; returns headers without waiting for rows."""
-        return await self._unary(self._stub.Prefetch, request, self.timeout)
+        return await self._unary(self._stub.Prefetch, request, self._limit(None))
 
     async def release(self, *leases: str) -> int:
         """Gives leases back; returns how many were still held."""

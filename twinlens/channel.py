@@ -15,6 +15,9 @@ from twinlens._version import __version__
 MAX_MESSAGE_BYTES = 70 * 1024 * 1024
 """The largest message either way: a 64 MiB video and room for the rest of its request."""
 
+_LONGEST = 1e9
+"""Seconds: 31 years."""
+
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 
 _OPTIONS: list[tuple[str, str | int]] = [
@@ -99,6 +102,15 @@ class Endpoint:
         if self.tls is None or self.tls.server_name is None:
             return _OPTIONS
         return [*_OPTIONS, ("grpc.ssl_target_name_override", self.tls.server_name)]
+
+
+def capped(timeout: float) -> float:
+    """Seconds as gRPC can take them: a deadline centuries from now, or none at all, it takes for one that has passed.
+
+    >>> capped(2.5), capped(float("inf"))
+    (2.5, 1000000000.0)
+    """
+    return min(timeout, _LONGEST)
 
 
 def is_local(address: str) -> bool:

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from twinlens import v1
 from twinlens.answers import Answer
-from twinlens.channel import Endpoint
+from twinlens.channel import Endpoint, capped
 from twinlens.errors import FailedCall, error_from
 from twinlens.prompts import Prompt, chat, generate_request, user
 from twinlens.streams import Stream
@@ -51,7 +51,7 @@ class _Client:
         self.close()
 
     def _limit(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+        return capped(self.timeout if timeout is None else timeout)
 
     def _unary(self, method: Callable[..., Reply], request: Message, timeout: float = UNARY_TIMEOUT) -> Reply:
         try:
@@ -145,7 +145,7 @@ class EncoderClient(_Client):
 
     def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
         """Starts encoding into the store; returns headers without waiting for rows."""
-        return self._unary(self._stub.Prefetch, request, self.timeout)
+        return self._unary(self._stub.Prefetch, request, self._limit(None))
 
     def release(self, *leases: str) -> int:
         """Gives leases back; returns how many were still held."""

@@ -11,7 +11,7 @@ from typing import cast
 
 import grpc
 
-from twinlens.channel import Endpoint
+from twinlens.channel import Endpoint, capped
 from twinlens.errors import FailedCall, error_from
 
 _METHOD = "/grpc.health.v1.Health/Check"
@@ -33,7 +33,7 @@ def check(endpoint: Endpoint, service: str = "", *, timeout: float = 5.0) -> Hea
         call: grpc.UnaryUnaryMultiCallable[bytes, Health]
         call = channel.unary_unary(_METHOD, response_deserializer=_response)
         try:
-            return call(request, timeout=timeout, metadata=endpoint.metadata)
+            return call(request, timeout=capped(timeout), metadata=endpoint.metadata)
         except grpc.RpcError as error:
             raise error_from(cast(FailedCall, error)) from None
 

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from twinlens.cli import sections, watch
-from twinlens.cli.connection import add_flags, endpoint
+from twinlens.cli.connection import add_flags, bounded, endpoint
 from twinlens.client import EncoderClient, LlmClient
 from twinlens.errors import TwinlensError
 from twinlens.v1 import EncoderServiceGetLoadResponse
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     form.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=bounded(float, 0.1, 1e6),
         const=2.0,
         metavar="SECONDS",
         help="show queues, caches and throughput every so often (default: 2 s), until interrupted",

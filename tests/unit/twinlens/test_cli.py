@@ -133,6 +133,10 @@ class TestAsk:
             ask("127.0.0.1:1", "what?", "--timeout", timeout)
         assert caught.value.code == 2
 
+    @pytest.mark.parametrize("timeout", ["inf", "1e12"])
+    def test_a_timeout_may_be_endless(self, llm_address: str, timeout: str) -> None:
+        assert ask(llm_address, "what?", "--timeout", timeout) == 0
+
     def test_the_token_comes_from_a_file_or_the_environment(
         self, llm: FakeLlm, llm_address: str, tmp_path, monkeypatch
     ) -> None:
@@ -178,6 +182,12 @@ class TestStatus:
         report = json.loads(capsys.readouterr().out)
         assert report["llm"]["load"]["prompt_tokens"] == "300"
         assert report["encoders"][0]["load"]["vit_calls"] == "3"
+
+    @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "1e9"])
+    def test_a_pause_that_is_none_is_refused_before_anyone_is_asked(self, seconds: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["status", "--llm", "127.0.0.1:1", f"--watch={seconds}"])
+        assert caught.value.code == 2
 
     def test_an_encoder_that_is_down_is_shown_as_such(self, llm: FakeLlm, llm_address: str, capsys) -> None:
         llm.encoders = ["127.0.0.1:1"]

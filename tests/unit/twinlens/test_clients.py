@@ -53,6 +53,14 @@ def test_both_clients_have_the_same_methods() -> None:
             assert ours.parameters == theirs.parameters, name
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+async def test_no_timeout_is_too_long(llm_address: str, encoder_address: str, timeout: float) -> None:
+    async with AsyncLlmClient(llm_address, timeout=timeout) as llm, AsyncEncoderClient(encoder_address) as encoder:
+        assert (await llm.ask("what?")).choices
+        encoder.timeout = timeout
+        await encoder.prefetch(v1.PrefetchRequest())
+
+
 class TestThreads:
     def test_an_answer_is_put_together(self, llm: FakeLlm, llm_address: str) -> None:
         with LlmClient(llm_address) as client:
