@@ -95,9 +95,11 @@ class MediaRows:
     def _watcher(
         self, engine: EngineFront, ticket: Ticket, laid: Laid, number: int, on_complete: Callable[[], None]
     ) -> Watcher:
+        field = self._request.media[laid.spans[number].item].field
+
         def tell(entry: RowEntry) -> None:
             if entry.error is not None:
-                ticket.fail(entry.error)
+                ticket.fail(entry.error_at(field))
                 return
             if self._early:
                 engine.landed(ticket.id, number, entry.landed)

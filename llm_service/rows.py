@@ -8,6 +8,7 @@ together or not at all, so two requests that do not fit at the same time go one 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ Watcher = Callable[["RowEntry"], None]
 class RowEntry:
     """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
     place where it is `mirrored`; `error` says why no more will come; `timings` are seconds by stage, the encoder's with
-    `encoder_` before their names, once all rows are here, and `brought_by` the request that asked."""
+    `encoder_` before their names, once all rows are here; `brought_by` is the request that asked, `stood_at` where in
+    it the item stood."""
 
     header: MediaHeader
     place: Range
@@ -35,6 +37,7 @@ class RowEntry:
     watchers: list[Watcher] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     brought_by: str = ""
+    stood_at: str = ""
     mirrored: bool = False
 
     @property
@@ -51,6 +54,14 @@ class RowEntry:
         """Says that no more rows will come."""
         self.error = error
         self._tell()
+
+    def error_at(self, field: str) -> TwinlensError:
+        """The error for a caller whose item may stand at another field: one of its own, which names that."""
+        assert self.error is not None
+        own = copy.copy(self.error)
+        if self.stood_at and own.field.startswith(self.stood_at):
+            own.field = field + own.field.removeprefix(self.stood_at)
+        return own
 
     def _tell(self) -> None:
         for watcher in tuple(self.watchers):

@@ -80,6 +80,11 @@ class Fetch:
         self._opened = 0.0
         self._holds = ExitStack()
 
+    @property
+    def has_content(self) -> bool:
+        """The item came with its content: not by a key or an address, where somebody else has to have it."""
+        return self._identity.key is not None and not isinstance(self.item.source, Key)
+
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
         known = None if self.header is None else Known(self.header, self._affinity)

@@ -7,11 +7,12 @@ request's deadline does not bound the stream; when it ends, and nobody else wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
 from common import tracing
-from common.errors import Internal, TwinlensError
+from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.known import Known
@@ -28,6 +29,8 @@ class Landing:
         self.early = early
         self._links = Links(pool, patience)
         self._store = store
+        self._others: dict[RowEntry, Fetch | None] = {}
+        """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
 
     @property
     def counters(self) -> LinkCounters:
@@ -62,16 +65,25 @@ class Landing:
             raise
         for fetch, entry in zip(fetches, entries, strict=True):
             if entry.filler is None:
-                entry.brought_by = request.id
+                entry.brought_by, entry.stood_at = request.id, fetch.item.field
                 entry.filler = self._start_filler(entry, fetch)
             else:
                 fetch.close()  # its rows are here, or another stream brings them
+                if entry in self._others and fetch.has_content:
+                    self._others[entry] = fetch.renewed()
         return entries
 
     def _start_filler(self, entry: RowEntry, fetch: Fetch) -> asyncio.Task[None]:
         """The task that lands an entry's rows; its stream is closed even where it is cancelled before it has begun."""
         filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
-        filler.add_done_callback(lambda _: fetch.close())
+        if not fetch.has_content:
+            self._others[entry] = None
+
+        def ended(_: asyncio.Task[None]) -> None:
+            fetch.close()
+            self._others.pop(entry, None)
+
+        filler.add_done_callback(ended)
         return filler
 
     async def introduce(self, request: Request) -> list[Fetch]:
@@ -122,7 +134,7 @@ class Landing:
     async def _fill(self, entry: RowEntry, fetch: Fetch) -> None:
         """Lands every row of an entry, or says why not."""
         try:
-            await fetch.bring(self._store, entry)
+            await self._bring(entry, fetch)
         except TwinlensError as error:
             self._store.forget(entry)
             entry.fail(error)
@@ -131,10 +143,27 @@ class Landing:
                 self._store.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
+    async def _bring(self, entry: RowEntry, fetch: Fetch) -> None:
+        """By this fetch or, where its key or address has failed, by that of one who has come with the content."""
+        try:
+            await fetch.bring(self._store, entry)
+        except TwinlensError as error:
+            if not _is_of_the_source(error) or (other := self._others.get(entry)) is None:
+                raise
+            fetch.close()
+            with contextlib.closing(other):
+                await other.bring(self._store, entry)
+
     def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
         for fetch in fetches:
             fetch.close()
+
+
+def _is_of_the_source(error: TwinlensError) -> bool:
+    """Whether it says nothing of an item but that it cannot be had where it was to be had."""
+    gone = isinstance(error, NotFound | Forbidden | Precondition)
+    return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW")
 
 
 def headers(fetches: Sequence[Fetch]) -> list[MediaHeader]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -16,22 +16,31 @@ from common.errors import Cancelled, InvalidInput, Unavailable
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Abort, Add, Started, Token, Tokens
+from llm_service.engine.messages import Abort, Add, Released, Started, Token, Tokens
 from llm_service.events import Begun
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
-from llm_service.request import Laid, Request, Sampling
+from llm_service.request import Encoded, Laid, MediaHeader, MediaItem, Request, Run, Sampling, Span
 from llm_service.sessions import SessionLimits, Sessions
-from tests.unit.llm_service.scripted import ROWS, Bench, ScriptedEncoder, bench, eventually, hangs_after_the_header
+from tests.unit.llm_service.scripted import (
+    ROWS,
+    Bench,
+    Call,
+    ScriptedEncoder,
+    bench,
+    eventually,
+    hangs_after_the_header,
+)
 from tests.unit.llm_service.scripted import request as asked
 from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
+from twinlens import v1
 
 
 class Prompts:
-    """Lays every prompt out as so many tokens, without places for media."""
+    """Lays every prompt out as so many tokens, the first of which stand for its items."""
 
     def __init__(self, tokens: int, tokenizer: Any) -> None:
         self._tokens = tokens
@@ -40,8 +49,9 @@ class Prompts:
     def pieces(self, *_: Any) -> list[Any]:
         return []
 
-    def lay(self, *_: Any) -> Laid:
-        return Laid([1] * self._tokens, positions=array("i", [0] * 3 * self._tokens).tobytes())
+    def lay(self, _: Any, headers: Sequence[MediaHeader]) -> Laid:
+        spans = [Span(n, header, (Run(n, 0, 1),)) for n, header in enumerate(headers)]
+        return Laid([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
 
 def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10) -> Generator:
@@ -143,3 +153,35 @@ async def test_a_stop_text_ends_nothing_before_the_least_tokens(
         assert [delta.text for delta in deltas] == ["a", "a", ""]
         assert (ended.reason, ended.stop_text, ended.completion_tokens) == ("stop", "a", 3)
         assert child.told(Abort)[0] == Abort(add.id, 0)
+
+
+async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_fail = asyncio.Event()
+
+    async def fails_late(call: Call) -> None:
+        await call.header()
+        await may_fail.wait()
+        status = v1.Status(code=3, message="the picture is broken", reason="MEDIA_UNREADABLE", field="items[0].data")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder([fails_late])) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        await b.usable(1)
+        made = generator(b, front)
+        first = asyncio.create_task(everything(made, asked(b"picture")))
+        await eventually(lambda: len(child.told(Add)) == 1)
+        elsewhere = (MediaItem(0, "image", Encoded(b"picture"), field="there"),)
+        second = asyncio.create_task(everything(made, replace(asked(), media=elsewhere)))
+        await eventually(lambda: len(child.told(Add)) == 2)
+        may_fail.set()
+        for request, field in ((first, "here[0].data"), (second, "there.data")):
+            with pytest.raises(InvalidInput) as error:
+                await request
+            assert (error.value.reason, error.value.field) == ("MEDIA_UNREADABLE", field)
+        child.says(Released([add.id for add in child.told(Add)]))
+        await eventually(lambda: not b.store.used_bytes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Internal, InvalidInput, Unavailable
+from common.errors import Internal, InvalidInput, NotFound, Unavailable
 from llm_service.request import Key, MediaItem, Request, Url
 from llm_service.rows import RowEntry
 from tests.unit.llm_service.scripted import (
@@ -124,6 +124,52 @@ async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_
         assert not waiting.done()
         b.store.release(held)
         assert await waiting == content(b"second")
+
+
+def by_key(data: bytes) -> Request:
+    return replace(request(b""), media=(MediaItem(0, "image", Key(key_of(data)), field="by key"),))
+
+
+async def test_content_that_comes_while_rows_are_sought_by_key_is_used_where_they_are_not_there() -> None:
+    sought, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def has_it_not(call: Call) -> None:
+        sought.set()
+        await may_answer.wait()
+        status = v1.Status(code=5, message="no rows are kept under this key", reason="KEY_NOT_FOUND")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder([well, has_it_not, well])) as b:
+        await b.usable(1)
+        await b.whole(b"picture")  # its header is known from now on
+        b.store.flush()
+        (first,) = await b.take(by_key(b"picture"))
+        await sought.wait()
+        (second,) = await b.land(b"picture")
+        assert first is second
+        may_answer.set()
+        await settled(first)
+        assert first.error is None
+        assert bytes(b.store.buffer.slice(first.place)) == content(b"picture")
+        assert [call.request.items[0].WhichOneof("source") for call in b.encoders[0].calls] == ["data", "key", "data"]
+        for entry in (first, second):
+            b.store.release(entry)
+
+
+async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is_kept_for_it() -> None:
+    async def has_it_not(call: Call) -> None:
+        status = v1.Status(code=5, message="no rows are kept under this key", reason="KEY_NOT_FOUND")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder([well, has_it_not])) as b:
+        await b.usable(1)
+        await b.whole(b"picture")
+        b.store.flush()
+        (entry,) = await b.take(by_key(b"picture"))
+        await settled(entry)
+        assert isinstance(entry.error, NotFound)
+        b.store.release(entry)
+        assert b.landing._others == {}
 
 
 def by_address(known_key: bytes = b"") -> Request:
