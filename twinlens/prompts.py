@@ -60,8 +60,8 @@ def video(
 ) -> Media:
     """A video. Raises OSError for a file that cannot be read.
 
-    `fps` frames are taken of each second, at most `max_frames` in all; `max_pixels` bounds all frames
-    together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
+    `fps` frames are taken of each second, at most `max_frames` in all; `min_pixels` and `max_pixels` bound all
+    frames together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
     `mime_type` and `known_key` as in `image`.
     """
     options = MediaOptions(
