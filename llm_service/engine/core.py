@@ -33,6 +33,9 @@ from llm_service.plan import Pull, StepResult, Unmap, Vacate
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
 
+_LONGEST_REST = 3600.0
+"""Seconds; a caller may set a deadline of millennia, with which `select` cannot count."""
+
 
 class EngineCore:
     """Drives a scheduler and a pipeline from the front's messages. With `overlap` the next step is planned and handed
@@ -98,9 +101,9 @@ class EngineCore:
             self._scheduler.check_integrity()
             self._next_proof = time.monotonic() + _PROOF_SECONDS
         deadline = self._scheduler.next_deadline()
-        waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
+        waits = [_LONGEST_REST] if deadline is None else [_LONGEST_REST, max(0.0, deadline - time.monotonic())]
         waits += [] if self._pipeline.beat_seconds is None else [self._pipeline.beat_seconds]
-        if not select.select([self._link.fileno(), self._wake.fileno()], [], [], min(waits, default=None))[0]:
+        if not select.select([self._link.fileno(), self._wake.fileno()], [], [], min(waits))[0]:
             self._pipeline.beat()
         self._wake.clear()
 

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
-from llm_service.engine.messages import Abort, Add, Failed, Flush, Flushed, Inspect, Released, Started, State, Tokens
+from llm_service.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    Flush,
+    Flushed,
+    Inspect,
+    ItemRows,
+    Released,
+    Started,
+    State,
+    Tokens,
+)
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.wake import Wake
@@ -205,3 +220,12 @@ def test_a_request_that_is_late_is_told_so_before_it_is_released() -> None:
     sent = served([[add(1, late)]], overlap=True)
     assert [type(message) for message in sent] == [Failed, Released]
     assert sent[0].reason == "DEADLINE_EXCEEDED"
+
+
+def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> None:
+    """`grpc-timeout: 99999999H` is a header that a caller may send."""
+    far = replace(ORDERS[0], deadline=time.monotonic() + 99_999_999 * 3600.0)
+    waiting = msgspec.structs.replace(add(1, far), items=[ItemRows(bytes(32), 0, [(0, 0, 4)], 0)])
+    sent = served([[waiting], [], [Inspect()]], overlap=True)
+    assert [type(message) for message in sent] == [State]
+    assert sent[0].waiting == 1
