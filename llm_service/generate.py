@@ -148,6 +148,8 @@ class Generator:
         return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
     def _check_length(self, laid: Laid) -> None:
+        if not laid.ids:
+            raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
         ready = self._engine.ready
         if ready is not None and len(laid.ids) >= ready.context:
             raise InvalidInput(

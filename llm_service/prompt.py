@@ -42,8 +42,11 @@ class PromptBuilder:
         source = checkpoint.text("tokenizer.json")
         if source is None:
             raise CheckpointError("the checkpoint has no tokenizer.json")
+        text = checkpoint.config.get("text_config") or checkpoint.config
+        self.vocab_size = int(text.get("vocab_size") or checkpoint.config["vocab_size"])
         settings = json.loads(source)
         added = {entry["content"]: int(entry["id"]) for entry in settings.get("added_tokens", [])}
+        added = {word: token for word, token in added.items() if token < self.vocab_size}  # the model knows no others
         self.tokenizer = Tokenizer.from_str(source)
         # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
         self._plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
@@ -52,8 +55,6 @@ class PromptBuilder:
         self._template = ChatTemplate.of(checkpoint)
         self._media = MediaTokens.of(checkpoint.config)
         self._layout = MediaLayout.of(checkpoint.config)
-        text = checkpoint.config.get("text_config") or checkpoint.config
-        self.vocab_size = int(text.get("vocab_size") or checkpoint.config["vocab_size"])
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of a text; special tokens are recognised only where that is allowed."""

@@ -185,3 +185,15 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
             assert (error.value.reason, error.value.field) == ("MEDIA_UNREADABLE", field)
         child.says(Released([add.id for add in child.told(Add)]))
         await eventually(lambda: not b.store.used_bytes)
+
+
+async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        with pytest.raises(InvalidInput) as error:
+            await asyncio.wait_for(everything(generator(b, front, tokens=0), asked()), 20)
+        assert (error.value.reason, error.value.field) == ("EMPTY_PROMPT", "input")
+        assert child.told(Add) == []

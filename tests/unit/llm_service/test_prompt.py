@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.chat_template import ChatTemplate
 from llm_service.prompt import PromptBuilder
@@ -256,3 +261,17 @@ def test_a_long_text_is_tokenized_while_other_threads_run(builder: PromptBuilder
         turns += 1
         time.sleep(0)
     assert turns > 20
+
+
+def test_a_special_token_that_the_model_has_no_embedding_for_is_text_like_any_other(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Some fine-tunes add words to the tokenizer and forget the model."""
+    folder = shutil.copytree(checkpoints("qwen3_vl"), tmp_path / "model")
+    given = json.loads((folder / "tokenizer.json").read_text())
+    beyond = given["added_tokens"][-1] | {"id": VOCABULARY, "content": "<|beyond|>"}
+    (folder / "tokenizer.json").write_text(json.dumps(given | {"added_tokens": [*given["added_tokens"], beyond]}))
+    builder = PromptBuilder(Checkpoint(folder))
+    ids = builder.encode("a<|beyond|>b", allow_special=True)
+    assert max(ids) < builder.vocab_size == VOCABULARY
+    assert builder.tokenizer.decode(ids) == "a<|beyond|>b"
