@@ -120,7 +120,7 @@ class EngineCore:
                 self._scheduler.abort(id, choice)
             case Cool(sessions):
                 for session in sessions:
-                    self._scheduler.blocks.cool(session)
+                    self._scheduler.cool(session)
             case Pull() | Vacate() | Unmap():
                 self._pipeline.order(message)
             case Flush():

@@ -114,6 +114,13 @@ class Scheduler:
             if choice in (-1, sequence.choice):
                 self._end(sequence)
 
+    def cool(self, session: int) -> None:
+        """A session is over: what is kept for it goes as the rest does, and so will what its requests give back."""
+        self.blocks.cool(session)
+        for sequence in (*self._queues.waiting, *self._queues.running):
+            if sequence.session == session:
+                sequence.session = 0
+
     def expire(self, now: float) -> None:
         """Fails every request whose deadline has passed by `now`, on the monotonic clock."""
         for id in self._queues.late(now):

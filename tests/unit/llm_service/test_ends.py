@@ -129,3 +129,16 @@ def test_a_structure_that_can_not_be_followed_on_fails_its_request_and_does_not_
     while not engine.outcomes[id].over:
         engine.step()
     assert (engine.outcomes[id].failed, engine.outcomes[id].ended) == ("STRUCTURE_TOO_COMPLEX", [""])
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_session_that_is_over_before_its_request_is_keeps_nothing_of_it(over: bool) -> None:
+    engine = simulation()
+    id = engine.submit(order(text(33), n=2, max_tokens=6))
+    for sequence in engine.scheduler._queues.requests[id]:
+        sequence.session = 7
+    engine.step()
+    if over:
+        engine.scheduler.cool(7)
+    run_until_over(engine, id)
+    assert (len(engine.scheduler.blocks._warm) == 0) == over
