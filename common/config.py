@@ -93,7 +93,7 @@ def load(
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known = {f"{prefix}_{field.name.upper()}": field.name for field in fields}
     for name in environ:
-        if name.startswith(prefix + "_") and name not in known:
+        if name.startswith(prefix + "_") and name not in known and not _is_service_link(name, environ[name]):
             parser.error(f"the environment variable {name} names no option")
     for field in fields:
         _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
@@ -109,6 +109,14 @@ def load(
     except ValueError as error:
         parser.error(str(error))
     return config
+
+
+_LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """What Kubernetes tells every container of a service that is called `twinlens-llm`, say: none of our options."""
+    return bool(_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def _flag(name: str) -> str:

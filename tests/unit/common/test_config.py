@@ -67,9 +67,25 @@ def test_variables_of_others_are_left_alone() -> None:
     assert read(TWINLENS_OTHER_COUNT="x", TWINLENS_TESTING="x", PATH="/bin") == Options()
 
 
+def test_what_kubernetes_says_of_a_service_of_our_name_is_left_alone() -> None:
+    links = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "7002",
+        "SERVICE_PORT_GRPC": "7002",
+        "PORT": "tcp://10.0.0.1:7002",
+        "PORT_7002_TCP": "tcp://10.0.0.1:7002",
+        "PORT_7002_TCP_PROTO": "tcp",
+        "PORT_7002_TCP_PORT": "7002",
+        "PORT_7002_TCP_ADDR": "10.0.0.1",
+    }
+    for service in ("TWINLENS_TEST", "TWINLENS_TEST_CANARY"):
+        assert read(**{f"{service}_{name}": value for name, value in links.items()}) == Options()
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "said"),
     [
+        ([], {"TWINLENS_TEST_PORT": "7002"}, "TWINLENS_TEST_PORT"),
         ([], {"TWINLENS_TEST_CUONT": "4"}, "TWINLENS_TEST_CUONT"),
         (["--cuont=4"], {}, "--cuont"),
         (["--coun=4"], {}, "--coun"),
