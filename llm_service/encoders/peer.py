@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -110,15 +111,17 @@ class Peer:
     async def _check(self) -> Verdict:
         began = time.monotonic()
         try:
-            info = await self._stub.GetInfo(
+            info: Any = await self._stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
-            load = await self._stub.GetLoad(
+            load: Any = await self._stub.GetLoad(
                 encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(error.code(), began)
+        if info is None or load is None:  # what gRPC makes of bytes that are no message
+            return Verdict.GONE
         self.load = load.queued_patches + load.running_patches
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest

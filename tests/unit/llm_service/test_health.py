@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -163,3 +164,14 @@ async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it
         assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard + 1) is LATE
         peer.health.suspect()
         assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard - 1) is LATE
+
+
+async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_again(quarantine: Quarantine) -> None:
+    """What is no message comes out of gRPC as None."""
+
+    async def nothing(*_: object, **__: object) -> None:
+        return None
+
+    async with peer_of_a_pool(quarantine) as (_, peer):
+        peer._stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
+        assert await peer._check() is GONE
