@@ -31,7 +31,9 @@ class SamplingReader:
     def __init__(self, config: LlmConfig, vocab_size: int, defaults: dict[str, Any]) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._defaults = {name: defaults[name] for name in _RANGES if isinstance(defaults.get(name), int | float)}
+        self._defaults = {name: defaults[name] for name in _RANGES if type(defaults.get(name)) in (int, float)}
+        if "top_k" in self._defaults:
+            self._defaults["top_k"] = int(self._defaults["top_k"])  # JSON knows no whole numbers
         if defaults.get("do_sample") is False:
             self._defaults["temperature"] = 0.0
         self._defaults.pop("max_tokens", None)

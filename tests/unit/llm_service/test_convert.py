@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.request import ChatPrompt, Key, MediaItem, Pixels, Rows, Url
+from llm_service.request import ChatPrompt, Key, MediaItem, Pixels, Rows, Sampling, Url
 from twinlens import v1
 
 CONTEXT, VOCABULARY = 512, 600
@@ -115,6 +116,13 @@ def test_no_more_likely_tokens_are_taken_than_there_are_whatever_is_allowed(name
     reader = requests(max_logprobs=100_000)
     assert refusal(message(**{name: VOCABULARY + 1}), reader).field == f"sampling.{name}"
     assert getattr(reader.read(message(**{name: VOCABULARY}), None, CONTEXT).sampling, name) == VOCABULARY
+
+
+@pytest.mark.parametrize("top_k", [20, 20.0, True, None, "20"])
+def test_however_a_checkpoint_writes_its_numbers_the_engine_can_read_them(top_k: object) -> None:
+    sampling = requests({"top_k": top_k, "temperature": 1}).read(message(), None, CONTEXT).sampling
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+    assert sampling.top_k == (20 if type(top_k) in (int, float) else 0)
 
 
 def test_a_sessions_name_is_read() -> None:
