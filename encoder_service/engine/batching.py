@@ -18,10 +18,11 @@ from encoder_service.worker.messages import Piece
 class Unit:
     """Something to compute. `done` is settled once, when no worker can write its rows any more.
 
-    `number` says how old it is; `started_at` when a worker first got it, 0 before; `preprocess` the seconds that its
-    batch's pixels took to become patches; `passed` how often others went while it waited. One that is `alone` shares a
-    batch with nothing: it was there when a worker died. `copy` is where its rows are, or are being written, in the
-    worker's own memory; None where they are in the arena alone.
+    Of an item's frame groups it has those from `first_group` on. `number` says how old it is; `started_at` when a
+    worker first got it, 0 before; `preprocess` the seconds that its batch's pixels took to become patches; `passed` how
+    often others went while it waited. One that is `alone` shares a batch with nothing: it was there when a worker died.
+    `copy` is where its rows are, or are being written, in the worker's own memory; None where they are in the arena
+    alone.
     """
 
     key: bytes
@@ -30,12 +31,18 @@ class Unit:
     priority: int
     number: int
     done: asyncio.Future[None]
+    first_group: int = 0
     alone: bool = False
     started_at: float = 0.0
     preprocess: float = 0.0
     attempts: int = 0
     passed: int = 0
     copy: Slice | None = None
+
+    @property
+    def groups(self) -> range:
+        """Its frame groups."""
+        return range(self.first_group, self.first_group + self.piece.grid[0])
 
     def give_up_copy(self) -> None:
         """Its rows were not written to the worker's own memory."""

@@ -108,12 +108,16 @@ class Dispatcher:
         if not self.alive:
             raise _no_worker()
 
-    def submit(self, key: bytes, piece: Piece, patches: int, priority: int) -> Unit:
-        """Queues a unit. `done` raises Unavailable where every worker died, Internal where it cannot be computed."""
+    def submit(self, key: bytes, piece: Piece, patches: int, priority: int, first_group: int = 0) -> Unit:
+        """Queues a unit: the frame groups of an item from `first_group` on.
+
+        `done` raises Unavailable where every worker died, Internal where it cannot be computed.
+        """
         self.check(key)
         self._number += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        unit = Unit(key, piece, patches, priority, self._number, done, alone=self._suspects.has(key))
+        alone = self._suspects.has(key)
+        unit = Unit(key, piece, patches, priority, self._number, done, first_group=first_group, alone=alone)
         self._waiting.append(unit)
         self._pump_soon()
         return unit
@@ -178,14 +182,15 @@ class Dispatcher:
         batch = slot.take_all()
         self.counters.worker_deaths += 1
         self._on_change(self.alive)
-        self._suspects.blame(unit.key for unit in batch)
+        self._suspects.blame((unit.key, unit.first_group) for unit in batch)
         for unit in batch:
             unit.give_up_copy()
-            if self.alive and unit.attempts < 2:
+            poison = self._suspects.is_poison(unit.key)
+            if self.alive and unit.attempts < 2 and not poison:
                 unit.alone = True
                 self._waiting.append(unit)
             else:
-                self._fail([unit], _poison() if self._suspects.is_poison(unit.key) else _no_worker())
+                self._fail([unit], _poison() if poison else _no_worker())
         if not self.alive:
             self._fail(self._drop_waiting(), _no_worker())
         self._pump_soon()
@@ -200,7 +205,7 @@ class Dispatcher:
             case BatchDone():
                 self._count(slot, answer)
                 for index, unit in enumerate(slot.take()):
-                    self._suspects.clear(unit.key)
+                    self._suspects.clear(unit.key, unit.groups)
                     unit.preprocess = answer.preprocess_seconds
                     if index in answer.not_finite:
                         unit.give_up_copy()

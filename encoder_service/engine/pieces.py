@@ -64,7 +64,7 @@ class Pieces:
         flight, grid = self._flight, self._plan.grid
         flight.stage = "vit"
         unit = self._dispatcher.submit(
-            flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority
+            flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
         )
         unit.done.add_done_callback(lambda _: self._settled(unit, first * self._plan.tokens // grid.t))
         return unit

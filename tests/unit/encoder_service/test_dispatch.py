@@ -45,9 +45,9 @@ async def start(monkeypatch):
         await each.stop()
 
 
-def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0) -> Unit:
+def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0, group: int = 0) -> Unit:
     piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
-    return dispatcher.submit(key, piece, patches, 0)
+    return dispatcher.submit(key, piece, patches, 0, group)
 
 
 def marks(child: FakeChild) -> list[list[int]]:
@@ -247,6 +247,39 @@ async def test_what_was_there_at_two_deaths_is_poison(start):
     with pytest.raises(Internal, match="refused"):
         dispatcher.check(b"poison")
     dispatcher.check(b"harmless")
+
+
+async def test_a_video_that_ends_workers_is_poison_though_other_parts_of_it_are_computed(start):
+    dispatcher, children, _ = await start()
+    for error in (Unavailable, Internal):
+        good, bad = (submit(dispatcher, b"film", patches=100, group=group) for group in (0, 1))
+        await turns()
+        children[-1].say(DONE)
+        await turns()
+        assert good.done.result() is None
+        children[-1].kill()
+        await turns()
+        assert isinstance(bad.done.exception(), error)
+    with pytest.raises(Internal, match="refused"):
+        dispatcher.check(b"film")
+
+
+async def test_a_video_s_parts_that_died_together_are_one_death_and_are_cleared_one_by_one(start):
+    dispatcher, children, _ = await start()
+    for _ in range(3):
+        parts = [submit(dispatcher, b"film", group=group) for group in range(2)]
+        await turns()
+        children[-1].kill()
+        await turns()
+        assert all(isinstance(part.done.exception(), Unavailable) for part in parts)
+        for group in range(2):
+            assert dispatcher._suspects.has(b"film")
+            again = submit(dispatcher, b"film", group=group)
+            await turns()
+            children[-1].say(DONE)
+            await turns()
+            assert again.done.result() is None
+        assert not dispatcher._suspects.has(b"film")
 
 
 async def test_a_suspect_that_ends_well_is_none_any_more(start):
