@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
@@ -18,6 +22,17 @@ def cuda_device_count() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores that this process can keep busy: those that it may run on, of which its control group, such as a
+    container's, may allow it a part."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text("ascii").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def default_device() -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 
 from common import log, tracing
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.devices import cuda_device_count, default_device, default_dtype
+from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
 from common.grpc_server import GrpcServer
 from common.identity import vision_digest
 from common.metrics import Metrics
@@ -68,7 +67,7 @@ async def serve(config: EncoderConfig) -> None:
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
-            threads=max(1, min(_MOST_DECODE_THREADS, (os.cpu_count() or 1) // config.decode_processes)),
+            threads=max(1, min(_MOST_DECODE_THREADS, usable_cores() // config.decode_processes)),
             seconds=config.decode_seconds,
             memory_bytes=config.decode_memory_bytes,
         )
@@ -168,7 +167,7 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
 def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[Begin]:
     """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
     in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
+    threads = config.threads or max(1, usable_cores() // config.workers)
     return [
         Begin(
             folder=str(checkpoint.folder),

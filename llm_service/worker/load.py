@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
+from common.devices import usable_cores
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
 from llm_service.layers.attention.backend import CacheShape
@@ -34,7 +34,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     `blocks` of the runner says how much that is, the same on all ranks.
     """
     here = group.size // settings.nodes
-    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // here))
+    torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     if device.type == "cpu":
         use_threads(torch.get_num_threads())
     checkpoint = Checkpoint.resolve(settings.model)

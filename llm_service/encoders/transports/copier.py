@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from common.devices import usable_cores
 from common.errors import DataLoss
 from common.wire import DType, all_finite
 
@@ -18,7 +18,7 @@ _PART = 8 << 20
 _BLOCK = 512 << 10
 """Bytes that are copied, and then checked, while they are in a core's cache."""
 
-_THREADS = max(1, min(4, os.cpu_count() or 1))
+_THREADS = min(4, usable_cores())
 
 _AT_ONCE = 1 << 20
 """Bytes that are copied faster than a thread is asked to."""

@@ -1,0 +1,26 @@
+"""What a process may use of its machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.devices import usable_cores
+
+
+@pytest.mark.parametrize(
+    ("said", "cores"),
+    [("max 100000", 8), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)],
+)
+def test_a_container_s_share_of_the_cores_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cpu.max").write_text(f"{said}\n")
+    assert usable_cores(tmp_path) == cores
+
+
+def test_without_a_control_group_all_cores_that_it_may_run_on_are_usable(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
