@@ -17,7 +17,7 @@ from twinlens.v1 import media_pb2
 
 OPTIONS = (
     ("grpc.max_receive_message_length", 68 << 20),
-    ("grpc.max_send_message_length", 68 << 20),
+    ("grpc.max_send_message_length", -1),  # how large a message may be is for who takes it to say
     # A frozen peer answers no ping; without ping_timeout_ms it would be noticed only after a minute.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -71,6 +71,12 @@ def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
     A deadline that has passed is our own.
     """
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED and _stated(error) is None
+
+
+def is_too_large(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC has refused a message for its size: with the status that a full queue has, told by the words."""
+    exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _stated(error) is None
+    return exhausted and "larger than max" in (error.details() or "")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TwinlensError:

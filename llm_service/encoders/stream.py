@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from common import tasks
-from common.errors import Cancelled, DataLoss, TwinlensError, Unauthenticated, Unavailable
+from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_calls import from_plain_status
-from common.grpc_channel import from_rpc_error, is_of_the_link
+from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
 from common.row_frames import RowsFrame, unpack
 from common.wire import RowLayout
 from llm_service.encoders.convert import media_header
@@ -121,7 +121,7 @@ class EncodeStream:
                     event = await self._call.read()
                 self._on_event()
             except grpc.aio.AioRpcError as error:
-                raise _ours(error) from error
+                raise _ours(error, self._field) from error
             except TimeoutError as error:
                 raise Unavailable("the encoder has fallen silent", reason="ENCODER_SILENT") from error
             if isinstance(event, RowsFrame):
@@ -156,9 +156,11 @@ def _run(event: Event) -> Run | None:
     return Run(frame.first, frame.count, frame)
 
 
-def _ours(error: grpc.aio.AioRpcError) -> TwinlensError:
-    """What a caller is told of a call to an encoder that broke. What gRPC says, not the encoder, is of the link; and so
-    is what the encoder says of this service: no request is at fault there."""
+def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
+    """What a caller is told of a call to an encoder that broke. What gRPC says, not the encoder, is of the link, unless
+    it is of the size of what was sent; so is what the encoder says of this service: no request is at fault there."""
+    if is_too_large(error):
+        return InvalidInput("the item is larger than an encoder takes", reason="MEDIA_TOO_LARGE", field=field)
     stated = from_rpc_error(error)
     if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
         return Unavailable("the encoder could not be reached", reason=UNREACHABLE)
