@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from common.devices import cuda_device_count
 
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
 if not cuda_device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says nothing on a machine that does other things as well.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

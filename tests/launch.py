@@ -15,7 +15,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 _READY = "ready "
-_STOP_SECONDS = 60
+_STOP_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)

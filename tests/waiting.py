@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Asks again and again until `holds()` is true; fails with `what` when it never is."""
+def until(holds: Callable[[], object], what: str, seconds: float = 180.0) -> None:
+    """Asks again and again until `holds()` is true; fails with `what` when it never is.
+
+    `seconds` only ends a test that has failed: it is far more than a slow and busy machine needs.
+    """
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"never: {what}"

@@ -116,12 +116,12 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
 
-    def start(self, items: Sequence[media_pb2.Media], timeout: float | None = 60, **fields: Any) -> Any:
+    def start(self, items: Sequence[media_pb2.Media], timeout: float | None = 180, **fields: Any) -> Any:
         """The open stream."""
         request = encoder_pb2.EncodeRequest(items=items, **fields)
         return self.stub.Encode(request, timeout=timeout, metadata=self.metadata)
 
-    def encode(self, *items: media_pb2.Media, timeout: float | None = 60, **fields: Any) -> list[Encoded]:
+    def encode(self, *items: media_pb2.Media, timeout: float | None = 180, **fields: Any) -> list[Encoded]:
         """What each item's stream said, to its end; every item ends with done or an error."""
         found = [Encoded() for _ in items]
         for event in self.start(items, timeout, **fields):

@@ -54,7 +54,7 @@ def asked(prompt: Any, sampling: v1.SamplingParams | None = None, **fields: Any)
     return request
 
 
-def answer(client: LlmClient, request: v1.GenerateRequest, timeout: float = 60) -> Answer:
+def answer(client: LlmClient, request: v1.GenerateRequest, timeout: float = 180) -> Answer:
     """The whole answer to a request. Checks the order of its events on the way."""
     out, ended = Answer(), set()
     with client.generate(request, timeout=timeout) as events:

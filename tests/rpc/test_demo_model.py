@@ -53,7 +53,7 @@ def scattered(*things: tuple[str, str]) -> bytes:
 
 def said(demo: Pair, question: str, *media: bytes) -> str:
     """The whole answer in plain text."""
-    return demo.text.ask(question, *map(image, media), sampling=SAMPLING, timeout=60).text
+    return demo.text.ask(question, *map(image, media), sampling=SAMPLING, timeout=180).text
 
 
 @pytest.mark.parametrize("shape", ["circle", "ring", "square", "triangle"])

@@ -272,7 +272,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def refusal(client: LlmClient, request: v1.GenerateRequest, timeout: float = 60) -> TwinlensError:
+def refusal(client: LlmClient, request: v1.GenerateRequest, timeout: float = 180) -> TwinlensError:
     with pytest.raises(TwinlensError) as error:
         answer(client, request, timeout)
     return error.value
