@@ -97,7 +97,7 @@ async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     assert MODULE in command_line(child)
     parent.kill()
     await parent.wait()
-    await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone", 20)
+    await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone")
 
 
 async def test_a_child_that_cannot_start_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ async def test_a_child_that_cannot_start_leaves_no_socket(monkeypatch: pytest.Mo
     before = _descriptors()
     with pytest.raises(FileNotFoundError) as failure:
         await Child.start(MODULE, receives=Say)
-    assert _descriptors() == before, failure.value
+    assert _descriptors() <= before, failure.value
 
 
 def _descriptors() -> int:

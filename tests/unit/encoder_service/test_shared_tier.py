@@ -162,7 +162,7 @@ async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
 
 
 async def test_the_second_replica_waits_for_the_first_one_s_rows(server):
-    async with replica(server.url) as (one, store), replica(server.url) as (other, _):
+    async with replica(server.url) as (one, store), replica(server.url, wait=60) as (other, _):
         async with one.turn(HEADER.key, "") as turn:
             waiting = asyncio.create_task(_turn(other))
             await asyncio.to_thread(_until_asked_twice, server)
@@ -218,7 +218,8 @@ async def test_a_cancelled_wait_and_a_cancelled_turn_leave_no_lock(server):
 
 
 async def test_a_server_that_is_down_costs_nothing_after_a_while(server):
-    async with replica("redis://127.0.0.1:1", seconds=0.5) as (made, store):
+    """By a clock that stands still: it is not tried again."""
+    async with replica("redis://127.0.0.1:1", breaker=Breaker(Clock())) as (made, store):
         for _ in range(20):
             assert await made.find(HEADER.key, "") is None
         assert made.counts["errors"] == 3, "it is left alone"

@@ -164,7 +164,7 @@ class Bench:
 
 
 async def eventually(holds: Callable[[], object]) -> None:
-    await asyncio.to_thread(until, holds, "what the test waits for", 20)
+    await asyncio.to_thread(until, holds, "what the test waits for")
 
 
 async def settled(entry: RowEntry) -> None:
@@ -177,7 +177,7 @@ def request(*files: bytes, deadline: float | None = None, salt: str = "salt") ->
 
 
 @asynccontextmanager
-async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 5.0) -> AsyncIterator[Bench]:
+async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0) -> AsyncIterator[Bench]:
     """Starts servers for the encoders; asserts at the end that no call and no place was left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:

@@ -198,7 +198,7 @@ async def test_an_encoder_that_gives_another_key_is_not_believed() -> None:
 
 
 async def test_an_encoder_that_falls_silent_is_left_for_another() -> None:
-    async with bench(ScriptedEncoder(), ScriptedEncoder(), silence=0.3) as b:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), silence=1.0) as b:
         await b.usable(2)
         first, second = b.first_and_second(b"picture")
         first.script = [hangs_after_the_header]

@@ -129,7 +129,7 @@ async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: 
             await everything(generator(b, front), asked(b"picture"))
         assert error.value.reason == "ENGINE_UNAVAILABLE"
         await eventually(lambda: not b.encoders[0].open)
-        assert [peer.in_flight for peer in b.pool.peers] == [0]
+        await eventually(lambda: [peer.in_flight for peer in b.pool.peers] == [0])
 
 
 async def test_a_stop_text_ends_nothing_before_the_least_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -70,8 +71,9 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
     theirs = encoders.item(media_message(read(message)), 0, salt, 0)
-    contents = Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST)
-    assert ours.key == ours.affinity == ours.recalled == asyncio.run(contents.key(theirs))
+    with closing(Fetcher(FetchConfig())) as fetcher:
+        known = asyncio.run(Contents(fetcher, MediaLimits(), DIGEST).key(theirs))
+    assert ours.key == ours.affinity == ours.recalled == known
 
 
 @given(media)

@@ -40,7 +40,10 @@ async def test_an_encoder_of_another_model_is_never_asked() -> None:
         assert b.encoders[0].calls == []
 
 
-async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there() -> None:
+async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "_PATIENCE", 60)  # a moment of a slow machine
     async with bench(ScriptedEncoder()) as b:  # asked before the first answer to GetInfo has come
         assert await b.whole(b"picture") == content(b"picture")
 
