@@ -11,16 +11,16 @@ FAKE = "tests.unit.tools.fake_service"
 
 
 def test_a_service_is_ready_when_it_says_so_and_ends_when_it_is_asked_to() -> None:
-    service = Service("fake", FAKE, [])
-    assert service.wait_ready(30) == "127.0.0.1:4321"
-    assert not service.ended
-    assert service.stop() == 0
-    assert service.ended
+    with Service("fake", FAKE, []) as service:
+        assert service.wait_ready(120) == "127.0.0.1:4321"
+        assert not service.ended
+        assert service.stop() == 0
+        assert service.ended
 
 
 def test_a_service_that_ends_first_is_not_started() -> None:
     with Service("fake", FAKE, ["fails"]) as service, pytest.raises(NotStartedError, match="exit code 3"):
-        service.wait_ready(30)
+        service.wait_ready(120)
 
 
 def test_a_service_that_says_nothing_is_not_started() -> None:
@@ -29,16 +29,16 @@ def test_a_service_that_says_nothing_is_not_started() -> None:
 
 
 def test_one_that_hears_nothing_is_killed() -> None:
-    service = Service("fake", FAKE, ["deaf"])
-    service.wait_ready(30)
-    assert service.stop(timeout=0.2) == -signal.SIGKILL
+    with Service("fake", FAKE, ["deaf"]) as service:
+        service.wait_ready(120)
+        assert service.stop(timeout=0.2) == -signal.SIGKILL
 
 
 def test_changes_are_told() -> None:
     changes = threading.Semaphore(0)
     with Service("fake", FAKE, ["short"], on_change=changes.release) as service:
-        assert changes.acquire(timeout=30)
-        assert changes.acquire(timeout=30)
+        assert changes.acquire(timeout=120)
+        assert changes.acquire(timeout=120)
         assert service.ended
         assert service.stop() == 7
 
@@ -50,5 +50,5 @@ def test_standard_error_may_go_to_a_file(tmp_path) -> None:
         Service("fake", "tests.no_such_module", [], errors=errors) as service,
         pytest.raises(NotStartedError),
     ):
-        service.wait_ready(30)
+        service.wait_ready(120)
     assert "no_such_module" in path.read_text()

@@ -205,16 +205,19 @@ def test_python_m_twinlens_is_the_command() -> None:
 def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str) -> None:
     def play(request: v1.GenerateRequest):
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="one\n"))
-        llm.ended.wait(20)
+        llm.ended.wait(60)
 
     llm.play = play
     command = [sys.executable, "-m", "twinlens", "ask", "--llm", llm_address, "what?"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "one\n"
-    process.send_signal(signal.SIGINT)
-    assert llm.ended.wait(10)
-    _, err = process.communicate(timeout=10)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "one\n"
+            process.send_signal(signal.SIGINT)
+            assert llm.ended.wait(60)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
 
