@@ -1,7 +1,7 @@
 """Who gets what: admission, content keys, the store, and one flight for all who want the same item.
 
-Each caller holds a `Ticket`; when the last ticket of a flight is gone and no worker has begun on it, the flight is
-dropped.
+Each caller holds a `Ticket`; when the last ticket of a flight is gone, the flight is dropped, unless workers have begun
+on all of it. One that they have begun on in part is kept for a moment, for a caller whose stream broke.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from encoder_service.item import Header, Item, Key, Modality, Url
 
 FlightKey = tuple[bytes, str, Modality]
 """A key of content stands for its salt and modality as well; one that a caller made up need not."""
+
+_LINGER = 1.0
+"""Seconds that a video of which some is computed goes on after its last caller has left."""
 
 _log = log.get("encode")
 
@@ -209,7 +212,14 @@ class Encoder:
             return
         if flight.holds_entry:
             self._store.unpin(flight.entry.result().place)
-        elif not flight.started and flight.task is not None:
+        elif flight.started:
+            asyncio.get_running_loop().call_later(_LINGER, self._drop, flight)
+        else:
+            self._drop(flight)
+
+    def _drop(self, flight: Flight) -> None:
+        """Ends a flight that nobody wants, unless workers have begun on all of it."""
+        if not (flight.tickets or flight.begun or flight.entry.done() or flight.task is None):
             self._forget(flight)
             flight.task.cancel()
 

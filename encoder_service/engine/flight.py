@@ -32,6 +32,8 @@ class Flight:
     priority: int = 0
     stage: str = "inspect"
     units: list[Unit] = field(default_factory=list)
+    parts: int = 0
+    """How many units there are going to be; 0 while that is not known."""
     place: Place | None = None
     """Where its rows are being written; None before, and once that has failed."""
     landed: Progress = field(default_factory=Progress)
@@ -45,8 +47,13 @@ class Flight:
 
     @property
     def started(self) -> bool:
-        """A worker has begun on it, so that it runs to its end."""
+        """A worker has begun on it."""
         return any(unit.started_at for unit in self.units)
+
+    @property
+    def begun(self) -> bool:
+        """Workers have begun on all of it, so that it runs to its end."""
+        return 0 < self.parts == sum(unit.started_at > 0 for unit in self.units)
 
     @property
     def holds_entry(self) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 from common.arena import Range
+from common.tasks import outlast
 from common.wire import RowLayout
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.dispatch import Dispatcher
@@ -40,7 +41,9 @@ class Pieces:
         """Queues each piece when its frames are there; returns or raises when no worker can write rows any more."""
         units = self._flight.units
         try:
-            for first, end in self._cut(frames, batch_patches):
+            cuts = self._cut(frames, batch_patches)
+            self._flight.parts = len(cuts)
+            for first, end in cuts:
                 await frames.reach(end * self._frames_per_group)
                 units.append(self._submit(first, end))
             await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
@@ -49,8 +52,7 @@ class Pieces:
         finally:
             for unit in units:
                 self._dispatcher.withdraw(unit)
-            if running := [unit.done for unit in units if not unit.done.done()]:
-                await asyncio.wait(running)
+            await outlast(asyncio.gather(*(unit.done for unit in units), return_exceptions=True))
             _errors(units)  # one is raised; nobody asks for the others
 
     def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:

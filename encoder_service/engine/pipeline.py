@@ -90,7 +90,7 @@ class Pipeline:
         return plan
 
     async def compute(self, flight: Flight, plan: Plan, header: Header) -> Entry:
-        """Rows into the store; the entry comes back pinned once. Cancelled before a worker has begun, or not at all.
+        """Rows into the store; the entry comes back pinned once. Cancelled, it waits for what a worker has begun on.
 
         Room is made only once something could be decoded, so that broken media push nothing out of the store.
         """

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from common.errors import TwinlensError
-from encoder_service.engine import pieces
+from encoder_service.engine import encode, pieces
 from encoder_service.item import Item, Modality, Pixels
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.fakes import DONE
-from tests.unit.encoder_service.test_encode import encoder, turns
+from tests.unit.encoder_service.test_encode import encoder, rows, turns
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -42,3 +42,41 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
                 await rest
             with pytest.raises(TwinlensError):
                 _ = ticket.place
+
+
+def clip(monkeypatch, groups: int) -> Item:
+    """A video whose frame groups go to workers one by one."""
+    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    return Item(Modality.VIDEO, Pixels(bytes(2 * groups * 56 * 56 * 3), 2 * groups, 56, 56), field="items[0]")
+
+
+async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_is_computed(monkeypatch):
+    monkeypatch.setattr(encode, "_LINGER", 0.0)
+    film = clip(monkeypatch, 4)
+    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
+        waiting = asyncio.create_task(rows(made, film))
+        await turns(40)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await turns(40)
+        assert made.pipeline.staging.used, "the worker reads there"
+        worker.say(DONE)
+        await turns(40)
+        assert len(worker.batches) == 1
+        made.check_integrity(idle=True)
+
+
+async def test_a_video_goes_on_for_who_comes_back_at_once_and_where_all_of_it_has_begun(monkeypatch):
+    film = clip(monkeypatch, 2)
+    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
+        for left, linger in enumerate((60.0, 0.0)):
+            monkeypatch.setattr(encode, "_LINGER", linger)
+            waiting = asyncio.create_task(rows(made, film))
+            await turns(40)
+            assert len(worker.batches) == left + 1
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            worker.say(DONE)
+            await turns(40)
+        assert await rows(made, film)
+        assert len(worker.batches) == 2
