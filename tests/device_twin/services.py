@@ -54,4 +54,4 @@ def twin_pair(model: Path, **llm_flags: object) -> Iterator[Pair]:
         until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
         yield both
         until(both.idle, "nothing is held at the end")
-        assert media.get_load().leases == 0
+        until(lambda: media.get_load().leases == 0, "no lease is left")

@@ -23,6 +23,7 @@ from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
 
 ENGINE = "llm_service.engine"
+ANY_PORT = "--listen=127.0.0.1:0"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -37,7 +38,7 @@ def health(both: Pair) -> Iterator[Callable[[], int]]:
     """What the LLM service's health says now."""
     with grpc.insecure_channel(both.llm.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        yield lambda: stub.Check(health_pb2.HealthCheckRequest(service="twinlens.v1.LlmService"), timeout=10).status
+        yield lambda: stub.Check(health_pb2.HealthCheckRequest(service="twinlens.v1.LlmService"), timeout=60).status
 
 
 def engine_of(service: Service) -> int:
@@ -144,7 +145,7 @@ def test_a_caller_who_leaves_gives_everything_back(both: Pair, moment: str) -> N
         until(lambda: both.text.get_load().running == 1, "it is being computed")
     stream.cancel()
     if moment != "before it starts":
-        until(lambda: both.text.get_load().cancelled_requests == cancelled + 1, "the service has heard of it")
+        until(lambda: both.text.get_load().cancelled_requests > cancelled, "the service has heard of it")
     until(both.idle, "everything was given back")
 
 
@@ -227,19 +228,22 @@ def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) 
 
 
 def test_sigterm_while_the_engine_still_loads_ends_at_once(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "llm_service", f"--model={checkpoint}", "--threads=1"]
+    command = [sys.executable, "-m", "llm_service", f"--model={checkpoint}", ANY_PORT, "--threads=1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        until(lambda: any(ENGINE in line for line in descendants(process.pid).values()), "the engine has begun")
-        left = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        try:
+            until(lambda: any(ENGINE in line for line in descendants(process.pid).values()), "the engine has begun")
+            left = descendants(process.pid)
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=180)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert b"ready" not in out
     until(lambda: not any(command_line(pid) for pid in left), "the engine is gone")
 
 
 def test_a_front_that_is_killed_takes_its_engine_with_it(checkpoint: Path) -> None:
-    flags = ["--threads=1", "--kv-cache-bytes=4MiB", "--row-cache-bytes=1MiB"]
+    flags = [ANY_PORT, "--threads=1", "--kv-cache-bytes=4MiB", "--row-cache-bytes=1MiB"]
     with launch("llm_service", f"--model={checkpoint}", *flags, exit_code=-signal.SIGKILL) as service:
         engine = engine_of(service)
         service.process.kill()
@@ -275,8 +279,8 @@ def test_a_cache_that_holds_no_block_is_told_at_the_start(checkpoint: Path) -> N
 
 def refusal(*flags: str) -> str:
     """The last line that a service says which cannot begin; it ends with 1, and without a traceback."""
-    command = [sys.executable, "-m", "llm_service", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "llm_service", ANY_PORT, *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
