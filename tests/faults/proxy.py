@@ -46,7 +46,7 @@ class LyingProxy:
         thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
         thread.start()
         try:
-            assert ready.wait(30)
+            assert ready.wait(180)
             yield self
         finally:
             loop.call_soon_threadsafe(over.set)

@@ -67,7 +67,7 @@ class Twins:
             try:
                 answer = threads.submit(self.ask, picture)
                 until(lambda: self.media.get_load().leases == 1, "its rows are leased")
-                yield lambda: answer.result(60)
+                yield lambda: answer.result(180)
             finally:
                 if command_line(rank):
                     os.kill(rank, signal.SIGCONT)
@@ -112,7 +112,7 @@ def test_rows_of_a_worker_that_dies_under_them_are_fetched_in_another_way(checkp
 
 def test_rows_that_are_read_after_their_lease_do_not_count(checkpoint: Path) -> None:
     picture = new_picture()
-    with twins(checkpoint, lease_seconds=0.3) as both:
+    with twins(checkpoint, lease_seconds=3) as both:
         with both.on_the_way(picture) as answer:
             until(lambda: both.media.get_load().leases == 0, "the lease ends by its time")
         said, load = answer(), both.text.get_load()
