@@ -26,6 +26,7 @@ RELEASE = struct.Struct("<Q")
 _PREFIX = "twinlens-"
 _CREDENTIALS = struct.Struct("3i")
 _GREETING_SECONDS = 1.0
+_BACKLOG = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,28 @@ def listen(folder: str) -> tuple[socket.socket, str]:
     try:
         if folder:
             _sweep(Path(folder))
-            server.bind(str(Path(folder) / name))
+            _listen_in(Path(folder), name, server)
         else:
             name = f"@{name}"
             server.bind(f"\0{name[1:]}")
-        server.listen(64)
+            server.listen(_BACKLOG)
         server.setblocking(False)
     except BaseException:
         server.close()
         raise
     return server, name
+
+
+def _listen_in(folder: Path, name: str, server: socket.socket) -> None:
+    """The file gets its name when somebody listens behind it: until then another's `_sweep` would take it for dead."""
+    hidden = folder / f".{name}"
+    server.bind(str(hidden))
+    try:
+        server.listen(_BACKLOG)
+        hidden.rename(folder / name)
+    except OSError:
+        hidden.unlink()
+        raise
 
 
 def unlink(folder: str, name: str) -> None:

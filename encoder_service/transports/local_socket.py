@@ -70,6 +70,8 @@ class LocalSocket:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_GREETING_SECONDS):
                     told = await _exactly(link, SECRET_BYTES)
+                if not told:  # another encoder that starts has looked whether somebody listens here
+                    return
                 if not local_link.same_user(link) or not hmac.compare_digest(told, self.secret):
                     _log.warning("a local reader was refused")
                     return

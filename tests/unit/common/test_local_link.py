@@ -121,3 +121,23 @@ def test_sockets_of_services_that_were_killed_are_swept_and_living_ones_are_not(
     assert stale not in (living, name)
     alive.close()
     third.close()
+
+
+def test_services_that_start_together_leave_each_other_s_sockets_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = socket.socket.listen
+
+    def late(server: socket.socket, backlog: int) -> None:
+        monkeypatch.undo()
+        other, its_name = local_link.listen(str(tmp_path))
+        other.close()
+        local_link.unlink(str(tmp_path), its_name)
+        listen(server, backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", late)
+    server, name = local_link.listen(str(tmp_path))
+    with closing(server), closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as caller:
+        caller.connect(str(tmp_path / name))
+    local_link.unlink(str(tmp_path), name)
+    assert list(tmp_path.iterdir()) == []
