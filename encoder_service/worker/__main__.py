@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent
 from encoder_service.worker.ahead import ahead, in_turn
-from encoder_service.worker.messages import Batch, BatchFailed, Begin, Failed, ToWorker
+from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, Failed, ToWorker
+
+if TYPE_CHECKING:
+    from encoder_service.worker.runner import Prepared, Runner
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -41,10 +45,17 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
         return
     take = ahead if runner.device.type == "cuda" else in_turn
     for prepared in take(_batches(link), runner.prepare):
-        try:
-            link.send(runner.compute(prepared.result()))
-        except RuntimeError as error:  # out of memory, or a kernel that failed
-            link.send(BatchFailed(why=f"{type(error).__name__}: {error}"))
+        link.send(_answer(runner, prepared))
+
+
+def _answer(runner: Runner, prepared: Future[Prepared]) -> BatchDone | BatchFailed:
+    """What came of a batch. Raises RuntimeError where the device computes nothing more in this process."""
+    try:
+        return runner.compute(prepared.result())
+    except RuntimeError as error:  # out of memory, or a kernel that failed
+        if not runner.is_usable():
+            raise
+        return BatchFailed(why=f"{type(error).__name__}: {error}")
 
 
 def _batches(link: ParentLink[Any]) -> Iterator[Batch]:

@@ -105,6 +105,16 @@ class Runner:
             row_sums=sums,
         )
 
+    def is_usable(self) -> bool:
+        """Whether the device goes on computing. After some failures of a kernel, such as an access to memory that is
+        not there, everything else that a process asks of its GPU fails as well."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return False
+        return True
+
     def _make_pool(self, size: int) -> Pool:
         check_rows(self._config.levels * self._config.width * self.dtype.itemsize)
         return driver(self.device).create(self.device, size)

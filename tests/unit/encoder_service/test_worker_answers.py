@@ -1,0 +1,65 @@
+"""What a device worker says of a batch that failed, and when it ends instead."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from encoder_service.worker.__main__ import _answer
+from encoder_service.worker.messages import BatchFailed
+from encoder_service.worker.runner import Runner
+
+
+class Broken:
+    """A runner whose device fails; `usable` says whether it would do something else after that."""
+
+    def __init__(self, *, usable: bool) -> None:
+        self._usable = usable
+
+    def compute(self, prepared: object) -> object:
+        raise RuntimeError("a kernel failed")
+
+    def is_usable(self) -> bool:
+        return self._usable
+
+
+def failed() -> Future[object]:
+    future: Future[object] = Future()
+    future.set_exception(RuntimeError("no memory for patches"))
+    return future
+
+
+def prepared() -> Future[object]:
+    future: Future[object] = Future()
+    future.set_result(None)
+    return future
+
+
+def test_a_batch_that_failed_is_told_and_the_worker_goes_on() -> None:
+    assert _answer(Broken(usable=True), prepared()) == BatchFailed(why="RuntimeError: a kernel failed")
+    assert _answer(Broken(usable=True), failed()) == BatchFailed(why="RuntimeError: no memory for patches")
+
+
+@pytest.mark.parametrize("make", [prepared, failed])
+def test_a_worker_whose_gpu_computes_nothing_more_ends_so_that_another_takes_its_place(make) -> None:
+    with pytest.raises(RuntimeError):
+        _answer(Broken(usable=False), make())
+
+
+def test_a_gpu_that_fails_whatever_is_asked_of_it_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object.__new__(Runner)
+    runner.device = torch.device("cpu")
+    assert runner.is_usable()
+    runner.device = torch.device("cuda:1")
+    asked = []
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    assert runner.is_usable()
+    assert asked == [torch.device("cuda:1")]
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    assert not runner.is_usable()
