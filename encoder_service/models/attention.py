@@ -8,7 +8,8 @@ and is filled anew before each replay.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -165,12 +166,13 @@ class _FlashSegments:
 
 
 def _flash() -> Callable[..., Tensor]:
-    if importlib.util.find_spec("flash_attn"):
-        run: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
-        return run
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn  # type: ignore[return-value]
+    """Raises ImportError where there is none. The package may be there and of no use: built for another torch, or a
+    version without this function."""
+    for module, name in (("flash_attn", "flash_attn_varlen_func"), ("torch.nn.attention.varlen", "varlen_attn")):
+        with contextlib.suppress(ImportError, AttributeError):
+            run: Callable[..., Tensor] = getattr(importlib.import_module(module), name)
+            return run
+    raise ImportError("neither flash-attn nor a torch that has varlen_attn can be imported")
 
 
 def most_segments(patches: int) -> int:

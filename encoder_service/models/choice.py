@@ -30,7 +30,10 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
     if name != "auto":
         if why := _obstacle(name, device, dtype, wanted=True):
             raise AttentionUnavailable(f"--attention {name}: {why}")
-        return BACKENDS[name]()
+        try:
+            return BACKENDS[name]()
+        except ImportError as error:
+            raise AttentionUnavailable(f"--attention {name}: {error}") from error
     return _first(candidates(device, dtype), device, dtype, head_dim)
 
 
@@ -44,10 +47,11 @@ def choose_captured(name: str, device: torch.device, dtype: torch.dtype, head_di
 
 def _first(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     for name in names:
-        backend = BACKENDS[name]()
-        if name == "sdpa" or _passes(backend, device, dtype, head_dim):
+        if name == "sdpa":
+            break
+        if (backend := _tried(name, device, dtype, head_dim)) is not None:
             return backend
-    raise AssertionError("sdpa runs everywhere")
+    return BACKENDS["sdpa"]()
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -55,20 +59,22 @@ def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
     return [name for name in BACKENDS if not _obstacle(name, device, dtype, wanted=False)]
 
 
-def _passes(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether it runs on this device and agrees with torch's own attention: a driver or a compiler may be too old."""
+def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend | None:
+    """The back end, if it runs on this device and agrees with torch's own attention: a package, a driver or a compiler
+    may be too old."""
     lengths = [5, 130, 64]
     q, k, v = torch.randn(sum(lengths), 3, 2, head_dim, device=device).to(dtype).unbind(1)
     try:
+        backend = BACKENDS[name]()
         found = backend.over(lengths, device)(q, k, v)
     except Exception as error:  # noqa: BLE001 - whatever a kernel fails with, the next back end may do
-        _log.warning("an attention back end does not run here", backend=backend.name, why=str(error)[:500])
-        return False
+        _log.warning("an attention back end does not run here", backend=name, why=str(error)[:500])
+        return None
     difference = (found.float() - Sdpa().over(lengths, device)(q, k, v).float()).abs().max().item()
     if difference < _AGREEMENT:
-        return True
-    _log.warning("an attention back end computes something else", backend=backend.name, difference=difference)
-    return False
+        return backend
+    _log.warning("an attention back end computes something else", backend=name, difference=difference)
+    return None
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bool) -> str:

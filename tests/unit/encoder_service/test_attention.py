@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.models import choice
-from encoder_service.models.attention import Sdpa, Triton, runs
+from encoder_service.models.attention import Flash, Sdpa, Triton, runs
 from encoder_service.models.choice import AttentionUnavailable, candidates, choose, choose_captured
 
 CPU = torch.device("cpu")
@@ -120,6 +122,15 @@ class Broken(Sdpa):
         raise RuntimeError("no kernel image is available")
 
 
+class Missing(Sdpa):
+    """Is a package that was built for another torch."""
+
+    name = "flash"
+
+    def __init__(self):
+        raise ImportError("undefined symbol")
+
+
 class Right(Sdpa):
     """Another sdpa."""
 
@@ -133,12 +144,30 @@ class Other(Sdpa):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "chosen"), [(Wrong, Broken, "sdpa"), (Broken, Right, "triton"), (Right, Wrong, "triton")]
+    ("first", "second", "chosen"),
+    [(Wrong, Broken, "sdpa"), (Broken, Right, "triton"), (Right, Wrong, "triton"), (Missing, Right, "triton")],
 )
 def test_auto_passes_over_what_fails_its_trial(monkeypatch, first, second, chosen):
     monkeypatch.setattr(choice, "BACKENDS", {"flash": first, "triton": second, "sdpa": Sdpa})
     monkeypatch.setattr(choice, "_obstacle", lambda *_, **__: "")
     assert choose("auto", CPU, torch.float32, 16).name == chosen
+
+
+def test_one_that_is_asked_for_and_cannot_be_imported_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(choice, "BACKENDS", {"flash": Missing, "sdpa": Sdpa})
+    monkeypatch.setattr(choice, "_obstacle", lambda *_, **__: "")
+    with pytest.raises(AttentionUnavailable, match="--attention flash: undefined symbol"):
+        choose("flash", CPU, torch.float32, 16)
+
+
+@pytest.mark.parametrize("package", ["raise ImportError('undefined symbol')", "__version__ = '4.0'"])
+def test_a_flash_attn_that_is_of_no_use_gives_way_to_torch_s(package, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text(package)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    assert Flash()._run is varlen.varlen_attn
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
 
 
 def test_in_graphs_our_own_kernel_is_preferred(monkeypatch):
