@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from common.errors import DataLoss
+from common.tasks import outlast
 from llm_service.engine.messages import PullEnded
 from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
 
@@ -32,7 +33,8 @@ class Mirrors:
         if not self.reachable:
             raise DataLoss("the engine has ended")
         self._ids += 1
-        answer = self._waiting[self._ids] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Pulled] = asyncio.get_running_loop().create_future()
+        self._waiting[self._ids] = answer
         self._send(
             Pull(
                 id=self._ids,
@@ -44,11 +46,8 @@ class Mirrors:
                 row_sum=row_sum,
             )
         )
-        try:
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            await asyncio.wait({answer})
-            raise
+        await outlast(answer)
+        return answer.result()
 
     def vacate(self, offset: int, size: int) -> None:
         """These bytes of the arena are given to new rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 
@@ -64,3 +66,33 @@ async def test_a_copy_under_way_ends_when_the_threads_are_let_go(threads: Copier
     done = await anext(parts)
     threads.close()
     assert done + sum([part async for part in parts]) == PARTS * PART
+
+
+async def test_one_who_is_told_twice_to_stop_waiting_waits_for_the_threads_all_the_same(
+    threads: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+
+    def slow(target: memoryview, _: memoryview, __: DType) -> int:
+        assert may_end.wait(60)
+        return len(target)
+
+    monkeypatch.setattr(copier, "_copy", slow)
+    source, target = numbers(), np.zeros(PARTS * PART, np.uint8)
+
+    async def copy() -> None:
+        async with aclosing(threads.copy(memoryview(target), memoryview(source.view(np.uint8)))) as parts:
+            await anext(parts)
+
+    copying = asyncio.create_task(copy())
+    for _ in range(3):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        copying.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    left = copying.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert not left, "the threads might still have been writing"

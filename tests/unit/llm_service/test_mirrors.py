@@ -47,9 +47,10 @@ async def test_each_pull_gets_its_own_answer() -> None:
 async def test_who_is_cancelled_stays_until_the_ranks_no_longer_write() -> None:
     bench = Bench()
     task = await bench.pull()
-    task.cancel()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    for _ in range(2):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
     assert not task.done()
     bench.mirrors.ended(PullEnded(bench.sent[0].id, Pulled.LANDED))
     with pytest.raises(asyncio.CancelledError):
