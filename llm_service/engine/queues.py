@@ -10,6 +10,9 @@ from itertools import pairwise
 from llm_service.engine.messages import NOWHERE
 from llm_service.engine.sequence import Order, Sequence
 
+_FEW = 64
+"""Deadlines that may be kept without looking whose they are."""
+
 
 def rank(sequence: Sequence) -> Order:
     """Orders sequences: by priority, then arrival, then choice; a smaller one is served first."""
@@ -31,6 +34,7 @@ class Queues:
         for sequence in sequences:
             insort(self.waiting, sequence, key=rank)
         if deadline is not None:
+            self._forget_deadlines()
             heapq.heappush(self._deadlines, (deadline, id))
 
     def start(self, sequence: Sequence) -> None:
@@ -75,6 +79,12 @@ class Queues:
         while self._deadlines and self._deadlines[0][1] not in self.requests:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _forget_deadlines(self) -> None:
+        """Those of requests that are over go when they are many: a caller may set them years ahead."""
+        if len(self._deadlines) > 2 * len(self.requests) + _FEW:
+            self._deadlines = [each for each in self._deadlines if each[1] in self.requests]
+            heapq.heapify(self._deadlines)
 
     def late(self, now: float) -> list[int]:
         """The requests whose deadline has come by `now`; each is told once."""

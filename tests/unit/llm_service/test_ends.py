@@ -142,3 +142,17 @@ def test_a_session_that_is_over_before_its_request_is_keeps_nothing_of_it(over: 
         engine.scheduler.cool(7)
     run_until_over(engine, id)
     assert (len(engine.scheduler.blocks._warm) == 0) == over
+
+
+def test_deadlines_of_requests_that_are_over_are_not_kept_until_they_come() -> None:
+    engine = simulation()
+    ids = [engine.submit(replace(order(text(6)), deadline=1e9 + number)) for number in range(300)]
+    for id in ids[:-1]:
+        engine.abort(id)
+    late = engine.submit(replace(order(text(6)), deadline=5.0))
+    assert len(engine.scheduler._queues._deadlines) <= 100
+    assert engine.scheduler.next_deadline() == 5.0
+    engine.expire(5.0)
+    assert engine.outcomes[late].failed == "DEADLINE_EXCEEDED"
+    assert engine.scheduler.next_deadline() == 1e9 + 299
+    engine.drain()
