@@ -27,12 +27,12 @@ EXHAUSTED = 8
 
 
 def test_an_error_names_the_item_by_its_place_in_the_caller_s_own_request(service, client):
-    broken = image(pictures.encoded(pictures.photograph("rocket"), "JPEG")[:8000])
+    broken, hits = image(pictures.encoded(pictures.photograph("rocket"), "JPEG")[:8000]), client.load().store_hits
     with frozen(service, DECODER):
         first = client.start([broken])
         until(lambda: client.load().queued_items == 1, "the first waits")
         second = client.start([image(new_picture()), broken])
-        until(lambda: client.load().store_hits + client.load().queued_items > 1, "the second waits")
+        until(lambda: client.load().store_hits == hits + 1, "the second waits for what the first has begun")
     fields = [event.error.status.field for stream in (first, second) for event in stream if event.HasField("error")]
     assert fields == ["items[0]", "items[1]"]
 
@@ -105,7 +105,7 @@ def test_a_stream_that_runs_when_the_service_is_told_to_stop_is_finished(checkpo
             service.process.send_signal(signal.SIGTERM)
             found = follow(stream, "progress", found)
         assert len(follow(stream, "done", found).rows) == found.header.tokens
-        assert service.process.wait(30) == 0
+        assert service.process.wait(120) == 0
 
 
 def test_a_stream_that_outlasts_the_grace_time_is_ended_and_the_service_ends_well(checkpoints):
@@ -116,13 +116,13 @@ def test_a_stream_that_outlasts_the_grace_time_is_ended_and_the_service_ends_wel
             service.process.send_signal(signal.SIGTERM)
             with pytest.raises(grpc.RpcError):
                 follow(stream, "done", found)
-        assert service.process.wait(30) == 0
+        assert service.process.wait(120) == 0
 
 
 def test_a_caller_who_takes_nothing_is_left_and_what_was_pinned_for_him_comes_back(checkpoints):
     """His window is full after some kilobytes; sixteen pictures are megabytes."""
     pictures_of_rows = [image(new_picture(600, 600)) for _ in range(16)]
-    with encoder_server(checkpoints("qwen3_vl"), stall_seconds=0.3) as service, Client(service) as client:
+    with encoder_server(checkpoints("qwen3_vl"), stall_seconds=3) as service, Client(service) as client:
         narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
         with grpc.insecure_channel(service.address, narrow) as channel:
             request = encoder_pb2.EncodeRequest(items=pictures_of_rows)

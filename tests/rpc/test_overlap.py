@@ -65,7 +65,8 @@ def test_the_first_pictures_are_prefilled_while_the_last_is_encoded(both: Pair) 
     with no_row_is_computed(both.encoder):
         stream = both.text.generate(question, timeout=120)
         until(lambda: both.text.get_load().kv_blocks_used >= 3 * 16 // BLOCK, "three pictures are prefilled")
-        assert both.media.get_load().running_items + both.media.get_load().queued_items == 1
+        load = both.media.get_load()
+        assert load.running_items + load.queued_items == 1
     events = list(stream)
     early = [token for event in events for token in event.delta.token_ids]
     spans = events[0].started.spans

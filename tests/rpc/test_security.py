@@ -119,4 +119,4 @@ def test_an_encoder_of_another_model_is_not_used(
         with pytest.raises(TwinlensError) as error:
             answer(client, asked(about(PICTURE)))
         assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
-        assert "another model" in service.log.read_text("utf-8")
+        until(lambda: "another model" in service.log.read_text("utf-8"), "the log says why")
