@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from common import tracing
-from common.errors import Cancelled, InvalidInput
-from llm_service.admission import Admission
+from common.errors import Cancelled, Exhausted, InvalidInput
+from llm_service.admission import Admission, Place
 from llm_service.detokenizer import Detokenizer
 from llm_service.encoders.landing import Landing
 from llm_service.engine.front import EngineFront
@@ -81,7 +81,7 @@ class Generator:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
-        place = self.admission.enter()
+        place = self._enter()
         meter = self._meters.request()
         job = Job(asyncio.current_task(), place)
         self._open.setdefault(request.id, []).append(job)
@@ -110,6 +110,13 @@ class Generator:
             self._open[request.id].remove(job)
             if not self._open[request.id]:
                 del self._open[request.id]
+
+    def _enter(self) -> Place:
+        try:
+            return self.admission.enter()
+        except Exhausted:
+            self.outcomes["failed"] += 1
+            raise
 
     async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Event, None]:
         stages = job.stages

@@ -161,7 +161,7 @@ class LlmServicer(LlmServiceServicer):
             row_bytes=parts.rows.used_bytes,
             row_capacity_bytes=parts.rows.capacity_bytes,
             finished_requests=outcomes["finished"],
-            failed_requests=outcomes["failed"] + parts.generator.admission.refused,
+            failed_requests=outcomes["failed"],
             refused_requests=parts.generator.admission.refused,
             waiting_tokens=parts.generator.admission.waiting_tokens,
             kv_blocks_cached=state.kv_blocks_cached,

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Cancelled, InvalidInput, Unavailable
+from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
@@ -197,3 +197,27 @@ async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.Mo
             await asyncio.wait_for(everything(generator(b, front, tokens=0), asked()), 20)
         assert (error.value.reason, error.value.field) == ("EMPTY_PROMPT", "input")
         assert child.told(Add) == []
+
+
+async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        made = generator(b, front)
+        made.admission.max_requests, made.admission.max_waiting_tokens = 2, 15
+        waiting = asyncio.create_task(everything(made, asked()))
+        await eventually(lambda: child.told(Add))
+        with pytest.raises(Exhausted) as error:
+            await everything(made, asked())
+        assert error.value.reason == "TOO_MANY_WAITING_TOKENS"
+        made.admission.max_requests = 1
+        with pytest.raises(Exhausted) as error:
+            await everything(made, asked())
+        assert error.value.reason == "TOO_MANY_REQUESTS"
+        assert (made.outcomes["failed"], made.admission.refused) == (2, 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
