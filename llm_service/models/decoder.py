@@ -20,6 +20,9 @@ from llm_service.layers.norm import RMSNorm
 from llm_service.layers.rotary import MultimodalRotary, rotate
 from llm_service.models.config import TextConfig
 
+_GROUPED = (9, 10)
+"""Compute capabilities (their first part) for which torch's grouped product has a kernel of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deepstack:
@@ -144,16 +147,17 @@ class Decoder(nn.Module):
         self.config = config
         self._group = group
         self.kv_heads = _count(group.kv_share(config.kv_heads))
-        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
-        self.layers = nn.ModuleList(
-            Layer(index, config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for index in range(config.layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        whole, words = slice(0, config.hidden_size), group.vocabulary_share(config.vocab_size)
-        self.lm_head = PackedLinear(whole, {"lm_head": words}, bias=False, dtype=dtype)
+        layers, whole = range(config.layers), slice(0, config.hidden_size)
+        with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
+            self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
+            self.layers = nn.ModuleList(
+                Layer(index, config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for index in layers
+            )
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            words = {"lm_head": group.vocabulary_share(config.vocab_size)}
+            self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        self.to(device)
         self.rotary = MultimodalRotary(
             config.head_dim,
             config.rope_theta,
@@ -199,11 +203,13 @@ class Decoder(nn.Module):
 
     def not_capturable(self) -> str:
         """Why this decoder cannot be captured in a CUDA graph; empty where it can. The grouped product of experts asks
-        the device for its groups' sizes, except in the one kernel that does not."""
+        the device for its groups' sizes, except in the kernel that torch has for some GPUs."""
         weight = self.norm.weight
-        if not self.config.experts or (weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)):
+        if not self.config.experts:
             return ""
-        return "experts can be captured in bfloat16 on GPUs of compute capability 9 and later"
+        if weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED:
+            return ""
+        return "experts can be captured in bfloat16, on GPUs of compute capability 9 and 10"
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""

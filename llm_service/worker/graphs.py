@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from llm_service.plan import Chunk
 _log = log.get("graphs")
 
 
+@runtime_checkable
 class StableBackend(AttentionBackend, Protocol):
     """A back end whose batches follow tables that may be filled anew."""
 
@@ -159,6 +160,7 @@ class GraphRunner:
                     graphs.insert(0, graph)
                 else:
                     _log.warning("a graph is left out: it needs too much memory", tokens=size, most_bytes=most_bytes)
+                del graph  # the memory of one that is left out is free before the next is captured
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:

@@ -31,8 +31,18 @@ _log = log.get("load")
 def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
     """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
 
-    `blocks` of the runner says how much that is, the same on all ranks.
+    `blocks` of the runner says how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
+    cannot be served, or not on this device.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one, wherever the tensors are
+    try:
+        return _load(settings, device, group, arena_fd)
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(f"the GPU's memory is too small: {str(error).partition(chr(10))[0]}") from error
+
+
+def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
     here = group.size // settings.nodes
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     if device.type == "cpu":
@@ -54,17 +64,25 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     first.warm_up()
     if settings.compile:
         _compile(decoder, group, device)
-        first.run(one_token())  # one token is a case of its own to the compiler
+    gpu = device.type == "cuda"
+    if gpu:
+        first.run(one_token())  # few rows have kernels of their own, and one is a case of its own to torch's compiler
     first.run(plan)
+    graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first
     context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)
     block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
-    gpu, graphs = device.type == "cuda", device.type == "cuda" and settings.graphs != "off"
     free = gauge.free() - graphs * settings.graph_bytes
     blocks = block_count(settings, block_bytes, free, context, group, gpu=gpu)
     runner = _runner(decoder, arena, settings, group, blocks)
     if graphs:
-        _capture(runner, decoder, settings, group, min(context, blocks * settings.block_size))
+        bounds = Bounds(
+            settings.max_running,
+            settings.max_step_tokens,
+            min(context, blocks * settings.block_size),
+            settings.row_levels,
+        )
+        runner.capture(bounds, CudaCapture(device), most_bytes=settings.graph_bytes, agree=group.least)
     return runner
 
 
@@ -98,14 +116,11 @@ def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None
     decoder.compile_layers()
 
 
-def _capture(runner: Runner, decoder: Decoder, settings: EngineSettings, group: TensorGroup, context: int) -> None:
-    """Captures what can be; a model that cannot be captured runs without graphs."""
-    if why := decoder.not_capturable():
+def _capturable(runner: Runner) -> bool:
+    """Whether there can be graphs; without them everything runs eagerly."""
+    if why := runner.not_capturable():
         _log.warning("there are no graphs", cause=why)
-        return
-    bounds = Bounds(settings.max_running, settings.max_step_tokens, context, settings.row_levels)
-    capture = CudaCapture(decoder.norm.weight.device)
-    runner.capture(bounds, capture, most_bytes=settings.graph_bytes, agree=group.least)
+    return not why
 
 
 def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int) -> Runner:

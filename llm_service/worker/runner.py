@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,12 +43,18 @@ class Runner:
         if isinstance(self._backend, WarmBackend):
             self._backend.warm_up(self._caches[0])
 
+    def not_capturable(self) -> str:
+        """Why there can be no graphs; empty where there can."""
+        if not isinstance(self._backend, StableBackend):
+            return f"--attention {self._backend.name} launches other kernels for other lengths"
+        return self._decoder.not_capturable()
+
     @torch.inference_mode()
     def capture(self, bounds: Bounds, capture: Capture, *, most_bytes: int, agree: Callable[[int], int]) -> None:
-        """Captures graphs of batches within bounds; see `GraphRunner`. Needs a back end that follows tables."""
-        backend = cast("StableBackend", self._backend)
+        """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
+        assert isinstance(self._backend, StableBackend), "a back end that does not follow tables"
         self.graphs = GraphRunner(
-            self._decoder, backend, self._caches, self._shape, bounds, capture, most_bytes=most_bytes, agree=agree
+            self._decoder, self._backend, self._caches, self._shape, bounds, capture, most_bytes=most_bytes, agree=agree
         )
 
     @torch.inference_mode()

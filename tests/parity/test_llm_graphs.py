@@ -6,6 +6,7 @@ exist, so that a padded token, a stale row or the tail of a block table cannot g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +25,12 @@ PEOPLE = 6
 
 
 class Again:
-    """Captures by keeping the callable. `room` graphs fit into memory."""
+    """Captures by keeping the callable. `room` graphs fit into memory; `most` is how many there were at once."""
 
     def __init__(self, room: int = 1000) -> None:
-        self.captured = 0
+        self.captured = self.most = 0
         self._room = room
+        self._alive = weakref.WeakSet[Callable[[], None]]()
         self.after: Callable[[], None] = lambda: None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -39,6 +41,8 @@ class Again:
             run()
             self.after()
 
+        self._alive.add(replay)
+        self.most = max(self.most, len(self._alive))
         return replay
 
     @property
@@ -122,8 +126,9 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
     everything = graphed(folder)[0].runner.graphs
     assert everything is not None
     assert everything.sizes == (decode_sizes(PEOPLE), prefill_sizes(64))
-    engine, _ = graphed(folder, room=2)
+    engine, capture = graphed(folder, room=2)
     assert engine.runner.graphs is not None
+    assert capture.most == 3, "one that is left out is gone before the next is captured"
     assert engine.runner.graphs.sizes == ([4, 6], [])
 
     answers = iter([1, 1, 1, 1, 0, 1, 1])  # another rank has no room for the fifth one

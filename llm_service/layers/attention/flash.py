@@ -57,23 +57,23 @@ class FlashBatch:
 
 def find(block_size: int) -> Compute | None:
     """The newest version of the library that is here and can read blocks of this size."""
-    if (module := _imported("flash_attn_interface")) is not None:
-        return _version_3(module)
-    if block_size % _PAGE_OF_VERSION_2 == 0 and (module := _imported("flash_attn")) is not None:
-        return _version_2(module)
-    return None
+    if (with_cache := _imported("flash_attn_interface", "flash_attn_with_kvcache")) is not None:
+        return _version_3(with_cache)
+    varlen = _imported("flash_attn", "flash_attn_varlen_func") if block_size % _PAGE_OF_VERSION_2 == 0 else None
+    return None if varlen is None else _version_2(varlen)
 
 
-def _imported(name: str) -> Any:
+def _imported(module: str, name: str) -> Any:
+    """None where it is not there, was built for another torch, or is a version without this function."""
     try:
-        return importlib.import_module(name)
+        return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
 
 
-def _version_3(module: Any) -> Compute:
+def _version_3(with_cache: Any) -> Compute:
     def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
-        out = module.flash_attn_with_kvcache(
+        out = with_cache(
             query,
             keys,
             values,
@@ -90,10 +90,10 @@ def _version_3(module: Any) -> Compute:
     return compute
 
 
-def _version_2(module: Any) -> Compute:
+def _version_2(varlen: Any) -> Compute:
     def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
         ends = tables.lengths.cumsum(0, dtype=torch.int32)
-        attended: Tensor = module.flash_attn_varlen_func(
+        attended: Tensor = varlen(
             query,
             keys,
             values,

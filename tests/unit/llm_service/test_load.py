@@ -1,0 +1,76 @@
+"""How a rank gets its device: where its kernels start, what is told where it is too small, and what is captured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.layers.attention import flash
+from llm_service.layers.group import ALONE
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.models.qwen3 import Qwen3Decoder
+from llm_service.settings import EngineSettings
+from llm_service.worker import load
+from tests.parity.local_engine import LocalEngine
+
+SECOND = torch.device("cuda:1")
+SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), "nodes": 1})  # type: ignore[arg-type]
+
+
+def test_a_rank_s_kernels_start_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(load, "_load", lambda *_: list(asked))
+    assert load.load_runner(SETTINGS, SECOND, ALONE, -1) == [SECOND], "before anything is loaded"
+    load.load_runner(SETTINGS, torch.device("cpu"), ALONE, -1)
+    assert asked == [SECOND]
+
+
+def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_too_much(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nException raised from malloc")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(load, "_load", load_too_much)
+    with pytest.raises(CheckpointError) as caught:
+        load.load_runner(SETTINGS, SECOND, ALONE, -1)
+    assert str(caught.value) == "the GPU's memory is too small: CUDA out of memory. Tried to allocate 9 GiB."
+
+
+def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints: Callable[..., Path]) -> None:
+    runner = LocalEngine(checkpoints("qwen3_vl"), attention="torch").runner
+    assert "--attention torch" in runner.not_capturable()
+    assert LocalEngine(checkpoints("qwen3_vl"), attention="triton").runner.not_capturable() == ""
+
+
+@pytest.mark.parametrize(("capability", "can"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_experts_are_captured_where_their_product_asks_the_device_for_nothing(
+    capability: tuple[int, int], can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    made = SimpleNamespace(norm=SimpleNamespace(weight=weight), config=SimpleNamespace(experts=8))
+    assert (Decoder.not_capturable(made) == "") == can  # type: ignore[arg-type]
+
+
+def test_weights_are_made_on_their_device(checkpoint: Path) -> None:
+    config = TextConfig.of(Checkpoint(checkpoint).config)
+    made = Qwen3Decoder(config, ALONE, torch.bfloat16, torch.device("meta"))
+    assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
+
+
+def test_a_flash_attn_without_the_function_that_is_needed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn_interface", "flash_attn"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert flash.find(256) is None
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", print, raising=False)
+    assert flash.find(256) is not None
+    assert flash.find(16) is None, "version 2 reads no blocks of this size"
