@@ -31,10 +31,12 @@ class CacheShape:
     def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A cache, [layers, 2, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values.
 
-        What it holds is not said: nothing is read of it that was not written. So a CPU's takes memory as it fills.
+        On a CPU it takes memory as it fills: our kernels read nothing that was not written. A GPU's holds zeros, since
+        flash-attn multiplies the values behind a sequence's end by zero, and what is not a number would stay.
         """
         shape = (self.layers, 2, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device)
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        return make(shape, dtype=dtype, device=device)
 
 
 class AttentionBatch(Protocol):
