@@ -16,7 +16,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import ROOT, command_line, descendants, llm_server
-from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens, usable
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
 
@@ -46,7 +46,7 @@ def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.
         yield process
         known = set(descendants(process.pid))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         until(lambda: not any(map(command_line, known)), "its ranks are gone")
     finally:
         for pid in {*known, *descendants(process.pid)}:
@@ -75,6 +75,7 @@ def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, checkpoints: Callable
             assert second.stdout is not None
             here = ranks // 2
             assert second.stdout.readline() == f"ready ranks={here}-{ranks - 1}\n"
+            until(lambda: usable(two, 1), "the encoder is usable")
             assert [tokens(two, asked(prompt, greedy(32))) for prompt in PROMPTS] == expected
             assert len(two.get_info().devices) == ranks
             assert len(service.children("llm_service.worker")) == here - 1

@@ -10,7 +10,8 @@ import pytest
 from tests import pictures
 from tests.checkpoints import FAMILIES, Family
 from tests.launch import llm_server
-from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens, usable
+from tests.waiting import until
 from twinlens import LlmClient, user, v1
 
 PROMPTS = [
@@ -28,6 +29,7 @@ def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[
         asking = [asked(prompt, way) for prompt in PROMPTS for way in WAYS]
         expected = [tokens(one.text, each) for each in asking]
         with llm_server(folder, one.encoder.address, **LLM_FLAGS, tp=2) as service, LlmClient(service.address) as two:
+            until(lambda: usable(two, 1), "the encoder is usable")
             assert [tokens(two, each) for each in asking] == expected
             assert list(two.get_info().devices) == ["cpu", "cpu"]
             assert two.get_load().rows_received == one.text.get_load().rows_received
