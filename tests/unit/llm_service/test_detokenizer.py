@@ -121,7 +121,7 @@ def _bytes(char: str) -> list[str]:
     return [shown[byte] for byte in char.encode()]
 
 
-def test_a_thousand_random_tokens_take_no_time_that_grows_with_the_text(builder: PromptBuilder) -> None:
+def test_thousands_of_random_tokens_join_to_the_decoded_whole(builder: PromptBuilder) -> None:
     rng = random.Random(0)
     ids = [rng.randrange(VOCABULARY) for _ in range(3000)]
     assert "".join(pieces(builder, ids)[0]) == builder.tokenizer.decode(ids, skip_special_tokens=True)
