@@ -1,22 +1,20 @@
-"""Memory of NVIDIA GPUs that other processes read: CUDA IPC, through the driver's own interface.
+"""Memory of NVIDIA GPUs that other processes read: CUDA IPC, through the driver's own interface (`cuda_driver`).
 
-Names are those of the CUDA Driver API, in the library that the driver brings along; torch, whose caching allocator
-packs many tensors into a block, is only asked for the current stream. Every call needs the device's primary context to
-be current, which it is in a thread that has used the device by torch.
+torch, whose caching allocator packs many tensors into a block, is only asked for the current stream. Every call needs
+the device's primary context to be current, which it is in a thread that has used the device by torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import uuid
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from typing import Any
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
 
+from common.cuda_driver import call
 from common.device_memory import DeviceMemoryError
 
 HANDLE_BYTES = 64
@@ -38,18 +36,18 @@ class CudaMemory:
     """The driver; raises DeviceMemoryError where there is none."""
 
     def __init__(self) -> None:
-        _call("cuInit", c_uint(0))
+        call("cuInit", c_uint(0))
 
     def create(self, device: torch.device, size: int) -> CudaPool:
         """An allocation of whole 2 MiB."""
         size = -(-size // _GRANULE) * _GRANULE
         address, handle = c_uint64(), _Handle()
         with _made_current(device):
-            _call("cuMemAlloc_v2", byref(address), c_size_t(size))
+            call("cuMemAlloc_v2", byref(address), c_size_t(size))
             try:
-                _call("cuIpcGetMemHandle", byref(handle), address)
+                call("cuIpcGetMemHandle", byref(handle), address)
             except DeviceMemoryError:
-                _call("cuMemFree_v2", address)
+                call("cuMemFree_v2", address)
                 raise
         return CudaPool(device, address.value, bytes(handle.reserved), size)
 
@@ -60,10 +58,10 @@ class CudaMemory:
         address, base, size = c_uint64(), c_uint64(), c_size_t()
         given = _Handle((c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
         with _made_current(device):
-            _call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint(_LAZY_PEER_ACCESS))
+            call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint(_LAZY_PEER_ACCESS))
             mapping = CudaMapping(device, address.value, 0)
             try:
-                _call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+                call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
             except DeviceMemoryError:
                 mapping.close()
                 raise
@@ -73,7 +71,7 @@ class CudaMemory:
     def reachable(self, devices: Sequence[torch.device]) -> list[str]:
         """Of the GPUs that this process sees, those that all of `devices` are, or are peers of."""
         count = c_int()
-        _call("cuDeviceGetCount", byref(count))
+        call("cuDeviceGetCount", byref(count))
         every = [_ordinal(index) for index in range(count.value)]
         mine = [every[_index(device)] for device in devices]
         return [_uuid(other) for other in every if all(one == other or _peers(one, other) for one in mine)]
@@ -98,7 +96,7 @@ class CudaPool:
     def close(self) -> None:
         """Frees the memory."""
         with torch.cuda.device(self._on):
-            _call("cuMemFree_v2", c_uint64(self._address))
+            call("cuMemFree_v2", c_uint64(self._address))
 
 
 class CudaMapping:
@@ -119,14 +117,14 @@ class CudaMapping:
         """Unmaps, once everything that was begun on the device has ended."""
         with torch.cuda.device(self._on):
             torch.cuda.synchronize(self._on)
-            _call("cuIpcCloseMemHandle", c_uint64(self._address))
+            call("cuIpcCloseMemHandle", c_uint64(self._address))
 
 
 def _copy(device: torch.device, target: int, source: int, size: int) -> None:
     """The driver tells from the addresses which GPUs they belong to."""
     with torch.cuda.device(device):
         stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        _call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
+        call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
 
 
 def _made_current(device: torch.device) -> torch.cuda.device:
@@ -142,38 +140,18 @@ def _index(device: torch.device) -> int:
 def _ordinal(index: int) -> int:
     """The driver's name for the GPU that torch calls cuda:index; both count what CUDA_VISIBLE_DEVICES leaves."""
     device = c_int()
-    _call("cuDeviceGet", byref(device), c_int(index))
+    call("cuDeviceGet", byref(device), c_int(index))
     return device.value
 
 
 def _uuid(device: int) -> str:
     """As nvidia-smi writes it."""
     found = _Uuid()
-    _call("cuDeviceGetUuid_v2", byref(found), c_int(device))
+    call("cuDeviceGetUuid_v2", byref(found), c_int(device))
     return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
 
 
 def _peers(one: int, other: int) -> bool:
     yes = c_int()
-    _call("cuDeviceCanAccessPeer", byref(yes), c_int(one), c_int(other))
+    call("cuDeviceCanAccessPeer", byref(yes), c_int(one), c_int(other))
     return bool(yes.value)
-
-
-@functools.cache
-def _library() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DeviceMemoryError("there is no CUDA driver here") from error
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Calls the driver; raises DeviceMemoryError for what it does not do."""
-    try:
-        function = getattr(_library(), name)
-    except AttributeError as error:
-        raise DeviceMemoryError(f"the CUDA driver is too old: it has no {name}") from error
-    if code := function(*arguments):
-        said = c_char_p()
-        _library().cuGetErrorName(c_int(code), byref(said))
-        raise DeviceMemoryError(f"{name}: {said.value.decode() if said.value else code}")

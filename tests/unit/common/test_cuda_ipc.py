@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import cuda_ipc
+from common import cuda_driver, cuda_ipc
 from common.cuda_ipc import HANDLE_BYTES, CudaMemory
 from common.device_memory import DeviceMemoryError
 
@@ -90,7 +90,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def library(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(cuda_ipc, "_library", lambda: stand_in)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=STREAM))
@@ -144,14 +144,14 @@ def test_devices_are_reachable_that_every_rank_is_or_is_a_peer_of(library: Any) 
 
 
 def test_a_pool_whose_memory_cannot_be_shared_is_freed(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = cuda_ipc._call
+    call = cuda_driver.call
 
     def refuses(name: str, *arguments: Any) -> None:
         if name == "cuIpcGetMemHandle":
             raise DeviceMemoryError("cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED")
         call(name, *arguments)
 
-    monkeypatch.setattr(cuda_ipc, "_call", refuses)
+    monkeypatch.setattr(cuda_ipc, "call", refuses)
     with pytest.raises(DeviceMemoryError, match="NOT_SUPPORTED"):
         CudaMemory().create(GPU[0], 1)
     assert count(library, "freed") == 1

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import gc
+from ctypes import c_size_t, c_uint, c_void_p
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common import cuda_driver
 from llm_service.plan import RowSlice
 from llm_service.worker.fusion import RowArena, fuse
 
 LEVELS, WIDTH, ROWS = 2, 8, 6
 
 
-class Runtime:
-    """The CUDA runtime as far as it is asked here; `code` is what locking answers."""
+class Driver:
+    """The driver as far as it is asked here; `code` is what locking answers."""
 
     def __init__(self, code: int) -> None:
         self.code = code
         self.locked: list[tuple[int, int]] = []
         self.unlocked: list[int] = []
 
-    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
-        self.locked.append((address, size))
+    def cuMemHostRegister_v2(self, address: c_void_p, size: c_size_t, flags: c_uint) -> int:
+        assert address.value is not None
+        assert flags.value == 1
+        self.locked.append((address.value, size.value))
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:
-        self.unlocked.append(address)
+    def cuMemHostUnregister(self, address: c_void_p) -> int:
+        assert address.value is not None
+        self.unlocked.append(address.value)
+        return 0
+
+    def cuGetErrorName(self, _code: object, _name: object) -> int:
         return 0
 
 
@@ -44,10 +52,11 @@ class Event:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime(0)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(0)
     Event.log = []
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: made, Event=Event))
+    monkeypatch.setattr(cuda_driver, "_library", lambda: made)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Event=Event))  # nothing else of torch's may be asked
     return made
 
 
@@ -56,18 +65,18 @@ def arena() -> tuple[RowArena, torch.Tensor]:
     return RowArena(memoryview(bytearray(rows.numpy().tobytes())), LEVELS, WIDTH, torch.float32), rows
 
 
-def test_memory_is_locked_once_and_unlocked_when_nobody_has_it_any_more(runtime: Runtime) -> None:
+def test_memory_is_locked_once_and_unlocked_when_nobody_has_it_any_more(driver: Driver) -> None:
     made, rows = arena()
     made.pin()
-    assert [size for _, size in runtime.locked] == [rows.nbytes]
-    assert runtime.unlocked == []
+    assert [size for _, size in driver.locked] == [rows.nbytes]
+    assert driver.unlocked == []
     del made
     gc.collect()
-    assert runtime.unlocked == [runtime.locked[0][0]]
+    assert driver.unlocked == [driver.locked[0][0]]
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is(runtime: Runtime) -> None:
-    runtime.code = 2
+def test_memory_that_cannot_be_locked_is_used_as_it_is(driver: Driver) -> None:
+    driver.code = 2
     made, rows = arena()
     made.pin()
     hidden = torch.zeros(ROWS, WIDTH)
@@ -75,10 +84,10 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(runtime: Runtime) -> None
     assert torch.equal(hidden, rows[:, 0])
     del made
     gc.collect()
-    assert runtime.unlocked == []
+    assert driver.unlocked == []
 
 
-def test_what_is_begun_is_waited_for_once(runtime: Runtime) -> None:
+def test_what_is_begun_is_waited_for_once(driver: Driver) -> None:
     made, _ = arena()
     made.pin()
     made.settle()
@@ -90,4 +99,4 @@ def test_what_is_begun_is_waited_for_once(runtime: Runtime) -> None:
     fuse(torch.zeros(ROWS, WIDTH), [], made)
     made.settle()
     assert Event.log == ["begun", "waited"]
-    assert runtime.locked
+    assert driver.locked

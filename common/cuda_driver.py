@@ -1,0 +1,34 @@
+"""Calls to the NVIDIA driver's own library, which comes with the driver.
+
+Names are those of the CUDA Driver API. A call that the driver refuses leaves nothing behind: the runtime, which torch
+uses, keeps its last error, and blames the next kernel for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_char_p, c_int
+from typing import Any
+
+from common.device_memory import DeviceMemoryError
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls the driver; raises DeviceMemoryError for what it does not do, or where there is none."""
+    try:
+        function = getattr(_library(), name)
+    except AttributeError as error:
+        raise DeviceMemoryError(f"the CUDA driver is too old: it has no {name}") from error
+    if code := function(*arguments):
+        said = c_char_p()
+        _library().cuGetErrorName(c_int(code), byref(said))
+        raise DeviceMemoryError(f"{name}: {said.value.decode() if said.value else code}")
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceMemoryError("there is no CUDA driver here") from error
