@@ -252,3 +252,5 @@ class EngineFront:
             self._on_ready(True)
         elif first is not None:
             first.set_exception(CheckpointError(message.why))
+        else:
+            _log.error("the engine cannot serve any more", cause=message.why)
