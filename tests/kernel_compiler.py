@@ -1,13 +1,16 @@
 """`python -m tests.kernel_compiler CAPABILITY`: compiles our Triton kernels for a GPU that is not here.
 
-Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: the bytes of shared
-memory that each kernel takes.
+Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
+bytes of shared memory that it takes, and those that one thread keeps on its stack.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -25,9 +28,12 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k")
 
+Bytes = tuple[int, int]
+"""Of shared memory, and of one thread's stack."""
 
-def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> int:
-    """Bytes of shared memory. `given` are constants and options; `wide` names pointers to float32."""
+
+def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> Bytes:
+    """`given` are constants and options; `wide` names pointers to float32."""
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:
@@ -52,27 +58,38 @@ def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, 
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert len(made.asm["cubin"]) > 0
-    return int(made.metadata.shared)
+    return int(made.metadata.shared), _stack(made.asm["cubin"])
 
 
-def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+def _stack(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])
+
+
+def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Bytes]:
     """As `PagedBatch` launches them."""
     shape = _Shape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
     both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
     launch = {"num_warps": 4, "num_stages": shape.stages}
+    wider = {**launch, "num_warps": shape.prefill_warps}
     sums = ("parts", "maxima", "sums")
     return {
         "store": compiled(capability, kernels.store_kernel, dtype, WIDTH=256),
         "decode": compiled(capability, kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
         "split": compiled(capability, kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=16, **both, **launch),
         "combine": compiled(capability, kernels.combine_kernel, dtype, sums, SPLITS=16, **same, num_warps=4),
-        "prefill": compiled(capability, kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **launch),
+        "prefill": compiled(capability, kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **wider),
     }
 
 
-def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, int]:
+def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
     """As the towers launch their attention: whole pictures, and windows."""
     kernel = varlen_attention._varlen_attention
     return {
@@ -81,13 +98,13 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, int]:
     }
 
 
-def main(capability: int) -> dict[str, int]:
+def main(capability: int) -> dict[str, Bytes]:
     """All kernels, in the types and sizes of head that models have."""
-    found: dict[str, int] = {}
+    found: dict[str, Bytes] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
         made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
-        found |= {f"{kernel} {name} {head_dim}": shared for kernel, shared in made.items()}
+        found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
     found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)

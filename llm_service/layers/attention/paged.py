@@ -31,11 +31,13 @@ class _Shape:
     block_size: int
     keys_at_once: int
     stages: int
+    prefill_warps: int
     precision: str
 
     @classmethod
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> _Shape:
         dims = max(16, triton.next_power_of_2(shape.head_dim))
+        exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
         # Keys and values in flight are to take at most 64 KiB of shared memory beside the queries.
         small = dims * dtype.itemsize <= 256
         return cls(
@@ -43,9 +45,10 @@ class _Shape:
             head_dim=shape.head_dim,
             dims=dims,
             block_size=shape.block_size,
-            keys_at_once=64 if small else 32,
-            stages=2 if small else 1,
-            precision="ieee" if dtype == torch.float32 else "tf32",
+            keys_at_once=16 if exact else 64 if small else 32,
+            stages=2 if small and not exact else 1,
+            prefill_warps=16 if exact else 4,
+            precision="ieee" if exact else "tf32",
         )
 
 
@@ -138,7 +141,7 @@ class PagedBatch:
                 BLOCK_M=TILE,
                 BLOCK_N=shape.keys_at_once,
                 PRECISION=shape.precision,
-                num_warps=4,
+                num_warps=shape.prefill_warps,
                 num_stages=shape.stages,
             )
         return out.flatten(1)
