@@ -16,9 +16,15 @@ from common.devices import cuda_device_count
 # other processes spin against each other. The services that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
-if not cuda_device_count():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The suite for CPUs is the same on a machine with GPUs: neither it nor the services that it starts see them."""
+    if config.option.markexpr == "not gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
+    if not cuda_device_count():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 # How long an example takes says nothing on a machine that does other things as well.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""What a process may use of its machine."""
+"""What hardware is here, and what a process may use of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.devices import usable_cores
+from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,13 @@ def test_a_container_s_share_of_the_cores_counts(
 
 def test_without_a_control_group_all_cores_that_it_may_run_on_are_usable(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_the_suite_for_cpus_sees_no_gpu_whatever_the_machine_has() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert cuda_device_count() == 0
+    assert default_device() == "cpu"
+
+
+def test_the_type_of_weights_follows_from_the_device() -> None:
+    assert [default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == ["float32", "bfloat16", "bfloat16"]
