@@ -1,62 +1,74 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
+from tests.launch import descendants
 from tools import up
 
 FAKE = "tests.unit.tools.fake_service"
 
 
-def running(*behaviours: str) -> subprocess.Popen[str]:
-    """`make up` with two fake services; the second behaves as told."""
+@contextmanager
+def running(*behaviours: str) -> Iterator[subprocess.Popen[str]]:
+    """`make up` with two fake services; the second behaves as told. None of them outlives the block."""
     commands = [("encoder", FAKE, []), ("LLM", FAKE, list(behaviours))]
     program = f"from tools import up; up._commands = lambda _: {commands}; raise SystemExit(up.main(['--model', 'x']))"
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            for pid in descendants(process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_both_in_order_and_that_is_success(number: signal.Signals) -> None:
-    process = running()
-    assert process.stdout is not None
-    assert {process.stdout.readline().split()[0] for _ in range(2)} == {"encoder", "LLM"}
-    assert process.stdout.readline().startswith("ask with:")
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    with running() as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline().split()[0] for _ in range(2)} == {"encoder", "LLM"}
+        assert process.stdout.readline().startswith("ask with:")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
     assert "finishing" in err
     assert process.returncode == 0
 
 
 def test_a_signal_before_they_serve_stops_them_too() -> None:
-    process = running("silent")
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("encoder serves")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    with running("silent") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("encoder serves")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
     assert process.returncode == 0
 
 
 def test_a_service_that_ends_by_itself_stops_the_other_and_is_named() -> None:
-    process = running("short")
-    _, err = process.communicate(timeout=30)
+    with running("short") as process:
+        _, err = process.communicate(timeout=120)
     assert "LLM ended by itself" in err
     assert process.returncode == 1
 
 
 def test_a_second_signal_kills() -> None:
-    process = running("deaf")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    while not process.stdout.readline().startswith("ask with:"):
-        pass
-    process.send_signal(signal.SIGINT)
-    assert "Ctrl-C again" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    with running("deaf") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("ask with:") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert "Ctrl-C again" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
     assert process.returncode == 0
 
 
