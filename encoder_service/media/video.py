@@ -16,8 +16,8 @@ from encoder_service.media.sniff import video_format
 
 _AT_ONCE = 8
 """Frames decoded in one call, so that memory does not grow with a video's length."""
-_NARROW = 128
-"""Pixels of a line below which the padding at its end may be as long as the line."""
+_NARROW = 192
+"""Pixels of a line below which the padding at its end, to whole groups of 64 pixels, may hold another channel of it."""
 
 
 def prepare() -> None:
@@ -74,8 +74,8 @@ def _readable() -> Iterator[None]:
 
 
 def _frame(reader: Any, number: int) -> np.ndarray:
-    """One frame, [height, width, 3]. Of one that was turned upright, the library takes the padding at the end of a
-    line for more channels, and then cannot put frames together."""
+    """One frame, [height, width, 3]. Where the padding at the end of a line divides among its pixels, the library takes
+    it for more channels, and then cannot put frames together."""
     frame = reader[number].asnumpy()
     height, width = frame.shape[:2]
     lines: np.ndarray = frame.reshape(height, -1)[:, : 3 * width]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import random
 import struct
 from collections import Counter
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,6 +36,17 @@ def test_a_turned_video_is_shown_upright(degrees, width, height):
     plain = pictures.video(np.random.default_rng(height).integers(0, 256, (10, height, width, 3), np.uint8))
     upright = np.rot90(shown(plain), -degrees // 90, (1, 2))
     assert np.array_equal(shown(bad_files.turned(plain, degrees)), upright)
+
+
+@pytest.mark.parametrize("width", [32, 48, 96, 144, 192, 240])
+def test_every_frame_of_a_width_that_is_padded_is_shown_whole(width):
+    pixels = pictures.frames(10, width, 40, 5)
+    plain = pictures.video(pixels)
+    seen = shown(plain)
+    assert seen.shape == (10, 40, width, 3)
+    with av.open(io.BytesIO(plain)) as file:
+        expected = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert np.abs(seen.astype(int) - expected).mean() < 3
 
 
 def test_frames_that_stand_unevenly_are_counted_one_by_one():
