@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import valkey.asyncio as valkey
-from valkey.exceptions import ResponseError, ValkeyError
+from valkey.exceptions import ResponseError
 
 from common import log
 
@@ -129,7 +129,7 @@ class TierClient:
         except ResponseError as error:  # it is there, and will not do this: full, read-only, another type under the key
             self.breaker.succeeded()
             self._note(error)
-        except (ValkeyError, OSError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - what is no protocol breaks the library in many ways
             self.breaker.failed()
             self._note(error)
         except BaseException:

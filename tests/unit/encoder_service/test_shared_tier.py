@@ -228,6 +228,29 @@ async def test_a_server_that_is_down_costs_nothing_after_a_while(server):
         assert made.counts["dropped"] == 1
 
 
+@pytest.mark.parametrize(
+    "reply", [b"$x\r\n", b"*x\r\n", b":x\r\n", b"*1\r\n:1\r\n", b":1\r\n", b"HTTP/1.1 400\r\n\r\n"]
+)
+async def test_a_server_that_speaks_nonsense_is_a_miss_and_ends_nothing(reply):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            writer.write(8 * reply)
+        writer.close()
+
+    nonsense = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with nonsense:
+        port = nonsense.sockets[0].getsockname()[1]
+        async with replica(f"redis://127.0.0.1:{port}", seconds=1.0, wait=0.1) as (made, store):
+            assert await made.find(HEADER.key, "") is None
+            with pytest.raises(TierMiss):
+                await loaded(made, HEADER)
+            await computed(made, store)
+            await written(made)
+            assert made._writer is not None
+            assert not made._writer.done()
+            assert (made.counts["hits"], made.counts["written"]) == (0, 0)
+
+
 class Clock:
     """A breaker's time, which passes when a test says so."""
 
