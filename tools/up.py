@@ -8,27 +8,31 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from tools.launcher import Service
 
 _LLM_PORT = 7002
 _DEMO_MODEL = "models/demo"
 
+Changes = SimpleQueue[None]
+"""What wakes the main thread. Unlike an event, it may be put into by a signal that interrupts the waiting for it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until a signal comes (exit code 0), or until a service ends by itself (1)."""
     arguments = _parse(argv)
-    changed = threading.Event()
+    changes: Changes = SimpleQueue()
     services: list[Service] = []
-    signals = _Signals(changed, services)
+    signals = _Signals(changes, services)
     with ExitStack() as running:
         for name, module, flags in _commands(arguments):
-            services.append(running.enter_context(Service(name, module, flags, on_change=changed.set)))
-        _watch(services, changed, signals)
+            services.append(running.enter_context(Service(name, module, flags, on_change=partial(changes.put, None))))
+        _watch(services, changes, signals)
         if signals.came:
             print("up: finishing what is running; Ctrl-C again ends at once", file=sys.stderr)
         else:
@@ -40,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Signals:
     """The first signal asks for an orderly stop, the second kills."""
 
-    def __init__(self, changed: threading.Event, services: Sequence[Service]) -> None:
+    def __init__(self, changes: Changes, services: Sequence[Service]) -> None:
         self.came = False
-        self._changed = changed
+        self._changes = changes
         self._services = services
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._take)
@@ -52,15 +56,14 @@ class _Signals:
             for service in self._services:
                 service.kill()
         self.came = True
-        self._changed.set()
+        self._changes.put(None)
 
 
-def _watch(services: Sequence[Service], changed: threading.Event, signals: _Signals) -> None:
+def _watch(services: Sequence[Service], changes: Changes, signals: _Signals) -> None:
     """Tells which services have begun to serve; returns on a signal, or when a service has ended."""
     waiting = list(services)
     while not signals.came and not any(service.ended for service in services):
-        changed.wait()
-        changed.clear()
+        changes.get()
         for service in [each for each in waiting if each.address]:
             waiting.remove(service)
             print(f"{service.name} serves on {service.address}", flush=True)
