@@ -1,8 +1,8 @@
 """Compiles structures for the front, in bounded time: in processes of their own, which are killed when time is over.
 
 Answers are remembered, refusals among them, and who asks for what is being compiled waits for that, so that a structure
-that takes too long does so once. The processes are started when the first structure comes; of two, one can serve while
-the other is being replaced.
+that takes too long does so once a minute at most: it may have been the machine that stood still. The processes are
+started when the first structure comes; of two, one can serve while the other is being replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _PROCESSES = 2
 _REMEMBERED = 256
 """Answers kept: a grammar may be as large as its structure, 64 KiB by default."""
 _START_SECONDS = 30.0
+_DOUBT_SECONDS = 60.0
+"""For how long a structure that took too long is refused untried."""
 
 T = TypeVar("T")
 
@@ -29,11 +31,13 @@ _log = log.get("grammar")
 
 
 class Compiler:
-    """Owns the processes. `seconds` is the longest that a structure may take."""
+    """Owns the processes. `seconds` is the longest that a structure may take; one that took longer is refused untried
+    for `doubt` seconds."""
 
-    def __init__(self, vocabulary: Vocabulary, *, seconds: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, seconds: float, doubt: float = _DOUBT_SECONDS) -> None:
         self._vocabulary = vocabulary
         self._seconds = seconds
+        self._doubt = doubt
         self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
         self._asked: dict[Structure, asyncio.Task[Compiled | Refused]] = {}
         self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
@@ -81,6 +85,7 @@ class Compiler:
         except (ChildDied, TimeoutError):
             answer = Refused(f"the {structure.kind} takes too long to compile")
             self._spawn(self._replace(child), "replace a compiler")
+            asyncio.get_running_loop().call_later(self._doubt, self._known.pop, structure, None)
         else:
             self._idle.put_nowait(child)
         assert isinstance(answer, Compiled | Refused)

@@ -16,6 +16,7 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
+from tests.waiting import until
 
 EXPLODING = Structure("json_schema", json.dumps({"type": "integer", "multipleOf": 99_999_989}))
 
@@ -56,6 +57,16 @@ async def test_a_refusal_is_remembered(compiler: Compiler) -> None:
     await asyncio.sleep(0)  # one turn of the loop: no process was asked
     assert coming.done()
     assert coming.result().message == first.message
+
+
+async def test_a_refusal_for_time_alone_does_not_last(compiler: Compiler) -> None:
+    """As where the machine stood still, and not the structure was to blame."""
+    compiler._seconds, compiler._doubt = 0.0, 0.01
+    structure = Structure("regex", "a+")
+    assert "too long" in (await refusal(compiler, structure)).message
+    await asyncio.to_thread(until, lambda: structure not in compiler._known, "it is forgotten")
+    compiler._seconds = 30.0
+    assert await compiler.grammar(structure)
 
 
 async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compiler) -> None:
