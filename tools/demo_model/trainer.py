@@ -190,5 +190,7 @@ class Trainer:
             if time.monotonic() - saved > settings.save_every:
                 self.keep()
                 saved = time.monotonic()
+        if self.done >= 1:  # the rate has fallen to zero: an average would only lag behind
+            self.average = {name: weight.detach().clone() for name, weight in self.net.state_dict().items()}
         if self.rank == 0:
             self.keep()
