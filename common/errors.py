@@ -19,9 +19,10 @@ Handlers raise; one interceptor answers. A message is a fixed sentence of ours: 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Self
 
 import grpc
 
@@ -40,6 +41,18 @@ class TwinlensError(Exception):
         self.reason = reason or self.default_reason
         self.field = field
         self.retry_after = retry_after
+
+    def at(self, field: str, *, instead_of: str | None = None) -> Self:
+        """A copy for one of several callers, each of whom knows the item by a `field` of its own.
+
+        Given `instead_of`, only that beginning of this error's field is exchanged, and a field elsewhere stays.
+        """
+        own = copy.copy(self)
+        if instead_of is None:
+            own.field = field
+        elif instead_of and self.field.startswith(instead_of):
+            own.field = field + self.field.removeprefix(instead_of)
+        return own
 
 
 class InvalidInput(TwinlensError):

@@ -8,7 +8,6 @@ together or not at all, so two requests that do not fit at the same time go one 
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,10 +57,7 @@ class RowEntry:
     def error_at(self, field: str) -> TwinlensError:
         """The error for a caller whose item may stand at another field: one of its own, which names that."""
         assert self.error is not None
-        own = copy.copy(self.error)
-        if self.stood_at and own.field.startswith(self.stood_at):
-            own.field = field + own.field.removeprefix(self.stood_at)
-        return own
+        return self.error.at(field, instead_of=self.stood_at)
 
     def _tell(self) -> None:
         for watcher in tuple(self.watchers):

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 from common import data_url, identity
 from common.errors import TwinlensError
 from common.tasks import in_thread
-from encoder_service.engine.flight import own
 from encoder_service.item import Embedding, Item, Modality, Pixels, Url
 from encoder_service.media import limits
 from encoder_service.media.fetch import Fetcher
@@ -52,7 +51,7 @@ class Contents:
                     (address, item.salt, item.modality), lambda: self._fetcher.fetch(address, most, field)
                 )
             except TwinlensError as shared:
-                raise own(shared, field) from None
+                raise shared.at(field) from None
         brought = dataclasses.replace(item, source=content)
         limits.check_item(brought, mime_type, self._limits)
         return brought

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -166,11 +165,4 @@ class Ticket:
         try:
             return await what
         except TwinlensError as shared:
-            raise own(shared, self.item.field + shared.field.removeprefix(self.flight.item.field)) from None
-
-
-def own(shared: TwinlensError, field: str) -> TwinlensError:
-    """An error that several callers get, for one of them."""
-    error = copy.copy(shared)
-    error.field = field
-    return error
+            raise shared.at(self.item.field, instead_of=self.flight.item.field if shared.field else None) from None

@@ -134,14 +134,9 @@ class EncodeStream:
                 self.timings = {timing.stage: timing.seconds for timing in event.done.timings}
                 return
             if event.WhichOneof("event") == "error":
-                raise self._own(from_plain_status(event.error.status))
+                # The encoder was sent this one item, under a name that our caller does not know.
+                raise from_plain_status(event.error.status).at(self._field, instead_of=_ITEM)
             yield event
-
-    def _own(self, error: TwinlensError) -> TwinlensError:
-        """An item's error with the field that our caller knows: the encoder was sent this one item."""
-        if error.field.startswith(_ITEM):
-            error.field = self._field + error.field.removeprefix(_ITEM)
-        return error
 
 
 def _run(event: Event) -> Run | None:

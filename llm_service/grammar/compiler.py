@@ -32,12 +32,11 @@ _log = log.get("grammar")
 
 class Compiler:
     """Owns the processes. `seconds` is the longest that a structure may take; one that took longer is refused untried
-    for `doubt` seconds."""
+    for a while."""
 
-    def __init__(self, vocabulary: Vocabulary, *, seconds: float, doubt: float = _DOUBT_SECONDS) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, seconds: float) -> None:
         self._vocabulary = vocabulary
         self._seconds = seconds
-        self._doubt = doubt
         self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
         self._asked: dict[Structure, asyncio.Task[Compiled | Refused]] = {}
         self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
@@ -85,7 +84,7 @@ class Compiler:
         except (ChildDied, TimeoutError):
             answer = Refused(f"the {structure.kind} takes too long to compile")
             self._spawn(self._replace(child), "replace a compiler")
-            asyncio.get_running_loop().call_later(self._doubt, self._known.pop, structure, None)
+            asyncio.get_running_loop().call_later(_DOUBT_SECONDS, self._known.pop, structure, None)
         else:
             self._idle.put_nowait(child)
         assert isinstance(answer, Compiled | Refused)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launch import Service, encoder_server, llm_server
 from tests.waiting import until
-from twinlens import Answer, EncoderClient, LlmClient, image, user, v1
+from twinlens import Answer, EncoderClient, LlmClient, TwinlensError, image, user, v1
 from twinlens.prompts import generate_request
 
 ENCODER_FLAGS: dict[str, object] = {
@@ -69,6 +71,13 @@ def answer(client: LlmClient, request: v1.GenerateRequest, timeout: float = 180)
             out.add(event)
     assert ended == set(range(max(1, request.sampling.n))), "a choice never finished"
     return out
+
+
+def refusal(client: LlmClient, request: v1.GenerateRequest, timeout: float = 180) -> TwinlensError:
+    """The error that a request ends in."""
+    with pytest.raises(TwinlensError) as error:
+        answer(client, request, timeout)
+    return error.value
 
 
 def tokens(client: LlmClient, request: v1.GenerateRequest) -> list[int]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,11 +11,9 @@ import pytest
 
 from tests import pictures
 from tests.checkpoints import VOCABULARY
-from tests.launch import Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, tokens
+from tests.rpc.pairs import Pair, about, answer, asked, greedy, refusal, tokens
 from tests.waiting import until
-from twinlens import Endpoint, LlmClient, TwinlensError, image, user, v1
-from twinlens.v1 import llm_pb2
+from twinlens import image, user, v1
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 UNIMPLEMENTED, EXHAUSTED = grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -272,12 +267,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def refusal(client: LlmClient, request: v1.GenerateRequest, timeout: float = 180) -> TwinlensError:
-    with pytest.raises(TwinlensError) as error:
-        answer(client, request, timeout)
-    return error.value
-
-
 @pytest.fixture(scope="module")
 def good(qwen3: Pair) -> list[int]:
     """What the next good request must say."""
@@ -367,50 +356,3 @@ def test_a_deadline_ends_a_request_wherever_it_is(qwen3: Pair, good: list[int], 
     assert error.code is DEADLINE
     until(qwen3.idle, "everything was given back")
     assert tokens(qwen3.text, asked(about(PICTURE))) == good
-
-
-TOKEN = "open sesame"
-
-
-@pytest.fixture(scope="module")
-def narrow(checkpoints: Callable[..., Path]) -> Iterator[Service]:
-    """A service for two requests at a time, with a token, and without any encoder."""
-    with llm_server(checkpoints("qwen3_vl"), max_requests=2, auth_token=TOKEN, **LLM_FLAGS) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def narrow_client(narrow: Service) -> Iterator[LlmClient]:
-    with LlmClient(Endpoint(narrow.address, TOKEN)) as client:
-        yield client
-
-
-def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_again_when_there_is_room(narrow_client: LlmClient) -> None:
-    with ExitStack() as streams:
-        for _ in range(2):
-            stream = streams.enter_context(narrow_client.generate(asked(user("count"), greedy(4000))))
-            assert next(iter(stream)).HasField("started")
-        error = refusal(narrow_client, asked(user("me too")))
-        assert (error.code, error.reason) == (EXHAUSTED, "TOO_MANY_REQUESTS")
-        assert error.retry_after is not None
-        assert error.retry_after > 0
-    until(lambda: idle(narrow_client), "both streams were given up")
-    assert len(tokens(narrow_client, asked(user("me too")))) == 8
-
-
-def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(narrow_client: LlmClient) -> None:
-    error = refusal(narrow_client, asked(about(PICTURE)))
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
-    assert error.retry_after is not None
-
-
-@pytest.mark.parametrize("method", ["Generate", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache"])
-@pytest.mark.parametrize("token", [None, "", "open", TOKEN + " "])
-def test_no_rpc_answers_without_the_token(narrow: Service, method: str, token: str | None) -> None:
-    assert method in llm_pb2.DESCRIPTOR.services_by_name["LlmService"].methods_by_name
-    metadata = None if token is None else [("authorization", f"Bearer {token}x")]
-    with grpc.insecure_channel(narrow.address) as channel:
-        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(b"", metadata=metadata, timeout=30)
-        with pytest.raises(grpc.RpcError) as error:
-            list(call)
-    assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

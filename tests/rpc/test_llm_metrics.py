@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from tests.launch import ROOT, Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, tokens
+from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, refusal, tokens
 from tests.scrape import scrape
 from tests.waiting import until
-from twinlens import LlmClient, TwinlensError, user, v1
+from twinlens import LlmClient, user
 
 PREFIX = "twinlens_llm_"
 
@@ -100,7 +100,7 @@ def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(cl
         until(lambda: client.get_load().waiting == 3, "three wait")
         errors = []
         with ThreadPoolExecutor(8) as threads:
-            errors = list(threads.map(lambda n: refusal(client, user(f"more {n}")), range(32)))
+            errors = list(threads.map(lambda n: refusal(client, asked(user(f"more {n}"))), range(32)))
         assert {(error.code, error.reason) for error in errors} == {
             (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITING")
         }
@@ -118,7 +118,7 @@ def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) 
             assert next(iter(stream)).HasField("started")
         streams.enter_context(client.generate(asked(user("word " * 150), greedy(2))))
         until(lambda: client.get_load().waiting_tokens > 100, "one waits")
-        error = refusal(client, user("word " * 500))
+        error = refusal(client, asked(user("word " * 500)))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITING_TOKENS")
         assert error.retry_after
     until(lambda: idle(client), "all were given up")
@@ -142,9 +142,3 @@ def _plain(name: str) -> str:
 def scraped(service: Service) -> set[str]:
     """What is our own, and not of Python or the process."""
     return {name.removeprefix(PREFIX) for name in scrape(service.metrics) if name.startswith(PREFIX)}
-
-
-def refusal(client: LlmClient, message: v1.ChatMessage) -> TwinlensError:
-    with pytest.raises(TwinlensError) as error:
-        answer(client, asked(message))
-    return error.value

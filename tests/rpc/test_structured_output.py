@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from tests.rpc.pairs import Pair, answer, asked, greedy, tokens
+from tests.rpc.pairs import Pair, answer, asked, greedy, refusal, tokens
 from twinlens import TwinlensError, user, v1
 
 SCHEMA = json.dumps(
@@ -103,7 +103,7 @@ def test_an_exploding_structure_is_refused_in_bounded_time_and_holds_nobody_up(q
     with qwen3.text.generate(asked(user("count"), greedy(3000))) as other, ThreadPoolExecutor(1) as thread:
         events = iter(other)
         next(events)
-        refused = thread.submit(refusal, qwen3, shaped(qwen3, 20, **EXPLODING[name]))
+        refused = thread.submit(refusal, qwen3.text, shaped(qwen3, 20, **EXPLODING[name]))
         said = 0
         for event in events:  # it may come to its end first
             said += event.HasField("delta")
@@ -114,13 +114,6 @@ def test_an_exploding_structure_is_refused_in_bounded_time_and_holds_nobody_up(q
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_STRUCTURE")
     for choice in answer(qwen3.text, shaped(qwen3, regex="(yes|no)!")).choices:
         assert choice.text in ("yes!", "no!")
-
-
-def refusal(both: Pair, request: v1.GenerateRequest) -> TwinlensError:
-    """How a request is refused."""
-    with pytest.raises(TwinlensError) as error:
-        answer(both.text, request, timeout=60)
-    return error.value
 
 
 @pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}b", "(.*a){20}.{300}", ".{0,60000}"])

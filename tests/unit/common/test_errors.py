@@ -50,6 +50,16 @@ def test_a_retry_hint_is_given_where_a_retry_can_help_at_once() -> None:
     assert errors.InvalidInput("bad").retry_after is None
 
 
+def test_an_error_is_told_to_each_caller_at_a_field_of_its_own() -> None:
+    shared = errors.Exhausted("full", reason="FULL", field="items[1].url", retry_after=3.0)
+    own = shared.at("media[0]", instead_of="items[1]")
+    assert (type(own), own.message, own.reason, own.retry_after) == (errors.Exhausted, "full", "FULL", 3.0)
+    assert (own.field, shared.field) == ("media[0].url", "items[1].url")
+    assert shared.at("media[0]").field == "media[0]"
+    for elsewhere in ("items[2]", ""):
+        assert shared.at("media[0]", instead_of=elsewhere).field == "items[1].url"
+
+
 def test_a_number_that_is_no_error_of_ours_is_internal() -> None:
     for number in (0, 2, 6, 10, 11, 99, -1):
         assert type(from_code(number, "x")) is errors.Internal

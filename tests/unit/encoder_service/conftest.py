@@ -1,12 +1,16 @@
-"""A shared store for those who need a real one."""
+"""A shared store for those who need a real one, and a dispatcher over workers that are none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+import msgspec
 import pytest
 
+from common.processes import Child
+from encoder_service.engine.dispatch import Dispatcher
 from tests import valkey_server
+from tests.unit.encoder_service.fakes import BEGIN, FakeChild
 
 
 @pytest.fixture(scope="package")
@@ -22,3 +26,30 @@ def server(running: valkey_server.Server) -> valkey_server.Server:
     with running.client() as client:
         client.flushall()
     return running
+
+
+Start = Callable[..., Awaitable[tuple[Dispatcher, list[FakeChild], list[int]]]]
+
+
+@pytest.fixture
+async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """Starts a dispatcher over fake workers; `children` grows as workers are replaced."""
+    made: list[Dispatcher] = []
+
+    async def starts(workers: int = 1, device: str = "cpu", **bounds) -> tuple[Dispatcher, list[FakeChild], list[int]]:
+        children: list[FakeChild] = []
+        alive: list[int] = []
+
+        async def child(*_, **__) -> FakeChild:
+            children.append(FakeChild())
+            return children[-1]
+
+        monkeypatch.setattr(Child, "start", child)
+        given = {"budget": 100, "most_units": 8, "seconds": 60.0, "patience": 60.0, "on_change": alive.append, **bounds}
+        made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
+        await made[-1].start()
+        return made[-1], children, alive
+
+    yield starts
+    for each in made:
+        await each.stop()

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from common.processes import ChildDied
+from encoder_service.engine.batching import Unit
+from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Ready
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 
+BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
 
 
@@ -76,6 +79,15 @@ class FakeDecoders:
             await asyncio.sleep(0)
         if self.failure:
             raise self.failure
+
+
+def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0, group: int = 0) -> Unit:
+    piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
+    return dispatcher.submit(key, piece, patches, 0, group)
+
+
+def marks(child: FakeChild) -> list[list[int]]:
+    return [[piece.pixels for piece in batch.pieces] for batch in child.batches]
 
 
 async def served(worker: FakeChild, waiting: Iterable[asyncio.Task[Any]]) -> list[Any]:

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
-import msgspec
 import pytest
 
-from common.errors import Internal, Unavailable
+from common.errors import Unavailable
 from common.processes import Child
-from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.tally import Computed
 from encoder_service.engine.workers import WorkerError
-from encoder_service.worker.messages import BatchDone, BatchFailed, Begin, Failed, Piece
-from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
-
-BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
-Start = Callable[..., Awaitable[tuple[Dispatcher, list[FakeChild]]]]
-
-
-@pytest.fixture
-async def start(monkeypatch):
-    """Starts a dispatcher over fake workers; `children` grows as workers are replaced."""
-    made: list[Dispatcher] = []
-
-    async def starts(workers: int = 1, device: str = "cpu", **bounds) -> tuple[Dispatcher, list[FakeChild], list[int]]:
-        children: list[FakeChild] = []
-        alive: list[int] = []
-
-        async def child(*_, **__) -> FakeChild:
-            children.append(FakeChild())
-            return children[-1]
-
-        monkeypatch.setattr(Child, "start", child)
-        given = {"budget": 100, "most_units": 8, "seconds": 60.0, "patience": 60.0, "on_change": alive.append, **bounds}
-        made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
-        await made[-1].start()
-        return made[-1], children, alive
-
-    yield starts
-    for each in made:
-        await each.stop()
-
-
-def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0, group: int = 0) -> Unit:
-    piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
-    return dispatcher.submit(key, piece, patches, 0, group)
-
-
-def marks(child: FakeChild) -> list[list[int]]:
-    return [[piece.pixels for piece in batch.pieces] for batch in child.batches]
+from encoder_service.worker.messages import BatchDone, Failed
+from tests.unit.encoder_service.fakes import BEGIN, DONE, FakeChild, marks, submit, turns
 
 
 async def test_what_comes_together_goes_together_and_what_comes_later_waits(start):
@@ -129,26 +90,6 @@ async def test_a_batch_that_was_sent_ahead_goes_elsewhere_with_the_other_when_it
     assert not [unit.done.exception() for unit in units if unit.done.exception()]
 
 
-async def test_nothing_is_sent_ahead_of_a_suspect_or_behind_one(start):
-    dispatcher, children, _ = await start(device="cuda:0")
-    first = submit(dispatcher, b"suspect")
-    await turns()
-    children[0].kill()
-    await turns()
-    with pytest.raises(Unavailable):
-        first.done.result()
-    suspect = submit(dispatcher, b"suspect", at=1)
-    await turns()
-    others = [submit(dispatcher, bytes([at]), patches=100, at=at) for at in (2, 3)]
-    await turns()
-    assert marks(children[1]) == [[1]], "behind one"
-    children[1].say(DONE)
-    await turns()
-    assert suspect.done.done()
-    assert marks(children[1]) == [[1], [2], [3]]
-    assert not others[0].done.done()
-
-
 async def test_a_batch_that_was_sent_ahead_has_its_time_from_when_it_begins(start):
     dispatcher, (worker,), _ = await start(device="cuda:0", seconds=3600.0, patience=3600.0)
     for at in range(2):
@@ -178,27 +119,6 @@ async def test_a_unit_can_be_withdrawn_until_a_worker_has_it(start):
     await turns()
     assert marks(worker) == [[0]]
     assert second.done.cancelled()
-
-
-async def test_a_dead_worker_s_units_go_to_another_each_alone(start):
-    dispatcher, children, alive = await start(workers=2)
-    units = [submit(dispatcher, bytes([at]), patches=40, at=at) for at in range(4)]
-    await turns()
-    assert [len(batch) for child in children for batch in marks(child)] == [2, 2]
-    lost = marks(children[0])[0]
-    children[0].kill()
-    await turns()
-    children[1].say(DONE)
-    await turns()
-    assert len(marks(children[1])[1]) == 1, "a suspect runs alone"
-    for _ in range(4):
-        for child in children[1:]:
-            if child.alive and child.batches:
-                child.say(DONE)
-                child.batches.clear()
-        await turns()
-    assert all(unit.done.done() and unit.done.exception() is None for unit in units), lost
-    assert alive[:3] == [2, 1, 2]
 
 
 async def test_the_only_worker_s_death_fails_what_it_had_and_what_waited(start):
@@ -231,95 +151,6 @@ async def test_nothing_can_be_submitted_where_no_worker_lives(start, monkeypatch
     await turns()
     with pytest.raises(Unavailable):
         submit(dispatcher, b"a")
-
-
-async def test_what_was_there_at_two_deaths_is_poison(start):
-    dispatcher, children, _ = await start(workers=2)
-    victim = submit(dispatcher, b"poison")
-    await turns()
-    for child in list(children):
-        if child.batches:
-            child.kill()
-    await turns()
-    next(child for child in children if child.alive and child.batches).kill()
-    await turns()
-    assert isinstance(victim.done.exception(), Internal)
-    with pytest.raises(Internal, match="refused"):
-        dispatcher.check(b"poison")
-    dispatcher.check(b"harmless")
-
-
-async def test_a_video_that_ends_workers_is_poison_though_other_parts_of_it_are_computed(start):
-    dispatcher, children, _ = await start()
-    for error in (Unavailable, Internal):
-        good, bad = (submit(dispatcher, b"film", patches=100, group=group) for group in (0, 1))
-        await turns()
-        children[-1].say(DONE)
-        await turns()
-        assert good.done.result() is None
-        children[-1].kill()
-        await turns()
-        assert isinstance(bad.done.exception(), error)
-    with pytest.raises(Internal, match="refused"):
-        dispatcher.check(b"film")
-
-
-async def test_a_video_s_parts_that_died_together_are_one_death_and_are_cleared_one_by_one(start):
-    dispatcher, children, _ = await start()
-    for _ in range(3):
-        parts = [submit(dispatcher, b"film", group=group) for group in range(2)]
-        await turns()
-        children[-1].kill()
-        await turns()
-        assert all(isinstance(part.done.exception(), Unavailable) for part in parts)
-        for group in range(2):
-            assert dispatcher._suspects.has(b"film")
-            again = submit(dispatcher, b"film", group=group)
-            await turns()
-            children[-1].say(DONE)
-            await turns()
-            assert again.done.result() is None
-        assert not dispatcher._suspects.has(b"film")
-
-
-async def test_a_suspect_that_ends_well_is_none_any_more(start):
-    dispatcher, children, _ = await start()
-    for _ in range(3):
-        unit = submit(dispatcher, b"a")
-        await turns()
-        children[-1].kill()
-        await turns()
-        assert isinstance(unit.done.exception(), Unavailable)
-        again = submit(dispatcher, b"a")
-        await turns()
-        children[-1].say(DONE)
-        await turns()
-        assert again.done.result() is None
-
-
-async def test_units_of_a_failed_batch_run_once_more_each_alone(start):
-    dispatcher, (worker,), _ = await start()
-    units = [submit(dispatcher, bytes([at]), at=at) for at in range(3)]
-    await turns()
-    worker.say(BatchFailed(why="out of memory"))
-    await turns()
-    worker.say(BatchFailed(why="out of memory"))
-    for _ in range(2):
-        await turns()
-        worker.say(DONE)
-    await turns()
-    assert marks(worker) == [[0, 1, 2], [0], [1], [2]]
-    assert isinstance(units[0].done.exception(), Internal)
-    assert [unit.done.exception() for unit in units[1:]] == [None, None]
-
-
-async def test_rows_that_are_not_finite_fail_their_item_alone(start):
-    dispatcher, (worker,), _ = await start()
-    units = [submit(dispatcher, bytes([at]), at=at) for at in range(3)]
-    await turns()
-    worker.say(BatchDone(not_finite=[1], preprocess_seconds=0.0, vit_seconds=0.0))
-    await turns()
-    assert [type(unit.done.exception()) for unit in units] == [type(None), Internal, type(None)]
 
 
 async def test_a_batch_that_takes_too_long_ends_its_worker(start):

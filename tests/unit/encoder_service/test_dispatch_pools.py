@@ -11,8 +11,7 @@ from common.processes import Child
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.worker.messages import BatchDone, BatchFailed, PoolMade, Ready
-from tests.unit.encoder_service.fakes import FakeChild, turns
-from tests.unit.encoder_service.test_dispatch import BEGIN, submit
+from tests.unit.encoder_service.fakes import BEGIN, FakeChild, submit, turns
 
 ROW = 64
 ROOM = 3

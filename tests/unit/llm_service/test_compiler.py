@@ -59,9 +59,10 @@ async def test_a_refusal_is_remembered(compiler: Compiler) -> None:
     assert coming.result().message == first.message
 
 
-async def test_a_refusal_for_time_alone_does_not_last(compiler: Compiler) -> None:
+async def test_a_refusal_for_time_alone_does_not_last(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the machine stood still, and not the structure was to blame."""
-    compiler._seconds, compiler._doubt = 0.0, 0.01
+    monkeypatch.setattr("llm_service.grammar.compiler._DOUBT_SECONDS", 0.01)
+    compiler._seconds = 0.0
     structure = Structure("regex", "a+")
     assert "too long" in (await refusal(compiler, structure)).message
     await asyncio.to_thread(until, lambda: structure not in compiler._known, "it is forgotten")

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -80,6 +80,24 @@ async def serving(front: EngineFront) -> AsyncIterator[asyncio.Task[Any]]:
         await asyncio.gather(starting, return_exceptions=True)
 
 
+class Served(NamedTuple):
+    """An engine, and its front."""
+
+    child: ScriptedEngine
+    front: EngineFront
+
+
+@asynccontextmanager
+async def served(monkeypatch: pytest.MonkeyPatch, *encoders: ScriptedEncoder) -> AsyncIterator[tuple[Bench, Served]]:
+    """Encoders, one that answers where none is given, and an engine that serves."""
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(*encoders or (ScriptedEncoder(),)) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        yield b, Served(child, front)
+
+
 async def everything(generator: Generator, request: Request) -> list[Any]:
     return [event async for event in generator.generate(request)]
 
@@ -103,11 +121,7 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
 
 
 async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
-    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves()
-        await starting
+    async with served(monkeypatch) as (b, (child, front)):
         made = generator(b, front)
         events = made.generate(asked())
         reading = asyncio.ensure_future(anext(events))
@@ -135,11 +149,7 @@ async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: 
 async def test_a_stop_text_ends_nothing_before_the_least_tokens(
     monkeypatch: pytest.MonkeyPatch, builder: PromptBuilder
 ) -> None:
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
-    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves()
-        await starting
+    async with served(monkeypatch) as (b, (child, front)):
         sampling = Sampling(max_tokens=9, min_tokens=3)
         ends = asyncio.create_task(
             everything(generator(b, front, builder.tokenizer), replace(asked(), sampling=sampling, stop=("a",)))
@@ -166,11 +176,7 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
         status = v1.Status(code=3, message="the picture is broken", reason="MEDIA_UNREADABLE", field="items[0].data")
         await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
 
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
-    async with bench(ScriptedEncoder([fails_late])) as b, serving(front) as starting:
-        child.serves()
-        await starting
+    async with served(monkeypatch, ScriptedEncoder([fails_late])) as (b, (child, front)):
         await b.usable(1)
         made = generator(b, front)
         first = asyncio.create_task(everything(made, asked(b"picture")))
@@ -188,11 +194,7 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
 
 
 async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
-    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves()
-        await starting
+    async with served(monkeypatch) as (b, (child, front)):
         with pytest.raises(InvalidInput) as error:
             await asyncio.wait_for(everything(generator(b, front, tokens=0), asked()), 20)
         assert (error.value.reason, error.value.field) == ("EMPTY_PROMPT", "input")
@@ -202,11 +204,7 @@ async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.Mo
 async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
-    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves()
-        await starting
+    async with served(monkeypatch) as (b, (child, front)):
         made = generator(b, front)
         made.admission.max_requests, made.admission.max_waiting_tokens = 2, 15
         waiting = asyncio.create_task(everything(made, asked()))

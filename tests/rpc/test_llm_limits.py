@@ -1,0 +1,64 @@
+"""An LLM service at its limits: full, without an encoder, and shut to whoever has no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests import pictures
+from tests.launch import Service, llm_server
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, idle, refusal, tokens
+from tests.waiting import until
+from twinlens import Endpoint, LlmClient, user
+from twinlens.v1 import llm_pb2
+
+PICTURE = pictures.encoded(pictures.noise(64, 64, 1))
+TOKEN = "open sesame"
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoints: Callable[..., Path]) -> Iterator[Service]:
+    """A service for two requests at a time, with a token, and without any encoder."""
+    with llm_server(checkpoints("qwen3_vl"), max_requests=2, auth_token=TOKEN, **LLM_FLAGS) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def narrow_client(narrow: Service) -> Iterator[LlmClient]:
+    with LlmClient(Endpoint(narrow.address, TOKEN)) as client:
+        yield client
+
+
+def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_again_when_there_is_room(narrow_client: LlmClient) -> None:
+    with ExitStack() as streams:
+        for _ in range(2):
+            stream = streams.enter_context(narrow_client.generate(asked(user("count"), greedy(4000))))
+            assert next(iter(stream)).HasField("started")
+        error = refusal(narrow_client, asked(user("me too")))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        assert error.retry_after is not None
+        assert error.retry_after > 0
+    until(lambda: idle(narrow_client), "both streams were given up")
+    assert len(tokens(narrow_client, asked(user("me too")))) == 8
+
+
+def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(narrow_client: LlmClient) -> None:
+    error = refusal(narrow_client, asked(about(PICTURE)))
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
+    assert error.retry_after is not None
+
+
+@pytest.mark.parametrize("method", ["Generate", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache"])
+@pytest.mark.parametrize("token", [None, "", "open", TOKEN + " "])
+def test_no_rpc_answers_without_the_token(narrow: Service, method: str, token: str | None) -> None:
+    assert method in llm_pb2.DESCRIPTOR.services_by_name["LlmService"].methods_by_name
+    metadata = None if token is None else [("authorization", f"Bearer {token}x")]
+    with grpc.insecure_channel(narrow.address) as channel:
+        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(b"", metadata=metadata, timeout=30)
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
+    assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

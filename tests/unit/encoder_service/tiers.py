@@ -1,0 +1,80 @@
+"""Replicas over one shared tier: what the tests of the tier put into it, and how they look at what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from common.arena import SharedBuffer
+from common.wire import DType, RowLayout
+from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.engine.store import Store
+from encoder_service.engine.tier_client import TierClient
+from encoder_service.item import Grid, Header, Modality
+from tests.waiting import until
+
+LAYOUT = RowLayout(3, 64, DType.FLOAT32)
+TOKENS = 4000
+HEADER = Header(b"k" * 32, Modality.VIDEO, Grid(4, 100, 40), TOKENS, (0.25, 1.5, 2.0, 3.75), 1.25)
+ROWS = np.random.default_rng(3).bytes(TOKENS * LAYOUT.row_bytes)
+NAME = f"twinlens:rows:{HEADER.key.hex()}"
+LOCK = f"twinlens:lock:{HEADER.key.hex()}"
+
+
+@asynccontextmanager
+async def replica(url: str, *, seconds: float = 5.0, wait: float = 5.0, ttl: float = 60.0, layout=LAYOUT, breaker=None):
+    """A replica's tier and its store, with room for two items; neither holds anything at the end."""
+    arena = SharedBuffer.create("test", 2 * len(ROWS) + 1024)
+    store = Store(arena, layout.row_bytes)
+    made = SharedTier(TierClient(url, seconds=seconds, breaker=breaker), store, layout, ttl=ttl, wait=wait)
+    made.start()
+    try:
+        yield made, store
+    finally:
+        await made.stop()
+        made.check_integrity()
+        store.flush()
+        store.check_integrity(idle=True)
+        assert store.used == 0
+        arena.close()
+
+
+async def computed(made: SharedTier, store: Store, header: Header = HEADER, salt: str = "") -> None:
+    """Takes a turn, and puts the rows into the store as a worker would."""
+    async with made.turn(header.key, salt) as turn:
+        assert turn.found is None
+        place = await store.reserve(header.tokens)
+        store.buffer.slice(place.span)[:] = ROWS[: place.span.size]
+        turn.entry = store.commit(place, header, salt)
+    store.unpin(turn.entry.place)
+
+
+async def written(made: SharedTier, count: int = 1) -> None:
+    counts = made.counts
+    await asyncio.to_thread(until, lambda: counts["written"] + counts["dropped"] >= count, "all is written")
+    while made._unlocking:
+        await asyncio.gather(*made._unlocking)
+
+
+async def loaded(made: SharedTier, header: Header) -> bytes:
+    target = bytearray(header.tokens * LAYOUT.row_bytes)
+    await made.load(header, memoryview(target))
+    return bytes(target)
+
+
+class Clock:
+    """A breaker's time, which passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def heard(self, made: SharedTier, header: Header = HEADER) -> Header:
+        """What the server says when it is heard in time: on a busy machine it may have to be asked again."""
+        while (found := await made.find(header.key, "")) is None:
+            self.now += 60
+        return found
