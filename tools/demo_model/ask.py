@@ -175,7 +175,7 @@ def read(rng: Random, scene: Scene) -> Turn | None:
 
 ASKERS: tuple[tuple[Asker, float], ...] = (
     (what, 2.0), (describe, 0.5), (ground_colour, 0.2), (count, 3.0), (colour, 0.6), (shape, 0.6), (exists, 0.6),
-    (relation, 4.0), (compare, 1.5), (where, 1.6), (who_is_there, 0.8), (read, 3.0),
+    (relation, 4.0), (compare, 1.5), (where, 1.6), (who_is_there, 0.8), (read, 4.0),
 )  # fmt: skip
 
 

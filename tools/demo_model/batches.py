@@ -1,6 +1,7 @@
 """Batches for training: batch `step` depends on the seed and the step alone, so a run goes on where it stopped."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
@@ -16,7 +17,7 @@ from tools.demo_model.ask import ask, follow_up
 from tools.demo_model.draw import draw
 from tools.demo_model.marks import Names, in_patch_order, patch_marks, patch_marks_of_pair
 from tools.demo_model.pack import IGNORED, Packer, Row, patches
-from tools.demo_model.scene import EASY, FULL, Level, Scene, random_scene
+from tools.demo_model.scene import EASY, FULL, READING, Level, Scene, random_scene
 from tools.demo_model.sizes import Size, random_source, random_target
 from tools.demo_model.turn import Turn
 
@@ -25,12 +26,13 @@ LENGTH = 192
 
 @dataclass(slots=True)
 class Batch:
-    """patches [segments, patches, 1536] uint8; hints [3, segments, patches] (shape, colour, character of each patch).
+    """Tensors for one step of training. A segment is a picture, or a pair of a film's frames.
 
-    `answers` lists (kind, start, end) of each answer of each row. `points` [2, n] are flat indices of names of
-    things and, for those in answers, of the token before, else -1; `spots` [n, 2] tell where the things stand, as
-    shares of height and width. `alike` is the number of pictures of a row if each
-    shows the scene of the one before with little changed, else 1.
+    patches [segments, patches, 1536] uint8; hints [4, segments, patches]: what each patch shows (`marks`). `answers`
+    lists (kind, start, end) of each answer of each row. `points` [2, n] are flat indices of names of things, and of a
+    text's characters, and, for those in answers, of the token before, else -1; `spots` [n, 2] tell where they stand, as
+    shares of height and width. `alike` is the number of pictures of a row if each shows the scene of the one before
+    with little changed, else 1.
     """
 
     patches: Tensor | None
@@ -49,7 +51,12 @@ class Batch:
 
 
 def level_at(step: int, rng: Random) -> Level:
-    """The curriculum: plain pairs of things at first, everything from step 3000 on."""
+    """The curriculum: plain pairs of things at first, everything from step 3000 on, then more to read.
+
+    Reading is learned last: a text of four characters is wrong where one of them is.
+    """
+    if step >= 8000:
+        return READING
     hard = min(1.0, step / 3000)
     return FULL if rng.random() < hard else replace(EASY, most_things=1 + round(1 + 2 * hard))
 
@@ -69,13 +76,17 @@ class Maker(Dataset[Batch]):
 
     def __init__(self, tokenizer: Path, seed: int, size: int, rank: int = 0) -> None:
         self.file, self.seed, self.size, self.rank = tokenizer, seed, size, rank
-        self.packer: Packer | None = None
-        self.names: Names | None = None
+
+    @cached_property
+    def packer(self) -> Packer:
+        """Made where it is used: in the worker process."""
+        return Packer(Tokenizer.from_file(str(self.file)))
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.packer.tokenizer)
 
     def __getitem__(self, step: int) -> Batch:
-        if self.packer is None:
-            self.packer = Packer(Tokenizer.from_file(str(self.file)))
-            self.names = Names(self.packer.tokenizer)
         rng = Random(self.seed * 1_000_003 + step)
         kind = kind_at(step, rng)
         frames = rng.choice((4, 4, 6, 8, 8)) if kind == "film" else 1
@@ -107,7 +118,6 @@ class Maker(Dataset[Batch]):
 
     def pointed(self, rows: list[Row], shown: list[list[Scene]]) -> tuple[Tensor, Tensor]:
         """The `points` and `spots` of a batch whose rows show these scenes."""
-        assert self.names is not None
         points, spots = [], []
         for k, (row, scenes) in enumerate(zip(rows, shown, strict=True)):
             for first, last, spot in self.names.spots(row.ids, row.slots[-1] + 1, scenes):
@@ -142,7 +152,7 @@ class Maker(Dataset[Batch]):
                 turns = pair
             while rng.random() < 0.3:
                 turns.append(turn())
-            if not self.maker.add(row, turns):
+            if not self.packer.add(row, turns):
                 return scenes, row
 
     def film_row(self, rng: Random, level: Level, target: Size, frames: int) -> tuple[Row, film.Film]:
@@ -153,23 +163,17 @@ class Maker(Dataset[Batch]):
         gap = rng.choice((0.5, 1.0, 1.0, 1.1, 1.2, rng.uniform(0.1, 1.8)))
         stamps = [f"<{gap * (k + 0.25):.1f} seconds>" for k in range(frames // 2)]
         row = self.opened(rng, target, frames // 2, stamps, film.ask_film(rng, shot))
-        while self.maker.add(row, [film.ask_film(rng, shot)]):
+        while self.packer.add(row, [film.ask_film(rng, shot)]):
             pass
         return row, shot
-
-    @property
-    def maker(self) -> Packer:
-        if self.packer is None:
-            raise RuntimeError("no tokenizer is loaded yet")
-        return self.packer
 
     def opened(self, rng: Random, target: Size, pictures: int, stamps: list[str] | None, first: Turn) -> Row:
         """A row with its prefix and its first conversation; now and then the question stands before the picture."""
         early = rng.random() < 0.06
         rule = rng.choice(talk.RULES) if rng.random() < 0.06 else None
         grid = target[0] // 32, target[1] // 32
-        row = self.maker.begin(LENGTH, grid, pictures, stamps, rule, first.question if early else None)
-        self.maker.add(row, [first], early)
+        row = self.packer.begin(LENGTH, grid, pictures, stamps, rule, first.question if early else None)
+        self.packer.add(row, [first], early)
         if early:
             row.length = len(row.ids)  # only its own question belongs to this prefix
         return row
@@ -178,8 +182,8 @@ class Maker(Dataset[Batch]):
         """Conversations without a picture."""
         rows = []
         for _ in range(self.size):
-            row = self.maker.begin(LENGTH, None, 0, None, rng.choice(talk.RULES) if rng.random() < 0.3 else None, None)
-            while self.maker.add(row, [talk.small_talk(rng) for _ in range(rng.choice((1, 1, 2)))]):
+            row = self.packer.begin(LENGTH, None, 0, None, rng.choice(talk.RULES) if rng.random() < 0.3 else None, None)
+            while self.packer.add(row, [talk.small_talk(rng) for _ in range(rng.choice((1, 1, 2)))]):
                 pass
             rows.append(row)
         return self.batch(rows, (0, 0), None)
@@ -188,7 +192,7 @@ class Maker(Dataset[Batch]):
         """The rows as tensors, without hints."""
         for row in rows:
             row.length = LENGTH
-        done = [self.maker.finish(row) for row in rows]
+        done = [self.packer.finish(row) for row in rows]
         stacked = {
             key: torch.from_numpy(np.stack([d[key] for d in done])) for key in ("ids", "labels", "branch", "places")
         }

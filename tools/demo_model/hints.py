@@ -5,7 +5,8 @@ its patches show, so that a word in a question finds its row by likeness, and a 
 are what makes it compare: left to themselves, rows say nothing of where they stand, and the turning of keys alone
 teaches that very slowly. For the same reason the decoder is told what to look for: early, a thing's name has to tell
 where that thing stands, and a row what the picture or frame before showed there; later, the token before a name in an
-answer has to tell where the thing stands that is to be named. Nothing of this is exported.
+answer has to tell where the thing stands that is to be named. The characters of a text are taught like names: without
+that, the second of two alike was left out, and neighbours changed places. Nothing of this is exported.
 """
 
 import torch
@@ -40,12 +41,12 @@ class Hints(nn.Module):
         self.next = nn.Linear(text, 2)
 
     def forward(self, hidden: Tensor, marks: Tensor) -> Tensor:
-        """hidden [segments, patches, width], marks [3, segments, patches]: the sum of the three losses.
+        """hidden [segments, patches, width], marks [4, segments, patches]: the sum of the losses on the first three.
 
         Most patches show nothing, so those that show something are counted once more by themselves.
         """
         x, total = self.norm(hidden.float()).flatten(0, 1), hidden.new_zeros((), dtype=torch.float32)
-        for head, mark, size in zip(self.heads, marks.flatten(1), SIZES, strict=True):
+        for head, mark, size in zip(self.heads, marks[:3].flatten(1), SIZES, strict=True):
             scores = head(x)
             for counted in (mark != NONE, (mark >= 0) & (mark < size)):
                 if counted.any():
@@ -55,7 +56,7 @@ class Hints(nn.Module):
     def naming(self, rows: Tensor, marks: Tensor, table: Tensor) -> Tensor:
         """How far rows [segments, rows, width] are from the words for what their four patches show.
 
-        marks [3, segments, 4 * rows]; table [vocabulary, width] are the embeddings.
+        marks [4, segments, 4 * rows]; table [vocabulary, width] are the embeddings.
         """
         return telling(F.rms_norm(rows.float(), rows.shape[-1:]) @ table[self.tokens].detach().float().T - 4, marks)
 
@@ -85,7 +86,7 @@ class Hints(nn.Module):
         """How badly rows tell what the picture before them showed where they stand.
 
         early [segments, rows, text] are the hidden states at the rows of `pictures` pictures for each sequence, marks
-        [3, segments, 4 * rows] what these show.
+        [4, segments, 4 * rows] what these show.
         """
         later = early.unflatten(0, (-1, pictures))[:, 1:].flatten(0, 1)
         shown = marks.unflatten(1, (-1, pictures))[:, :, :-1].flatten(1, 2)
@@ -93,14 +94,15 @@ class Hints(nn.Module):
 
 
 def telling(scores: Tensor, marks: Tensor) -> Tensor:
-    """How badly scores [segments, rows, names] tell what each row's four patches show: marks [3, segments, patches].
+    """How badly scores [segments, rows, names] tell what each row's four patches show: marks [4, segments, patches].
 
     A row may show several things, or none; where a patch of it is unclear, only what it surely shows counts.
     """
     cells = marks.unflatten(-1, (-1, 4))
     whole = (cells != NONE).all(dim=-1, keepdim=True).float()
     loss, first = scores.new_zeros(()), 0
-    for cell, size, known in zip(cells, SIZES, (whole[0], whole[0], whole[2]), strict=True):
+    seen = cells[0], cells[1], torch.cat((cells[2], cells[3]), dim=-1)
+    for cell, size, known in zip(seen, SIZES, (whole[0], whole[0], whole[2]), strict=True):
         named = torch.where((cell >= 0) & (cell < size), cell, size)
         there = F.one_hot(named, size + 1).amax(dim=2)[..., :size].float()
         counted = torch.maximum(there, known)  # a patch without a thing has no colour, so its shape decides

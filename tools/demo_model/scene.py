@@ -72,16 +72,18 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How hard the scenes are: a curriculum raises these."""
+    """How hard the scenes are: a curriculum raises these. A text's length is drawn from `lengths`."""
 
     most_things: int = 5
     print_share: float = 0.45
+    lengths: tuple[int, ...] = (1, 2, 2, 3, 3, 4, 4)
     smallest: float = 0.062
     plain: float = 0.3
 
 
 EASY = Level(most_things=2, print_share=0.25, smallest=0.11, plain=0.7)
 FULL = Level()
+READING = Level(print_share=0.7, lengths=(1, 2, 3, 3, 4, 4, 4))
 
 
 def shifted(rng: Random, colour: Colour, spread: int) -> Colour:
@@ -96,12 +98,12 @@ def distance(a: Colour, b: Colour) -> float:
     return math.sqrt(0.6 * red * red + 1.2 * green * green + 0.5 * blue * blue)
 
 
-def random_text(rng: Random) -> str:
+def random_text(rng: Random, lengths: tuple[int, ...] = FULL.lengths) -> str:
     """A word, a number, or letters that mean nothing: 1-4 characters, letters and digits never mixed."""
     kind = rng.random()
     if kind < 0.25:
         return rng.choice(PRINTED)
-    length = rng.choice((1, 2, 2, 3, 3, 4, 4))
+    length = rng.choice(lengths)
     if length == 1:
         return rng.choice(ALONE)
     return "".join(rng.choice(LETTERS if kind < 0.65 else DIGITS) for _ in range(length))
@@ -125,12 +127,12 @@ def random_thing(rng: Random, level: Level, width: int, height: int, ground: Col
     return Thing(shape, colour, rgb, x, y, radius, angle, rng.getrandbits(30))
 
 
-def random_print(rng: Random, width: int, height: int, ground: Colour) -> Print | None:
+def random_print(rng: Random, level: Level, width: int, height: int, ground: Colour) -> Print | None:
     """A text that fits, in a colour that can be read on `ground`, or None."""
     rgb = shifted(rng, rng.choice(tuple(COLOURS.values())), 15)
     if distance(rgb, ground) < 110:
         return None
-    text, spacing = random_text(rng), rng.uniform(0.0, 0.25)
+    text, spacing = random_text(rng, level.lengths), rng.uniform(0.0, 0.25)
     unit = math.sqrt(width * height)
     size = unit * math.exp(rng.uniform(math.log(0.11), math.log(0.3)))
     size = min(size, 0.9 * width / (len(text) * (1.05 + spacing)), 0.8 * height)
@@ -160,7 +162,7 @@ def random_scene(rng: Random, level: Level, width: int, height: int, text: bool 
     printed = None
     if text if text is not None else rng.random() < level.print_share:
         for _ in range(20):
-            if (printed := random_print(rng, width, height, ground)) is not None:
+            if (printed := random_print(rng, level, width, height, ground)) is not None:
                 break
     things: list[Thing] = []
     few = 0 if printed is not None and rng.random() < 0.3 else 1

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tools.demo_model.batches import Maker
 from tools.demo_model.hints import SIZES, Hints, telling, words
 from tools.demo_model.marks import NONE, SEEN_SHAPES, Names, in_patch_order, patch_marks, patch_marks_of_pair
-from tools.demo_model.scene import FULL, Scene, Thing, random_scene
-from tools.demo_model.words import COLOURS, SHAPES
+from tools.demo_model.scene import FULL, Print, Scene, Thing, random_scene
+from tools.demo_model.words import CHARACTERS, COLOURS, SHAPES
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json"
 
@@ -91,19 +91,49 @@ def test_rows_are_asked_for_what_the_picture_before_showed() -> None:
 
 
 def test_a_batch_points_at_names_behind_its_pictures_only() -> None:
-    maker, shape_tokens = Maker(TOKENIZER, seed=5, size=2), set(Names(Tokenizer.from_file(str(TOKENIZER))).shapes)
+    maker, names = Maker(TOKENIZER, seed=5, size=2), Names(Tokenizer.from_file(str(TOKENIZER)))
+    named = {*names.shapes, *names.characters}
     kinds = set()
     for step in range(5000, 5040):
         batch = maker[step]
         kinds.add(batch.alike)
         flat, labels = batch.ids.flatten(), batch.labels.flatten()
-        assert all(int(flat[point]) in shape_tokens for point in batch.points[0])
-        for named, before in batch.points.T.tolist():
-            assert (before >= 0) == (labels[named - 1] >= 0)
-            assert before < 0 or labels[before] in (flat[named], flat[named - 1])
+        assert all(int(flat[point]) in named for point in batch.points[0])
+        for told, before in batch.points.T.tolist():
+            assert (before >= 0) == (labels[told - 1] >= 0)
+            assert before < 0 or labels[before] in (flat[told], flat[told - 1])
         assert ((batch.spots > 0) & (batch.spots < 1)).all()
         if batch.hints is not None:
             assert batch.hints.shape[1] % (2 * batch.alike) == 0
             last = batch.slots.view(2, -1)[:, -1]
             assert all(int(point) > int(last[point // batch.ids.shape[1]]) for point in batch.points[0])
     assert {1, 2, 4} <= kinds
+
+
+def printed(text: str, x: float = 80.0, height: float = 32.0) -> Scene:
+    return replace(scene(), print=Print(text, (0, 0, 0), x, 64.0, height, 0, 0.1))
+
+
+def test_each_character_of_a_text_tells_its_place_and_two_alike_their_own() -> None:
+    tokenizer, one = Tokenizer.from_file(str(TOKENIZER)), printed("ABA")
+    ids = tokenizer.encode('It says "ABA". It says "AB".').ids
+    found = list(Names(tokenizer).spots(ids, 1, [one, scene()]))
+    assert [tokenizer.decode([ids[first]]) for first, _, _ in found] == ["A", "B", "A"]
+    (_, first), (_, second), (_, third) = spots = [spot for _, _, spot in found]
+    assert {high for high, _ in spots} == {0.5}
+    assert 0.2 < first < second < third < 0.8
+    assert list(Names(tokenizer).spots(ids, 1, [one, replace(one, width=320)])) == [], "it could be either"
+
+
+def test_a_patch_may_show_the_middles_of_two_characters() -> None:
+    marks = patch_marks(printed("I1", x=88.0, height=12.0), 128, 160)
+    (row,), (column,) = np.nonzero(marks[3] < len(CHARACTERS))
+    assert [CHARACTERS[mark] for mark in marks[2:, row, column]] == ["I", "1"]
+    rows = torch.from_numpy(in_patch_order(marks)).unsqueeze(1)
+    right = torch.full((1, 20, sum(SIZES)), -16.0)
+    seat = (rows[3].view(20, 4) < len(CHARACTERS)).any(-1)
+    both = [len(SHAPES) + len(COLOURS) + CHARACTERS.index(character) for character in "I1"]
+    right[0, seat.nonzero(), torch.tensor(both)] = 16.0
+    one = right.clone()
+    one[0, seat.nonzero(), both[0]] = -16.0
+    assert telling(right, rows) < 0.05 < 5 < telling(one, rows)
