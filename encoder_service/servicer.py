@@ -55,7 +55,7 @@ class EncoderServicer(EncoderServiceServicer):
         parts = self._ready()
         convert.check_items(request.items, parts.config)
         convert.check_lists(request)
-        parts.link.choose(request.accepts, request.host)
+        parts.link.check(request.accepts, request.host)
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
         self._open_streams += 1

@@ -1,4 +1,4 @@
-"""What every transport can do: say whether it suits a caller, and bring a run of rows to it."""
+"""What every transport can do: say whether it suits a caller and has room, and bring a run of rows to it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,17 @@ class Transport(Protocol):
     number: encoder_pb2.Transport
 
     def suits(self, host: encoder_pb2.HostProof, run: Run | None, /) -> bool:
-        """Whether a caller has proved that it can take rows in this way, and there is room for it now; and whether this
-        run can go that way, where one is given."""
+        """Whether a caller has proved that it can take rows in this way, and whether this run can go that way, where
+        one is given. How much is under way is of no account: that is for `has_room` to say."""
+        ...
+
+    def has_room(self, run: Run, /) -> bool:
+        """Whether a run that can go this way can go now."""
         ...
 
     def send(self, run: Run, host: encoder_pb2.HostProof, /) -> Chunks:
-        """Brings a run to a caller whom this way suits; ends when the caller needs its place no more.
+        """Brings a run, for which there is room, to a caller whom this way suits; ends when the caller needs its place
+        no more.
 
         The generator holds the place from its first step to its end, so that it may be read whatever becomes of the
         item's other rows meanwhile. Several runs of one item may be sent, one after the other.

@@ -35,7 +35,11 @@ class CudaIpc:
         if run is None:
             return any(pool.device in host.gpu_uuids for pool in self._pools.alive)
         slices = covering(run)
-        return 0 < len(slices) <= self._leases.room and all(each.pool.device in host.gpu_uuids for each in slices)
+        return bool(slices) and all(each.pool.device in host.gpu_uuids for each in slices)
+
+    def has_room(self, run: Run) -> bool:
+        """A lease can be had for each slice."""
+        return len(covering(run)) <= self._leases.room
 
     async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
         """A handle for each slice; ends when the reader has released all of them, or is gone.

@@ -23,6 +23,10 @@ class Inline:
         """Always."""
         return True
 
+    def has_room(self, _run: Run) -> bool:
+        """Always: a caller that does not read holds up its own stream alone."""
+        return True
+
     async def send(self, run: Run, _host: encoder_pb2.HostProof) -> Chunks:
         """A message for each chunk."""
         size = self._layout.row_bytes

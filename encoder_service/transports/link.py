@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from common.errors import Precondition
+from common.errors import Exhausted, Precondition
 from common.lease_board import LeaseBoard
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools
@@ -20,7 +20,7 @@ from encoder_service.transports.shared_memory import SharedMemory
 from twinlens.v1 import encoder_pb2
 
 _SLOTS = 4096
-"""Leases at once; past that, rows go inline."""
+"""Leases at once; past that, rows go inline, to those who accept that."""
 
 
 class Link:
@@ -101,17 +101,29 @@ class Link:
         """Device memory of workers that are alive."""
         return () if self._pools is None else self._pools.alive
 
-    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run | None = None) -> Transport:
-        """The shortest way that a caller accepts and has proved, for this run, or for any; raises Precondition where
-        there is none."""
+    def check(self, accepts: Iterable[int], host: encoder_pb2.HostProof) -> None:
+        """Raises Precondition where a caller has proved none of the ways that it accepts. Whether there is room is
+        asked when rows are there to be sent."""
+        self._ways(accepts, host, None)
+
+    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run) -> Transport:
+        """The shortest way that a caller accepts and has proved, that this run can go, and that has room; raises
+        Precondition where the first two allow none, and Exhausted where it is room alone that is missing."""
+        for transport in self._ways(accepts, host, run):
+            if transport.has_room(run):
+                return transport
+        raise Exhausted("every lease on rows is in use", reason="LEASES_FULL")
+
+    def _ways(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run | None) -> list[Transport]:
+        """At least one."""
         wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
         shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()
-        for transport in self._transports:
-            if transport.number in wanted and transport.suits(shared, run):
-                return transport
-        raise Precondition(
-            "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"
-        )
+        found = [each for each in self._transports if each.number in wanted and each.suits(shared, run)]
+        if not found:
+            raise Precondition(
+                "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"
+            )
+        return found
 
     def release(self, names: Iterable[str]) -> int:
         """Ends leases by their names; how many were still held."""

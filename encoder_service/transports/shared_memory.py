@@ -22,8 +22,12 @@ class SharedMemory:
         self._sent = sent
 
     def suits(self, host: encoder_pb2.HostProof, _run: Run | None) -> bool:
-        """The caller has our memory mapped, and a lease can be had."""
-        return self._socket.knows(host.grant) and self._leases.room > 0
+        """The caller has our memory mapped."""
+        return self._socket.knows(host.grant)
+
+    def has_room(self, _run: Run) -> bool:
+        """A lease can be had."""
+        return self._leases.room > 0
 
     async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
         """One handle for the run; ends when the reader has released it, or is gone.

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from common.arena import SharedBuffer
-from common.errors import Precondition, Unavailable
+from common.errors import Exhausted, Precondition, Unavailable
 from common.wire import DType, RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools, Slice
 from encoder_service.engine.store import Place, Store
 from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports import link as link_module
 from encoder_service.transports.base import Run
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import PoolMade
@@ -48,7 +49,7 @@ class Bench:
     def run(self, first: int = 0, end: int = ROWS) -> Run:
         return Run(3, self.place, first, end)
 
-    def choose(self, run: Run | None) -> int:
+    def choose(self, run: Run) -> int:
         return self.link.choose(EVERY, self.host, run).number
 
 
@@ -128,18 +129,33 @@ async def test_a_reader_of_the_same_host_and_device_is_offered_handles_that_cove
 async def test_a_device_without_a_shared_host_proves_nothing(bench: Bench, host: encoder_pb2.HostProof) -> None:
     assert bench.link.choose(EVERY, host, bench.run()).number == INLINE
     with pytest.raises(Precondition):
-        bench.link.choose([CUDA], host)
+        bench.link.check([CUDA], host)
 
 
 async def test_a_shared_host_without_the_device_gets_shared_memory(bench: Bench) -> None:
     del bench.host.gpu_uuids[:]
     bench.host.gpu_uuids.append("GPU-1")
     assert bench.choose(bench.run()) == SHARED
-    assert bench.choose(None) == SHARED
+    bench.link.check(EVERY, bench.host)
+    with pytest.raises(Precondition):
+        bench.link.check([CUDA], bench.host)
+
+
+async def test_where_leases_are_few_a_run_goes_the_way_that_takes_fewer_or_waits_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "_SLOTS", 2)
+    async with opened() as bench:
+        bench.link.check([CUDA], bench.host)
+        assert bench.choose(bench.run(0, 8)) == CUDA
+        assert bench.choose(bench.run()) == SHARED, "it has three slices"
+        with pytest.raises(Exhausted) as full:
+            bench.link.choose([CUDA], bench.host, bench.run())
+        assert full.value.reason == "LEASES_FULL"
 
 
 async def test_runs_that_are_not_whole_slices_or_have_given_way_go_another_way(bench: Bench) -> None:
-    assert bench.choose(None) == CUDA
+    bench.link.check([CUDA], bench.host)
     assert [bench.choose(bench.run(*each)) for each in ((0, 4), (4, 12), (8, 12))] == [CUDA] * 3
     assert [bench.choose(bench.run(*each)) for each in ((2, 12), (0, 6), (1, 2))] == [SHARED] * 3
     bench.place.copies[4].drop()

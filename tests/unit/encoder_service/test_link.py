@@ -14,12 +14,13 @@ import pytest
 
 from common import local_link
 from common.arena import SharedBuffer
-from common.errors import DataLoss, Precondition, Unavailable
+from common.errors import DataLoss, Exhausted, Precondition, Unavailable
 from common.local_link import SECRET_BYTES
 from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
+from encoder_service.transports import link as link_module
 from encoder_service.transports.base import Run as Sent
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import Run
@@ -76,7 +77,7 @@ async def bench(folder: str = "", lease_seconds: float = 60, shared_memory: bool
 
 async def test_inline_chunks_are_the_rows_from_the_first_that_is_wanted() -> None:
     async with bench() as b:
-        transport = b.link.choose([], encoder_pb2.HostProof())
+        transport = b.link.choose([], encoder_pb2.HostProof(), b.run())
         assert transport.number == INLINE
         frames = [unpack(run) async for run in transport.send(b.run(100, item=3), encoder_pb2.HostProof())]
         assert all(isinstance(frame, RowsFrame) and frame.item == 3 for frame in frames)
@@ -87,26 +88,51 @@ async def test_inline_chunks_are_the_rows_from_the_first_that_is_wanted() -> Non
 async def test_without_a_proof_rows_come_inline_or_not_at_all() -> None:
     async with bench() as b:
         for host in (encoder_pb2.HostProof(), encoder_pb2.HostProof(grant=b"made up" * 2)):
-            assert b.link.choose([SHARED, INLINE], host).number == INLINE
+            assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
+            b.link.check([SHARED, INLINE], host)
             with pytest.raises(Precondition):
-                b.link.choose([SHARED], host)
+                b.link.check([SHARED], host)
+            with pytest.raises(Precondition):
+                b.link.choose([SHARED], host, b.run())
+
+
+async def test_where_every_lease_is_in_use_a_reader_takes_rows_inline_or_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a caller has proved is not in question: with room it is served as before."""
+    monkeypatch.setattr(link_module, "_SLOTS", 1)
+    async with bench() as b:
+        region, host = await b.mapped()
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        await anext(stream)
+        assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
+        b.link.check([SHARED], host)
+        with pytest.raises(Exhausted) as full:
+            b.link.choose([SHARED], host, b.run())
+        assert full.value.reason == "LEASES_FULL"
+        assert full.value.retry_after
+        with pytest.raises(Precondition):
+            b.link.choose([SHARED], encoder_pb2.HostProof(), b.run())
+        await stream.aclose()
+        assert b.link.choose([SHARED], host, b.run()).number == SHARED
+        region.close()
 
 
 async def test_a_boot_id_of_another_host_rules_sharing_out() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        assert b.link.choose([SHARED, INLINE], host).number == SHARED
+        assert b.link.choose([SHARED, INLINE], host, b.run()).number == SHARED
         host.boot_id = "another"
-        assert b.link.choose([SHARED, INLINE], host).number == INLINE
+        assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
         host.boot_id = BOOT_ID
-        assert b.link.choose([SHARED, INLINE], host).number == SHARED
+        assert b.link.choose([SHARED, INLINE], host, b.run()).number == SHARED
         region.close()
 
 
 async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int, target: memoryview) -> list[int]:
     """Reads an entry's rows as a stream's reader does; the sizes of the pieces."""
     pieces: list[int] = []
-    async for message in b.link.choose([SHARED], host).send(b.run(first), host):
+    async for message in b.link.choose([SHARED], host, b.run(first)).send(b.run(first), host):
         assert isinstance(message, encoder_pb2.EncodeRows)
         run = Run(message.first_row, message.count, message.handle)
         assert region.takes(run)
@@ -132,7 +158,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
     """A reader that sleeps in the middle of its copy for longer than the lease."""
     async with bench(lease_seconds=0.05) as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(b.run(), host)
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         run = Run(message.first_row, message.count, message.handle)
         await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
@@ -148,7 +174,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
 async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(b.run(), host)
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         await anext(stream)
         assert b.link.leases == 1
         region.close()
@@ -156,13 +182,13 @@ async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
             await asyncio.wait_for(anext(stream), 10)
         assert b.link.leases == 0
         with pytest.raises(Precondition):
-            b.link.choose([SHARED], host)
+            b.link.choose([SHARED], host, b.run())
 
 
 async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(b.run(), host)
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         await stream.aclose()
         assert b.link.leases == 0
@@ -175,7 +201,7 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
 async def test_a_lease_can_be_released_by_its_name() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(b.run(), host)
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         assert b.link.release(["unknown", message.handle.lease]) == 1
         with pytest.raises(StopAsyncIteration):
@@ -204,7 +230,7 @@ async def test_numbers_that_are_not_finite_are_refused() -> None:
 async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host).send(b.run(), host)
+        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         handle = encoder_pb2.RowsHandle()
         handle.CopyFrom(message.handle)
