@@ -23,7 +23,7 @@ from llm_service.encoders.identity import Identity
 from llm_service.encoders.known import Known, KnownHeaders
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.stream import UNREACHABLE, EncodeStream
+from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Key, MediaHeader, MediaItem, Request, Url
 from llm_service.rows import RowEntry, RowStore
@@ -189,7 +189,7 @@ class Fetch:
         self.close()
         if peer is None:  # no encoder could be picked, and that was waited for
             raise error
-        if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # no encoder is to blame, and no other can do better
+        if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
             if not isinstance(self.item.source, Key) or not self._untried():

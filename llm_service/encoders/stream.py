@@ -26,6 +26,9 @@ Call = grpc.aio.UnaryStreamCall[Any, Event]
 UNREACHABLE = "ENCODER_UNAVAILABLE"
 """The reason of an error that is the link's: the encoder may have died."""
 
+SLOW = "ENCODER_SLOW"
+"""The reason of an error that is of our own patience: the item has had all the time that one may take."""
+
 _ITEM = "items[0]"
 
 
@@ -156,6 +159,8 @@ def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
     it is of the size of what was sent; so is what the encoder says of this service: no request is at fault there."""
     if is_too_large(error):
         return InvalidInput("the item is larger than an encoder takes", reason="MEDIA_TOO_LARGE", field=field)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
+        return Unavailable("an encoder took too long over an item", reason=SLOW, field=field)
     stated = from_rpc_error(error)
     if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
         return Unavailable("the encoder could not be reached", reason=UNREACHABLE)

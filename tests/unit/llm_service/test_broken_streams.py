@@ -206,6 +206,25 @@ async def test_an_encoder_that_falls_silent_is_left_for_another() -> None:
         assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
+@pytest.mark.parametrize("header_came", [True, False])
+async def test_an_item_that_takes_too_long_is_no_deadline_of_its_caller_and_takes_no_second_encoder(
+    header_came: bool,
+) -> None:
+    async def takes_all_its_time(call: Call) -> None:
+        if header_came:
+            await call.header()
+        await call.breaks(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [takes_all_its_time]
+        with pytest.raises(Unavailable) as error:
+            await b.whole(b"picture")
+        assert (error.value.reason, error.value.field) == ("ENCODER_SLOW", "here[0]")
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+
+
 async def test_a_header_that_was_damaged_is_not_believed() -> None:
     async def with_a_wrong_sum(call: Call) -> None:
         await call.header(crc32c=1)
