@@ -28,6 +28,8 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
+    # `http_proxy` is for downloads; a name's addresses are connected to one by one, which no `no_proxy` lists.
+    ("grpc.enable_http_proxy", 0),
     # A window of four chunks from the first byte on, in place of one that is found by probing (docs/PERFORMANCE.md).
     ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.http2.bdp_probe", 0),

@@ -52,6 +52,9 @@ class ServerConfig:
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
         self.token()
+        host, _, port = self.listen.rpartition(":")
+        if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
+            raise ValueError("--listen must be HOST:PORT")
         port = self.metrics_listen.rpartition(":")[2]
         if self.metrics_listen and not (is_port(port) and ":" in self.metrics_listen):
             raise ValueError("--metrics-listen must be HOST:PORT")
@@ -62,15 +65,20 @@ class ServerConfig:
 
 
 def read_token(token: str, file: str) -> str:
-    """A token given directly or in a file; raises ValueError for a file that cannot be read, or holds none."""
-    if not file:
-        return token
+    """A token given directly or in a file, without the line feed that often ends it; empty where neither is given.
+
+    Raises ValueError for a file that cannot be read, or holds none, and for what no header could carry.
+    """
+    if not (token or file):
+        return ""
     try:
-        text = Path(file).read_text("utf-8").strip()
+        text = (Path(file).read_text("utf-8") if file else token).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as a token") from error
-    if not text:
+    if file and not text:
         raise ValueError(f"{file} holds no token")
+    if not (text and text.isascii() and text.isprintable()):
+        raise ValueError("a token is one line of ASCII characters")
     return text
 
 

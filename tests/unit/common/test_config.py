@@ -182,6 +182,9 @@ def test_yes_and_no_have_their_usual_spellings() -> None:
         (["--model=m", "--auth-token-file=/no/such/file"], "/no/such/file cannot be read"),
         (["--model=m", "--auth-token-file=/dev/null"], "/dev/null holds no token"),
         (["--model=m", "--encoder-token-file=/dev/null"], "/dev/null holds no token"),
+        (["--model=m", "--auth-token= "], "a token is one line"),
+        (["--model=m", "--auth-token=sekr\nt"], "a token is one line"),
+        (["--model=m", "--encoder-token=sekrét"], "a token is one line"),
         (["--model=m", "--encoder-ca=/no/such/file"], "/no/such/file cannot be read"),
         (["--model=m", "--max-message-bytes=2g"], "--max-message-bytes"),
         (["--model=m", "--encoders=h:70000"], "--encoders: h:70000"),
@@ -194,6 +197,26 @@ def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
     with pytest.raises(SystemExit):
         load(LlmConfig, "TWINLENS_LLM", "LLM.", argv, {})
     assert said in capsys.readouterr().err
+
+
+def test_a_token_that_cannot_be_one_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(EncoderConfig, "TEST", "", ["--model=m", "--auth-token=sekrét"], {})
+    assert "sekr" not in capsys.readouterr().err
+
+
+def test_what_stands_around_a_token_is_no_part_of_it() -> None:
+    """A secret that is handed over as a variable often ends with a line feed, which no caller could send."""
+    config = load(LlmConfig, "TEST", "", ["--model=m"], {"TEST_AUTH_TOKEN": "in\n", "TEST_ENCODER_TOKEN": "out\n"})
+    assert (config.token(), config.link().token) == ("in", "out")
+
+
+@pytest.mark.parametrize("address", ["7001", ":7001", "127.0.0.1", "localhost:http", "127.0.0.1:99999", "127.0.0.1:-1"])
+def test_an_address_to_listen_on_has_a_host_and_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC takes 99999 for 34463, and an address without a port for one with 443."""
+    with pytest.raises(SystemExit):
+        load(EncoderConfig, "TEST", "", ["--model=m", f"--listen={address}"], {})
+    assert "--listen must be HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["9400", "localhost:http", "127.0.0.1:65536", "127.0.0.1:"])
