@@ -18,6 +18,8 @@ MAX_MESSAGE_BYTES = 70 * 1024 * 1024
 _LONGEST = 1e9
 """Seconds: 31 years."""
 
+_SOCKETS = ("unix:", "unix-abstract:")
+
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 
 _OPTIONS: list[tuple[str, str | int]] = [
@@ -65,7 +67,8 @@ class Endpoint:
 
     `address` is whatever gRPC resolves: host:port, dns:///name:port, unix:/path. `token` is sent with every
     call as `authorization: Bearer …`; without TLS it is refused (ValueError) for another machine, unless
-    `plaintext_token` says that the network is trusted. `tls` None means plaintext.
+    `plaintext_token` says that the network is trusted. `tls` None means plaintext. A proxy that the environment
+    names (`https_proxy`, `http_proxy`) is used for other machines alone.
     """
 
     address: str
@@ -76,6 +79,10 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.address:
             raise ValueError("an address is needed, for example 127.0.0.1:7002")
+        if not self.address.startswith(_SOCKETS) and _port(self.address) > 65535:  # gRPC would take another one
+            raise ValueError(f"{self.address} names a port that there is not")
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            raise ValueError("a token is one line of ASCII characters")
         if self.token and self.tls is None and not self.plaintext_token and not is_local(self.address):
             raise ValueError(
                 "a token would cross the network unencrypted: use TLS, or plaintext_token for a network that you trust"
@@ -99,9 +106,10 @@ class Endpoint:
         return grpc.aio.secure_channel(self.address, self.tls.credentials(), options=self._options())
 
     def _options(self) -> list[tuple[str, str | int]]:
-        if self.tls is None or self.tls.server_name is None:
-            return _OPTIONS
-        return [*_OPTIONS, ("grpc.ssl_target_name_override", self.tls.server_name)]
+        options = [*_OPTIONS, ("grpc.enable_http_proxy", 0 if is_local(self.address) else 1)]
+        if self.tls is not None and self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
 
 
 def capped(timeout: float) -> float:
@@ -119,7 +127,7 @@ def is_local(address: str) -> bool:
     >>> is_local("127.0.0.1:7002"), is_local("dns:///localhost:7002"), is_local("encoder:7001")
     (True, True, False)
     """
-    if address.startswith(("unix:", "unix-abstract:")):
+    if address.startswith(_SOCKETS):
         return True
     host = address.removeprefix("dns:").removeprefix("ipv4:").removeprefix("ipv6:").lstrip("/")
     host = host.rpartition(":")[0] or host
@@ -129,6 +137,16 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _port(address: str) -> int:
+    """The port that an address ends with; 0 where it names none.
+
+    >>> _port("127.0.0.1:7002"), _port("dns:///encoder"), _port("[::1]:99999")
+    (7002, 0, 99999)
+    """
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdecimal() else 0
 
 
 def _read(path: str | Path | None) -> bytes | None:

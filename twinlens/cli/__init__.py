@@ -7,6 +7,7 @@ file that cannot be read; 3 no service answered; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,22 @@ DONE, FAILED, MISUSED, NOT_REACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's own) and returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal has not must not end the answer
+    try:
+        try:
+            return _run(_parser().parse_args(argv))
+        finally:
+            _flush()
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        return FAILED
+    except (OSError, ValueError) as error:
+        return _fail(MISUSED, str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
     except NotReachableError as error:
@@ -28,13 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TwinlensError as error:
         hint = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
         return _fail(FAILED, f"{error}{hint}")
-    except (OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output has left, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
-        return _fail(MISUSED, str(error))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+
+
+def _flush() -> None:
+    """Writes out what is buffered. What cannot be written is dropped, or the interpreter would try again at its end."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _fail(code: int, text: str) -> int:

@@ -131,10 +131,16 @@ def _named(kind: str, source: str) -> tuple[str, str]:
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
     _check_preprocessing(arguments)
-    question = sys.stdin.read() if arguments.question == "-" else arguments.question
+    question = _read_question() if arguments.question == "-" else arguments.question
     messages: list[ChatMessage] = [system(arguments.system)] if arguments.system else []
     messages.append(user(*(_media(kind, source, arguments) for kind, source in arguments.media), question))
     return generate_request(messages, _sampling(arguments), session_id=arguments.session)
+
+
+def _read_question() -> str:
+    if sys.stdin is None:
+        raise ValueError("there is no standard input to read the question from")
+    return sys.stdin.read()
 
 
 def _check_preprocessing(arguments: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def bounded(kind: Callable[[str], float], low: float = 0, high: float = float("i
 
 def _token(arguments: argparse.Namespace) -> str | None:
     if arguments.token_file is None:
-        return os.environ.get("TWINLENS_TOKEN") or None
+        return os.environ.get("TWINLENS_TOKEN", "").strip() or None
     if not (token := Path(arguments.token_file).read_text("utf-8").strip()):
         raise ValueError(f"{arguments.token_file} holds no token")
     return token

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -16,7 +17,9 @@ from twinlens.cli import sections, watch
 from twinlens.cli.connection import add_flags, bounded, endpoint
 from twinlens.client import EncoderClient, LlmClient
 from twinlens.errors import TwinlensError
-from twinlens.v1 import EncoderServiceGetLoadResponse
+from twinlens.v1 import EncoderServiceGetLoadResponse, LlmServiceGetLoadResponse
+
+Load = TypeVar("Load", EncoderServiceGetLoadResponse, LlmServiceGetLoadResponse)
 
 
 def add_parser(commands: Any) -> None:
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     report: dict[str, Any] = {"llm": {"address": arguments.address, **_pair(info, load)}, "encoders": []}
     texts = [sections.llm(arguments.address, info, load)]
     failures = 0
-    for address in arguments.encoder or [known.address for known in load.encoders]:
+    for address in arguments.encoder or _addresses(load):
         try:
             with EncoderClient(endpoint(address, arguments)) as encoder:
                 its_info, its_load = encoder.get_info(), encoder.get_load()
@@ -70,24 +73,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
+    """Raises TwinlensError where the LLM service does not answer at first; later on, that is what the table says."""
     with ExitStack() as stack:
         llm = stack.enter_context(LlmClient(endpoint(arguments.address, arguments)))
-        clients: dict[str, EncoderClient] = {}
+        encoders: dict[str, EncoderClient] = {}
+        known = _addresses(llm.get_load())
 
         def ask(address: str) -> EncoderServiceGetLoadResponse | None:
-            if address not in clients:
-                clients[address] = stack.enter_context(EncoderClient(endpoint(address, arguments)))
-            try:
-                return clients[address].get_load()
-            except TwinlensError:
-                return None
+            if address not in encoders:
+                encoders[address] = stack.enter_context(EncoderClient(endpoint(address, arguments)))
+            return _answer(encoders[address].get_load)
 
         def sample() -> watch.Sample:
-            load = llm.get_load()
-            addresses = arguments.encoder or [known.address for known in load.encoders]
-            return watch.Sample(time.monotonic(), load, {address: ask(address) for address in addresses})
+            nonlocal known
+            load = _answer(llm.get_load)
+            known = known if load is None else _addresses(load)
+            return watch.Sample(time.monotonic(), load, {each: ask(each) for each in arguments.encoder or known})
 
         return watch.run(sample, arguments.watch)
+
+
+def _addresses(load: LlmServiceGetLoadResponse) -> list[str]:
+    return [encoder.address for encoder in load.encoders]
+
+
+def _answer(ask: Callable[[], Load]) -> Load | None:
+    try:
+        return ask()
+    except TwinlensError:
+        return None
 
 
 def _pair(info: Message, load: Message) -> dict[str, Any]:

@@ -16,10 +16,10 @@ _HEADING = ("service", "queued", "running", "memory", "hits", "throughput")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What both sides said at one moment; None stands for an encoder that did not answer. `at` is in seconds."""
+    """What both sides said at one moment; None stands for a service that did not answer. `at` is in seconds."""
 
     at: float
-    llm: LlmServiceGetLoadResponse
+    llm: LlmServiceGetLoadResponse | None
     encoders: dict[str, EncoderServiceGetLoadResponse | None]
 
 
@@ -46,53 +46,66 @@ def tables(sample: Callable[[], Sample]) -> Iterator[str]:
 
 
 def _table(before: Sample, now: Sample) -> str:
-    rows = [_HEADING, _llm_row(before, now)]
+    seconds = now.at - before.at
+    rows = [_HEADING, _silent("LLM") if now.llm is None else _llm_row(before.llm or now.llm, now.llm, seconds)]
     for address, load in now.encoders.items():
-        earlier = before.encoders.get(address)
-        if load is None:
-            rows.append((f"encoder {address}", "–", "–", "–", "–", "no answer"))
-        else:
-            rows.append(_encoder_row(address, earlier or load, load, now.at - before.at))
+        name, earlier = f"encoder {address}", before.encoders.get(address)
+        rows.append(_silent(name) if load is None else _encoder_row(name, earlier or load, load, seconds))
     return table(rows)
 
 
-def _llm_row(before: Sample, now: Sample) -> tuple[str, ...]:
-    old, new, seconds = before.llm, now.llm, now.at - before.at
+def _silent(name: str) -> tuple[str, ...]:
+    return (name, "–", "–", "–", "–", "no answer")
+
+
+def _llm_row(old: LlmServiceGetLoadResponse, new: LlmServiceGetLoadResponse, seconds: float) -> tuple[str, ...]:
     blocks = share(new.kv_blocks_used, new.kv_blocks_total)
     rows = share(new.row_bytes, new.row_capacity_bytes)
     rates = (
-        _rate(new.generated_tokens - old.generated_tokens, seconds, "tokens"),
-        _rate(new.prompt_tokens - old.prompt_tokens, seconds, "prompt tokens"),
-        _rate(new.rows_received - old.rows_received, seconds, "rows"),
+        _rate(_grown(old.generated_tokens, new.generated_tokens), seconds, "tokens"),
+        _rate(_grown(old.prompt_tokens, new.prompt_tokens), seconds, "prompt tokens"),
+        _rate(_grown(old.rows_received, new.rows_received), seconds, "rows"),
     )
     return (
         "LLM",
         str(new.waiting),
         str(new.running),
         f"KV {blocks}, rows {rows}",
-        share(new.prefix_hit_tokens - old.prefix_hit_tokens, new.prefix_query_tokens - old.prefix_query_tokens),
+        share(
+            _grown(old.prefix_hit_tokens, new.prefix_hit_tokens),
+            _grown(old.prefix_query_tokens, new.prefix_query_tokens),
+        ),
         ", ".join(rates),
     )
 
 
 def _encoder_row(
-    address: str, old: EncoderServiceGetLoadResponse, new: EncoderServiceGetLoadResponse, seconds: float
+    name: str, old: EncoderServiceGetLoadResponse, new: EncoderServiceGetLoadResponse, seconds: float
 ) -> tuple[str, ...]:
-    hits, misses = new.store_hits - old.store_hits, new.store_misses - old.store_misses
-    sent = sum(each.bytes for each in new.rows_sent) - sum(each.bytes for each in old.rows_sent)
+    hits, misses = _grown(old.store_hits, new.store_hits), _grown(old.store_misses, new.store_misses)
+    sent = _grown(sum(each.bytes for each in old.rows_sent), sum(each.bytes for each in new.rows_sent))
     rates = (
-        _rate(new.encoded_items - old.encoded_items, seconds, "items"),
-        _rate(new.vit_patches - old.vit_patches, seconds, "patches"),
+        _rate(_grown(old.encoded_items, new.encoded_items), seconds, "items"),
+        _rate(_grown(old.vit_patches, new.vit_patches), seconds, "patches"),
         f"{size(round(sent / seconds))}/s" if seconds > 0 else "–",
     )
     return (
-        f"encoder {address}",
+        name,
         str(new.queued_items),
         str(new.running_items),
         f"store {share(new.store_bytes, new.store_capacity_bytes)}",
         share(hits, hits + misses),
         ", ".join(rates),
     )
+
+
+def _grown(old: int, new: int) -> int:
+    """How much a total has grown; a smaller one has begun anew, with the process that counts.
+
+    >>> _grown(100, 160), _grown(100, 20)
+    (60, 20)
+    """
+    return new - old if new >= old else new
 
 
 def _rate(count: int, seconds: float, what: str) -> str:

@@ -45,6 +45,35 @@ def test_without_a_token_no_authorization_is_sent(llm: FakeLlm, llm_address: str
     assert "authorization" not in llm.metadata
 
 
+@pytest.mark.parametrize("token", ["sekret\n", "sek\r\nx: y", "sekrét"])
+def test_a_token_that_no_header_carries_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(ValueError, match="one line of ASCII") as caught:
+        Endpoint("127.0.0.1:7002", token=token)
+    assert "sek" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "dns:///llm:65536", "[::1]:70020"])
+def test_a_port_that_there_is_not_is_refused(address: str) -> None:
+    """gRPC takes 99999 for 34463: a token would go to whoever listens there."""
+    with pytest.raises(ValueError, match="port"):
+        Endpoint(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "unix:/run/99999", "unix:/run/a:99999", "dns:///llm", "[::1]"])
+def test_an_address_without_a_port_is_grpcs_to_understand(address: str) -> None:
+    assert Endpoint(address).address == address
+
+
+@pytest.mark.parametrize("variable", ["grpc_proxy", "https_proxy", "http_proxy"])
+def test_a_service_on_this_machine_is_reached_without_a_proxy(
+    llm_address: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy cannot reach it, and would be shown the token."""
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    with LlmClient(Endpoint(llm_address, token="secret")) as client:
+        assert client.get_info().model == "demo"
+
+
 def test_half_a_client_certificate_is_refused() -> None:
     with pytest.raises(ValueError, match="together"):
         Tls(cert_file="c.pem")

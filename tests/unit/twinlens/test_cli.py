@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from twinlens import __version__, v1
-from twinlens.cli import main
+from twinlens.cli import main, watch
 from twinlens.cli.tables import milliseconds, share, size, table
 
 
@@ -20,6 +24,10 @@ def picture(tmp_path):
     path = tmp_path / "cat.png"
     path.write_bytes(b"png")
     return str(path)
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def ask(address: str, *arguments: str) -> int:
@@ -143,6 +151,9 @@ class TestAsk:
         monkeypatch.setenv("TWINLENS_TOKEN", "outer")
         assert ask(llm_address, "what?") == 0
         assert llm.metadata["authorization"] == "Bearer outer"
+        monkeypatch.setenv("TWINLENS_TOKEN", "from a secret\n")
+        assert ask(llm_address, "what?") == 0
+        assert llm.metadata["authorization"] == "Bearer from a secret"
         (tmp_path / "token").write_text("inner\n")
         assert ask(llm_address, "what?", "--token-file", str(tmp_path / "token")) == 0
         assert llm.metadata["authorization"] == "Bearer inner"
@@ -189,6 +200,23 @@ class TestStatus:
             main(["status", "--llm", "127.0.0.1:1", f"--watch={seconds}"])
         assert caught.value.code == 2
 
+    def test_watching_goes_on_while_the_llm_service_is_away(self, monkeypatch, capsys) -> None:
+        with ExitStack() as running:
+            address = running.enter_context(serving(llm=FakeLlm()))
+            pauses = iter([running.close])
+
+            def pause(seconds: float) -> None:
+                assert seconds == 0.5
+                next(pauses, raise_interrupt)()
+
+            monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=pause))
+            assert main(["status", "--llm", address, "--watch=0.5"]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("LLM")]
+        assert ["no answer" in line for line in lines] == [False, True]
+
+    def test_watching_what_was_never_there_exits_with_3(self) -> None:
+        assert main(["status", "--llm", "127.0.0.1:1", "--watch"]) == 3
+
     def test_an_encoder_that_is_down_is_shown_as_such(self, llm: FakeLlm, llm_address: str, capsys) -> None:
         llm.encoders = ["127.0.0.1:1"]
         assert main(["status", "--llm", llm_address]) == 1
@@ -222,10 +250,34 @@ def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str)
     assert "Traceback" not in err
 
 
-def test_a_reader_that_leaves_is_no_error(llm_address: str) -> None:
-    command = f"{sys.executable} -m twinlens ask --llm {llm_address} --json what? | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """`twinlens` stands for the command; its output is buffered, as it is for users."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    program = command.replace("twinlens", f"{sys.executable} -m twinlens")
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False, env=environ)
+
+
+@pytest.mark.parametrize("arguments", ["ask --json what? --llm", "ask what? --llm", "status --llm", "ask --help"])
+def test_a_reader_that_leaves_is_no_error(llm_address: str, arguments: str) -> None:
+    done = run_in_shell(f"twinlens {arguments} {llm_address} | true")
     assert done.stderr == ""
+
+
+def test_output_that_cannot_be_written_is_said_once(llm_address: str) -> None:
+    done = run_in_shell(f"twinlens status --llm {llm_address} > /dev/full")
+    assert (done.returncode, done.stderr) == (2, "twinlens: [Errno 28] No space left on device\n")
+
+
+def test_a_letter_that_the_terminal_has_not_does_not_end_the_answer(llm: FakeLlm, llm_address: str) -> None:
+    llm.play = lambda request: iter([v1.GenerateResponse(delta=v1.GenerateDelta(text="é…!"))])
+    done = run_in_shell(f"PYTHONIOENCODING=latin-1 twinlens ask what? --llm {llm_address} | iconv -f latin1 -t utf8")
+    assert (done.stdout, done.stderr) == ("é?!\n", "")
+
+
+def test_a_question_from_a_closed_standard_input_is_misuse(llm_address: str) -> None:
+    done = run_in_shell(f"twinlens ask - --llm {llm_address} <&-")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no standard input" in done.stderr
 
 
 def test_a_table_lines_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 from twinlens import v1
 from twinlens.cli.watch import Sample, tables
@@ -41,3 +42,21 @@ def test_an_encoder_that_does_not_answer_is_said_so_and_may_come_back() -> None:
     assert "no answer" in gone
     assert "no answer" not in back
     assert "0.0 items/s" in back, "nothing is known of how it was before"
+
+
+def test_totals_that_begin_anew_give_no_negative_rates() -> None:
+    """An encoder, or an engine, that was replaced between two samples counts from nothing."""
+    moments = iter([sample(10.0, 100, 9), sample(12.0, 40, 4)])
+    _, after = itertools.islice(tables(lambda: next(moments)), 2)
+    assert "20.0 tokens/s" in after
+    assert "2.0 items/s" in after
+    assert "2.0 MiB/s" in after
+    assert not re.search(r"-\d", after)
+
+
+def test_an_llm_service_that_does_not_answer_for_a_moment_is_said_so_and_may_come_back() -> None:
+    gone = Sample(2.0, None, sample(2.0, 0, 1).encoders)
+    moments = iter([sample(1.0, 100, 1), gone, sample(3.0, 50, 1)])
+    _, silent, back = itertools.islice(tables(lambda: next(moments)), 3)
+    assert [line for line in silent.splitlines() if line.startswith("LLM") and "no answer" in line]
+    assert "0.0 tokens/s" in back, "nothing is known of how it was before"
