@@ -45,6 +45,11 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         parse=size,
         minimum=1 << 30,
     )
+    start_seconds: float = option(
+        600.0,
+        "longest that a worker may take to load the vision tower, or a decode process to start, before it is ended",
+        minimum=0.1,
+    )
     worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
     worker_patience_seconds: float = option(
         15.0,

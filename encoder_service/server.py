@@ -69,6 +69,7 @@ async def serve(config: EncoderConfig) -> None:
             processes=config.decode_processes,
             threads=max(1, min(_MOST_DECODE_THREADS, usable_cores() // config.decode_processes)),
             seconds=config.decode_seconds,
+            start_seconds=config.start_seconds,
             memory_bytes=config.decode_memory_bytes,
         )
         pools = DevicePools(layout.row_bytes)
@@ -79,6 +80,7 @@ async def serve(config: EncoderConfig) -> None:
             most_units=config.batch_items,
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
+            start_seconds=config.start_seconds,
             on_change=lambda alive: frame.report(alive > 0),
             on_batch=meters.computed,
             pools=pools,

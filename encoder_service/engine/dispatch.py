@@ -29,7 +29,8 @@ class Dispatcher:
 
     A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
     and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
-    refused for good when it happens again, which a slow machine must not bring about.
+    refused for good when it happens again, which a slow machine must not bring about. A worker is ready within
+    `start_seconds`, or is taken not to start.
 
     `on_change` is called whenever the number of live workers changes, `on_batch` for each batch that was computed.
     """
@@ -43,6 +44,7 @@ class Dispatcher:
         most_units: int,
         seconds: float,
         patience: float,
+        start_seconds: float,
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[Computed], None] = lambda _: None,
         pools: DevicePools | None = None,
@@ -55,7 +57,13 @@ class Dispatcher:
         self._on_batch = on_batch
         self.pools = pools or DevicePools(row_bytes=0)
         self._workers = Workers(
-            begins, fds, self.pools, on_answer=self._settle, on_death=self._bury, on_life=self._welcome
+            begins,
+            fds,
+            self.pools,
+            start_seconds=start_seconds,
+            on_answer=self._settle,
+            on_death=self._bury,
+            on_life=self._welcome,
         )
         self._waiting: list[Unit] = []
         self._suspects = Suspects()

@@ -75,7 +75,8 @@ class Slot:
 
 
 class Workers:
-    """One process for each of `begins`, which inherits the descriptors `fds`. `start` and `stop` are the owner's.
+    """One process for each of `begins`, which inherits the descriptors `fds`. `start` and `stop` are the owner's. A
+    process that has not loaded its tower after `start_seconds` is ended.
 
     `on_answer` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
     when a worker is gone and no longer writes anywhere, `on_life` when a replacement is ready.
@@ -87,6 +88,7 @@ class Workers:
         fds: tuple[int, int],
         pools: DevicePools,
         *,
+        start_seconds: float,
         on_answer: Callable[[Slot, FromWorker], None],
         on_death: Callable[[Slot], None],
         on_life: Callable[[Slot], None],
@@ -95,6 +97,7 @@ class Workers:
         self.slots = [Slot(index, looks_ahead=each.device.startswith("cuda")) for index, each in enumerate(begins)]
         self._fds = fds
         self._pools = pools
+        self._start_seconds = start_seconds
         self._on_answer = on_answer
         self._on_death = on_death
         self._on_life = on_life
@@ -138,7 +141,7 @@ class Workers:
         child: Child[FromWorker] = await Child.start(MODULE, receives=FromWorker, fds=self._fds)
         try:
             child.send(self.begins[slot.index])
-            answer = await child.receive()
+            answer = await self._first_answer(child)
         except BaseException:
             child.kill()
             await child.stop(grace=1.0)
@@ -149,6 +152,13 @@ class Workers:
             return
         await child.stop(grace=1.0)
         raise WorkerError(answer.why if isinstance(answer, Failed) else "a worker did not start")
+
+    async def _first_answer(self, child: Child[FromWorker]) -> FromWorker:
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                return await child.receive()
+        except TimeoutError:
+            raise WorkerError(f"a worker has not started within {self._start_seconds:g} seconds") from None
 
     async def _keep(self, slot: Slot) -> None:
         """Reads what a worker says for as long as it lives, and replaces it when it does not."""

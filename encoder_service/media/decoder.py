@@ -38,13 +38,22 @@ _log = log.get("decoder")
 
 
 class DecoderPool:
-    """`processes` decode processes over one staging arena. `start` and `stop` are its owner's."""
+    """`processes` decode processes over one staging arena; each is ready within `start_seconds`, and has `seconds` for
+    a job. `start` and `stop` are its owner's."""
 
     def __init__(
-        self, staging: SharedBuffer, *, processes: int, threads: int, seconds: float, memory_bytes: int
+        self,
+        staging: SharedBuffer,
+        *,
+        processes: int,
+        threads: int,
+        seconds: float,
+        start_seconds: float,
+        memory_bytes: int,
     ) -> None:
         self._staging = staging
         self._seconds = seconds
+        self._start_seconds = start_seconds
         self._begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads)
         self._count = processes
         self._videos = asyncio.Semaphore(max(1, processes - 1))
@@ -185,14 +194,22 @@ class DecoderPool:
         self._children.add(child)
         child.send(self._begin)
         try:
-            if not isinstance(await child.receive(), Ready):
-                raise ChildDied("a decode process did not start")
+            await self._ready(child)
         except ChildDied:
             child.kill()
             await child.stop(grace=1.0)
             self._children.discard(child)
             raise
         self._idle.put(child)
+
+    async def _ready(self, child: Child[FromDecoder]) -> None:
+        """Returns when a process can work; raises ChildDied where it cannot, or says nothing."""
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                if not isinstance(await child.receive(), Ready):
+                    raise ChildDied("a decode process did not start")
+        except TimeoutError:
+            raise ChildDied(f"a decode process has not started within {self._start_seconds:g} seconds") from None
 
 
 def _ended(asked: asyncio.Future[FromDecoder]) -> bool:

@@ -66,6 +66,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, t
         ({"dtype": "float8"}, "invalid choice"),
         ({"max_ratio": "nan"}, "outside"),
         ({"no_such_option": "1"}, "unrecognized arguments"),
+        ({"start_seconds": "0.1"}, "has not started within 0.1 seconds"),
     ],
 )
 def test_a_bad_option_ends_it_with_one_line(checkpoints, flags, says):

@@ -45,7 +45,8 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             return children[-1]
 
         monkeypatch.setattr(Child, "start", child)
-        given = {"budget": 100, "most_units": 8, "seconds": 60.0, "patience": 60.0, "on_change": alive.append, **bounds}
+        limits = {"seconds": 60.0, "patience": 60.0, "start_seconds": 60.0}
+        given = {"budget": 100, "most_units": 8, **limits, "on_change": alive.append, **bounds}
         made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
         await made[-1].start()
         return made[-1], children, alive

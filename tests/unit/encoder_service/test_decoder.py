@@ -14,7 +14,7 @@ import pytest
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
-from common.processes import ChildDied
+from common.processes import Child, ChildDied
 from encoder_service.item import Inspection, Options
 from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
@@ -32,7 +32,9 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
     """A running pool, its staging arena, and a function that stages bytes."""
     staging = SharedBuffer.create("test", STAGING)
     before = set(descendants(os.getpid()))
-    made = DecoderPool(staging, processes=processes, threads=2, seconds=seconds, memory_bytes=memory_bytes)
+    made = DecoderPool(
+        staging, processes=processes, threads=2, seconds=seconds, start_seconds=600.0, memory_bytes=memory_bytes
+    )
     await made.start()
 
     def stage(data: bytes) -> Range:
@@ -206,6 +208,23 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
             await job
         async with asyncio.timeout(60):
             await decoders._idle.get(b"x")
+
+
+async def test_a_process_that_hangs_at_its_start_is_ended(monkeypatch):
+    async with pool() as (decoders, _, _stage):
+        started, start = [], Child.start
+
+        async def frozen(*args, **options):
+            started.append(await start(*args, **options))
+            os.kill(started[0].process.pid, signal.SIGSTOP)
+            return started[0]
+
+        monkeypatch.setattr(Child, "start", frozen)
+        monkeypatch.setattr(decoders, "_start_seconds", 0.05)
+        with pytest.raises(ChildDied, match=r"within 0\.05 seconds"):
+            await decoders._add()
+        assert started[0].process.returncode is not None
+        assert len(decoders._children) == 1
 
 
 async def test_a_process_that_does_not_start_is_not_kept(monkeypatch):

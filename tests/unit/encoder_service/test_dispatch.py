@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import Unavailable
 from common.processes import Child
+from encoder_service.engine import workers
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.tally import Computed
 from encoder_service.engine.workers import WorkerError
@@ -236,10 +237,51 @@ async def test_a_worker_that_cannot_start_says_why(monkeypatch):
         return Unwilling()
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=1.0, patience=1.0)
+    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
     with pytest.raises(WorkerError, match="no such device"):
         await dispatcher.start()
     await dispatcher.stop()
+
+
+class Mute(FakeChild):
+    """A worker that is told how to begin, and says nothing."""
+
+    def send(self, message):
+        self.batches.append(message)
+
+
+async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
+    worker = Mute()
+
+    async def child(*_, **__) -> FakeChild:
+        return worker
+
+    monkeypatch.setattr(Child, "start", child)
+    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
+    with pytest.raises(WorkerError, match=r"within 0\.01 seconds"):
+        await dispatcher.start()
+    assert not worker.alive
+    await dispatcher.stop()
+
+
+async def test_a_replacement_that_hangs_at_its_start_is_replaced_in_turn(start, monkeypatch):
+    monkeypatch.setattr(workers, "_LONGEST_PAUSE", 0.0)
+    _, children, alive = await start(start_seconds=0.01)
+    fakes, started = [Mute(), FakeChild()], asyncio.Event()
+
+    async def child(*_, **__) -> FakeChild:
+        children.append(fakes.pop(0))
+        if not fakes:
+            started.set()
+        return children[-1]
+
+    monkeypatch.setattr(Child, "start", child)
+    children[0].kill()
+    async with asyncio.timeout(60):
+        await started.wait()
+    await turns()
+    assert [each.alive for each in children] == [False, False, True]
+    assert alive == [1, 0, 1]
 
 
 async def test_stopping_fails_what_is_left(start):

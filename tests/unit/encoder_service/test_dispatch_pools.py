@@ -46,7 +46,9 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 
     monkeypatch.setattr(Child, "start", child)
     pools = DevicePools(ROW)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=100, most_units=8, seconds=60, patience=60, pools=pools)
+    dispatcher = Dispatcher(
+        [BEGIN], (0, 0), budget=100, most_units=8, seconds=60, patience=60, start_seconds=60, pools=pools
+    )
     await dispatcher.start()
     yield Bench(dispatcher, workers, pools)
     await dispatcher.stop()

@@ -61,9 +61,8 @@ class World:
         self.withdrawn: set[int] = set()
         self.unlucky: set[int] = set()
         begin = msgspec.structs.replace(BEGIN, device=device)
-        self.dispatcher = Dispatcher(
-            [begin] * 3, (0, 0), budget=BUDGET, most_units=4, seconds=1e6, patience=1e6, on_change=self._count
-        )
+        limits = {"seconds": 1e6, "patience": 1e6, "start_seconds": 1e6}
+        self.dispatcher = Dispatcher([begin] * 3, (0, 0), budget=BUDGET, most_units=4, **limits, on_change=self._count)
 
     async def child(self, *_: object, **__: object) -> Worker:
         self.children.append(Worker())

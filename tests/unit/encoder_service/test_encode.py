@@ -75,7 +75,9 @@ async def encoder(
 
     monkeypatch.setattr(Child, "start", child)
     begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
-    dispatcher = Dispatcher([begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0, patience=60.0)
+    dispatcher = Dispatcher(
+        [begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0, patience=60.0, start_seconds=60.0
+    )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
     pipeline = Pipeline(
