@@ -1,0 +1,203 @@
+"""What the pages say is so: options, defaults, limits, links, targets, metrics and examples."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import twinlens
+from common.config import load
+from encoder_service.config import EncoderConfig
+from llm_service.config import LlmConfig
+from tests.launch import ROOT
+from tests.unit.twinlens.conftest import serving
+from tests.unit.twinlens.fakes import FakeLlm
+from twinlens.cli import _parser
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("models/*.md")])
+SERVICES: dict[str, type[Any]] = {"encoder_service": EncoderConfig, "llm_service": LlmConfig}
+DEFAULTS = {
+    f"--{field.name.replace('_', '-')}": field.default
+    for kind in SERVICES.values()
+    for field in dataclasses.fields(kind)
+}
+OF_OTHERS = {"--build", "--build-arg", "--help", "--network", "--remove-orphans", "--scale"}  # containers', argparse's
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language, the one without a name included."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def flags_of_the_client(parser: argparse.ArgumentParser | None = None) -> Iterator[str]:
+    for action in (parser or _parser())._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from flags_of_the_client(command)
+
+
+def flags_of_programs() -> set[str]:
+    """Those of the launchers, the benchmarks and the training, as their sources spell them."""
+    sources = [path.read_text() for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    return {flag for source in sources for flag in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source)}
+
+
+@each_page
+def test_every_flag_is_one(page: Path) -> None:
+    known = {*DEFAULTS, *flags_of_the_client(), *flags_of_programs(), *OF_OTHERS}
+    assert set(FLAG.findall(page.read_text())) - known == set()
+
+
+@each_page
+def test_flags_of_a_services_command_line_are_that_services(page: Path) -> None:
+    for block in blocks(page, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := re.search(r"python -m (encoder_service|llm_service)\b(.*)", line):
+                own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SERVICES[command[1]])}
+                assert set(FLAG.findall(command[2])) <= own, line
+
+
+@each_page
+def test_a_number_in_brackets_behind_an_option_is_its_default(page: Path) -> None:
+    for flag, said in re.findall(r"`(--[a-z-]+)` \((\d[\d.]*)\b", page.read_text()):
+        assert float(said) == DEFAULTS[flag], flag
+
+
+@each_page
+def test_a_value_that_is_named_with_an_option_is_one_that_it_takes(page: Path) -> None:
+    for flag, value in re.findall(r"`(--[a-z-]+)[= ]([\w]+)`", page.read_text()):
+        kinds = [kind for kind in SERVICES.values() if flag[2:].replace("-", "_") in kind.__dataclass_fields__]
+        if kinds and value.islower():
+            assert any(_takes(kind, flag, value) for kind in kinds), f"{flag} {value}"
+
+
+def _takes(kind: type[Any], flag: str, value: str) -> bool:
+    try:
+        load(kind, "TEST", "", ["--model=m", f"{flag}={value}"], {})
+    except SystemExit:
+        return False
+    return True
+
+
+def test_every_variable_is_one() -> None:
+    known = {"TWINLENS_TOKEN", "TWINLENS_LLM_SERVICE_HOST"}  # the client's; one that Kubernetes makes up
+    for prefix, kind in (("TWINLENS_ENCODER", EncoderConfig), ("TWINLENS_LLM", LlmConfig)):
+        known |= {f"{prefix}_{field.name.upper()}" for field in dataclasses.fields(kind)}
+    for page in PAGES:
+        assert set(re.findall(r"\bTWINLENS_[A-Z_]+[A-Z]\b", page.read_text())) <= known, page.name
+
+
+def test_the_configuration_page_lists_options_under_the_service_that_has_them() -> None:
+    text = (ROOT / "docs/CONFIGURATION.md").read_text()
+    for service, title in (("encoder_service", "## The encoder service"), ("llm_service", "## The LLM service")):
+        table = text.partition(title)[2].partition("\n## ")[0]
+        own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(SERVICES[service])}
+        assert set(FLAG.findall("".join(re.findall(r"^\| .*? \|", table, re.MULTILINE)))) <= own
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path) if path else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in {_anchor(title) for title in re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)}
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it.
+
+    >>> _anchor("The client: `pip install .`")
+    'the-client-pip-install-'
+    """
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@each_page
+def test_every_target_of_make_is_one(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"(?:^|`)make ((?:[a-z-]+\b(?![=/]) ?)+)", page.read_text(), re.MULTILINE)
+    assert {word for words in named for word in words.split()} <= targets
+
+
+@each_page
+def test_every_module_that_is_run_is_one(page: Path) -> None:
+    for name in re.findall(r"python -m ([\w.]+)", page.read_text()):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+@each_page
+def test_python_examples_are_python_and_import_what_is_there(page: Path) -> None:
+    for block in blocks(page, "python"):
+        code = compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+        for node in ast.walk(code):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module == "twinlens"
+                assert {alias.name for alias in node.names} <= set(twinlens.__all__)
+
+
+def test_the_readmes_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat.png", "a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"png")
+    llm = FakeLlm()
+    (example,) = blocks(ROOT / "README.md", "python")
+    with serving(llm=llm) as address:
+        exec(example.replace("127.0.0.1:7002", address), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "A red circle."
+    assert [len(request.chat.messages[0].parts) for request in llm.requests] == [2, 3]
+
+
+def test_the_limits_are_the_defaults() -> None:
+    encoder, llm = EncoderConfig(), LlmConfig()
+    area, frames = (f"{pixels / 1e6:g} MP" for pixels in (encoder.max_image_area, encoder.max_video_area))
+    sides = f"{encoder.min_side} … {encoder.max_side:,} px".replace(",", " ")
+    scanned = f"{encoder.max_scanned_frames:,}".replace(",", " ")
+    tokens = f"{llm.max_waiting_tokens:,}".replace(",", " ")
+    expected = [
+        f"{encoder.max_image_bytes >> 20} MiB; {area}; {sides}; {encoder.max_ratio:g}",
+        f"{encoder.max_video_bytes >> 20} MiB; {encoder.max_frames}; {scanned}; {frames}",
+        f"{encoder.max_images}, {encoder.max_videos}",
+        f"{llm.max_images}, {llm.max_videos}",
+        f"{llm.max_prompt_bytes >> 20} MiB",
+        f"{llm.max_parts}; {llm.max_parts}",
+        f"{llm.max_choices}; {llm.max_logprobs}",
+        f"{llm.max_token_ids}; {llm.max_token_ids}",
+        f"{llm.max_stop_texts}, {llm.max_stop_bytes} bytes",
+        f"{llm.max_structure_bytes >> 10} KiB; {llm.max_schema_depth}; 1 s",
+        f"{llm.max_message_bytes >> 20} MiB",
+        f"{llm.max_requests}; {llm.max_waiting}, {tokens}; {llm.max_concurrent_calls}",
+        f"{llm.max_sessions}; {llm.max_tenant_sessions}; {llm.session_seconds:g} s; {llm.session_share:g}",
+    ]
+    table = (ROOT / "docs/SECURITY.md").read_text().partition("| what | default |")[2].partition("\n\n")[0]
+    said = {line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()[2:]}
+    assert set(expected) <= said
+
+
+def test_operations_md_names_every_metric_of_the_encoder_and_no_other() -> None:
+    source = ast.parse((ROOT / "encoder_service/meters.py").read_text())
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and node.args]
+    makers = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in MAKERS]
+    made = {call.args[0].value for call in makers if isinstance(call.args[0], ast.Constant)}
+    table = (ROOT / "docs/OPERATIONS.md").read_text().partition("| `twinlens_encoder_…` | |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {name.removesuffix("_total") for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
+    assert named == made
+
+
+MAKERS = {"gauge", "total", "counter", "histogram"}
