@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from common.arena import Range, SharedBuffer
@@ -128,7 +128,7 @@ class Pipeline:
         source, frames = flight.item.source, Progress()
         if isinstance(source, Pixels):
             async with self._room(flight, plan.pixel_bytes) as lease:
-                await _fill(self.staging.buffer, lease.ranges[0], _padded(source, plan))
+                await _fill(self.staging.buffer, lease.ranges[0], *_frames(source, plan))
                 frames.advance(len(plan.frames))
                 yield lease.ranges[0], frames
             return
@@ -194,20 +194,24 @@ class Pipeline:
         self.seconds[name] += seconds
 
 
-def _padded(source: Pixels, plan: Plan) -> bytes:
-    """Frames as the plan has them: the last one again, until the last frame group is whole."""
-    frame = source.height * source.width * 3
-    return source.data + source.data[-frame:] * (len(plan.frames) - source.frames)
+def _frames(source: Pixels, plan: Plan) -> list[memoryview]:
+    """Frames as the plan has them, where they are: the last one again, until the last frame group is whole."""
+    data, frame = memoryview(source.data), source.height * source.width * 3
+    return [data, *[data[-frame:]] * (len(plan.frames) - source.frames)]
 
 
-async def _fill(buffer: SharedBuffer, span: Range, data: bytes | bytearray) -> None:
-    if len(data) <= _COPY:
-        buffer.slice(span)[:] = data
+async def _fill(buffer: SharedBuffer, span: Range, *parts: bytes | bytearray | memoryview) -> None:
+    """Copies what comes one after the other to a range of its size; much of it in a thread."""
+    if span.size <= _COPY:
+        _copy(buffer, span, parts)
     else:
-        await in_thread(_copy, buffer, span, data)
+        await in_thread(_copy, buffer, span, parts)
 
 
-def _copy(buffer: SharedBuffer, span: Range, data: bytes | bytearray) -> None:
-    source, target = memoryview(data), buffer.slice(span)
-    for start in range(0, len(data), _COPY):
-        target[start : start + _COPY] = source[start : start + _COPY]
+def _copy(buffer: SharedBuffer, span: Range, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+    target = buffer.slice(span)
+    for part in map(memoryview, parts):
+        for start in range(0, len(part), _COPY):
+            piece = part[start : start + _COPY]
+            target[: len(piece)] = piece
+            target = target[len(piece) :]
