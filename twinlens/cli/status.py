@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             with EncoderClient(endpoint(address, arguments)) as encoder:
                 its_info, its_load = encoder.get_info(), encoder.get_load()
-        except TwinlensError as error:
+        except (TwinlensError, ValueError) as error:  # or an address that the token may not be sent to
             failures += 1
             report["encoders"].append({"address": address, "error": str(error)})
             texts.append(f"encoder {address}: {error}")
@@ -79,16 +80,17 @@ def _watch(arguments: argparse.Namespace) -> int:
         encoders: dict[str, EncoderClient] = {}
         known = _addresses(llm.get_load())
 
-        def ask(address: str) -> EncoderServiceGetLoadResponse | None:
+        def ask(address: str) -> EncoderServiceGetLoadResponse:
             if address not in encoders:
                 encoders[address] = stack.enter_context(EncoderClient(endpoint(address, arguments)))
-            return _answer(encoders[address].get_load)
+            return encoders[address].get_load()
 
         def sample() -> watch.Sample:
             nonlocal known
             load = _answer(llm.get_load)
             known = known if load is None else _addresses(load)
-            return watch.Sample(time.monotonic(), load, {each: ask(each) for each in arguments.encoder or known})
+            asked = {each: _answer(partial(ask, each)) for each in arguments.encoder or known}
+            return watch.Sample(time.monotonic(), load, asked)
 
         return watch.run(sample, arguments.watch)
 
@@ -100,7 +102,7 @@ def _addresses(load: LlmServiceGetLoadResponse) -> list[str]:
 def _answer(ask: Callable[[], Load]) -> Load | None:
     try:
         return ask()
-    except TwinlensError:
+    except (TwinlensError, ValueError):
         return None
 
 

@@ -194,6 +194,16 @@ class TestStatus:
         assert report["llm"]["load"]["prompt_tokens"] == "300"
         assert report["encoders"][0]["load"]["vit_calls"] == "3"
 
+    def test_an_encoder_that_the_token_may_not_be_sent_to_hides_nothing_else(
+        self, llm: FakeLlm, llm_address: str, monkeypatch, capsys
+    ) -> None:
+        llm.encoders = ["192.0.2.7:7001"]
+        monkeypatch.setenv("TWINLENS_TOKEN", "secret")
+        assert main(["status", "--llm", llm_address]) == 1
+        out = capsys.readouterr().out
+        assert f"LLM {llm_address}: demo" in out
+        assert "encoder 192.0.2.7:7001: a token would cross the network unencrypted" in out
+
     @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "1e9"])
     def test_a_pause_that_is_none_is_refused_before_anyone_is_asked(self, seconds: str) -> None:
         with pytest.raises(SystemExit) as caught:
