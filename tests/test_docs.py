@@ -28,7 +28,8 @@ DEFAULTS = {
     for kind in SERVICES.values()
     for field in dataclasses.fields(kind)
 }
-OF_OTHERS = {"--build", "--build-arg", "--help", "--network", "--remove-orphans", "--scale"}  # containers', argparse's
+OF_OTHERS = {"--help", *(f"--{name}" for name in ("build", "build-arg", "network", "remove-orphans", "scale"))}
+OF_OTHERS |= {"--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
