@@ -79,7 +79,9 @@ class Delivery:
             async with aclosing(self._waiting(ticket.more(at), ticket)) as events:
                 async for event in events:
                     yield event
-            run, started = Run(self._index, ticket.place, at, ticket.landed), time.perf_counter()
+            if (place := ticket.place) is None:  # the rest has failed since
+                continue
+            run, started = Run(self._index, place, at, ticket.landed), time.perf_counter()
             async with aclosing(self._sent(run)) as messages:
                 async for message in messages:
                     yield message

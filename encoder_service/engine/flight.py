@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.errors import TwinlensError, Unavailable
+from common.errors import TwinlensError
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.store import Entry, Place
@@ -64,6 +64,13 @@ class Flight:
         self.priority = max(self.priority, priority)
         for unit in self.units:
             unit.priority = self.priority
+
+    async def more(self, first: int) -> None:
+        """Returns once more than `first` rows are there. Raises what the item fails with, also where such rows were
+        there and have been given up since."""
+        await self.landed.reach(first + 1)
+        if self.place is None:
+            await asyncio.shield(self.entry)
 
     def arrive(self, entry: Entry) -> None:
         """All rows are there."""
@@ -142,16 +149,13 @@ class Ticket:
     async def more(self, first: int) -> None:
         """Returns once more than `first` rows are there, after `header`; raises the item's error."""
         if self.flight is not None:
-            await self._heard(self.flight.landed.reach(first + 1))
+            await self._heard(self.flight.more(first))
 
     @property
-    def place(self) -> Place:
-        """Where the rows are, of which `landed` are there. Whoever reads them pins it before they wait for anything;
-        raises Unavailable where the rest failed meanwhile."""
-        place = self.entry.place if self.flight is None else self.flight.place
-        if place is None:
-            raise Unavailable("the rows could not be completed", reason="ROWS_INCOMPLETE")
-        return place
+    def place(self) -> Place | None:
+        """Where the rows are, of which `landed` are there; whoever reads them pins it before they wait for anything.
+        None where the rest has failed since `more` returned, which then says why."""
+        return self.entry.place if self.flight is None else self.flight.place
 
     @property
     def entry(self) -> Entry:

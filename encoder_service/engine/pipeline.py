@@ -210,7 +210,8 @@ async def _fill(buffer: SharedBuffer, span: Range, *parts: bytes | bytearray | m
 
 def _copy(buffer: SharedBuffer, span: Range, parts: Sequence[bytes | bytearray | memoryview]) -> None:
     target = buffer.slice(span)
-    for part in map(memoryview, parts):
+    for data in parts:
+        part = memoryview(data)
         for start in range(0, len(part), _COPY):
             piece = part[start : start + _COPY]
             target[: len(piece)] = piece

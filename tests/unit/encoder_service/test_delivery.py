@@ -169,6 +169,20 @@ async def test_a_run_can_be_read_to_its_end_when_the_rest_of_the_item_fails(benc
         store.abandon(await other)
 
 
+async def test_a_reader_who_is_behind_when_the_rest_fails_hears_why(bench: Bench) -> None:
+    """More rows had landed behind the run that it was reading; what it is told is not that those are gone."""
+    async with aclosing(bench.events()) as events:
+        run = await bench.computed_run(events)
+        await bench.compute()
+        await until(lambda: len(bench.worker.batches) > 2)
+        bench.worker.say(BatchFailed(why="broken"))
+        bench.computed += 1
+        await bench.finish()
+        assert await bench.read(run) == rows_of(1)
+        last = [event async for event in events]
+        assert last[-1].error.status.reason == "ENCODE_FAILED"
+
+
 async def test_a_stream_that_is_closed_between_two_groups_leaves_nothing(bench: Bench) -> None:
     async with aclosing(bench.events()) as events:
         await bench.computed_run(events)

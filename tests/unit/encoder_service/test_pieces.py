@@ -40,8 +40,9 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
         else:
             with pytest.raises(TwinlensError):
                 await rest
+            assert ticket.place is None
             with pytest.raises(TwinlensError):
-                _ = ticket.place
+                await ticket.more(0)
 
 
 def clip(monkeypatch, groups: int) -> Item:
