@@ -1,8 +1,8 @@
 """The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service.
 
-A service is started in three steps: `bind` opens the port, the owner gets its parts ready, `announce` turns health to
-SERVING and prints `ready grpc=HOST:PORT`, and ` metrics=HOST:PORT` where there are metrics. `wait` returns on SIGTERM
-or SIGINT; `drain` lets running calls finish.
+A service is started in three steps: `bind` opens the port, the owner gets its parts ready, `announce` has health checks
+say what `report` was told, and prints `ready grpc=HOST:PORT`, and ` metrics=HOST:PORT` where there are metrics. `wait`
+returns on SIGTERM or SIGINT; `drain` lets running calls finish.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class GrpcServer:
         self._config = config
         self._names = tuple(names)
         self._stop = asyncio.Event()
-        self._announced = False
+        self._announced, self._ready = False, True
         self._reports: set[asyncio.Task[None]] = set()
         self._frame = CallFrame(config.token(), config.max_concurrent_calls)
         self.server = grpc.aio.server(
@@ -124,28 +124,33 @@ class GrpcServer:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._config.listen}") from error
         self.address = f"{host}:{port}"
-        await self._set_all(False)
+        await self._publish()
         await self.server.start()
 
     async def announce(self, metrics: str = "") -> None:
-        """Turns every service to SERVING and says so on standard output; `metrics` is where those are served."""
+        """Every service is SERVING from now on, unless its owner has reported otherwise. Says so on standard output;
+        `metrics` is where those are served."""
         self._announced = True
-        await self._set_all(True)
+        await self._publish()
         sys.stdout.write(f"ready grpc={self.address}" + (f" metrics={metrics}" if metrics else "") + "\n")
         sys.stdout.flush()
         _log.info("ready", address=self.address, metrics=metrics)
 
     def report(self, ready: bool) -> None:
-        """Changes what health checks say, once the server has been announced and until it drains."""
+        """Whether the services can serve, at any time: health checks say so once the server has been announced, and
+        until it drains."""
+        self._ready = ready
         if self._announced and not self.stopping:
-            task = asyncio.create_task(self._set_all(ready))
+            task = asyncio.create_task(self._publish())
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)
 
-    async def _set_all(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def _publish(self) -> None:
+        """Has health checks say what is so now: of several at once, the last to set a name sets it right."""
         for name in ("", *self._names):
-            await self._health.set(name, status)
+            serving = self._announced and self._ready
+            known = health_pb2.HealthCheckResponse
+            await self._health.set(name, known.SERVING if serving else known.NOT_SERVING)
 
     async def wait(self) -> None:
         """Returns on SIGTERM, SIGINT or `stop`."""
