@@ -125,11 +125,12 @@ async def test_without_an_engine_there_is_nothing_to_wait_for() -> None:
     assert bench.ipc.devices == []
 
 
-async def test_a_wrong_length_is_refused_before_anything_is_copied() -> None:
+@pytest.mark.parametrize("length", [64, 0, -32, 1 << 40])
+async def test_a_wrong_length_is_refused_before_anything_is_copied_and_strikes_no_other_s_rows(length: int) -> None:
     bench = Bench()
     with pytest.raises(DataLoss):
-        await bench.read(bench.run(length=64))
-    assert not [order for order in bench.orders if isinstance(order, Pull)]
+        await bench.read(bench.run(length=length))
+    assert bench.orders == [Vacate(PLACE, 32)]
     assert bench.memory.released == [7]
 
 
