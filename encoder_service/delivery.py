@@ -99,7 +99,7 @@ class Delivery:
         transport = self._link.choose(self._request.accepts, self._request.host, run)
         async with aclosing(transport.send(run, self._request.host)) as chunks:
             async for chunk in chunks:
-                yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
+                yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=convert.summed(chunk))
 
     async def _waiting(self, what: Awaitable[object], ticket: Ticket) -> Events:
         """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""

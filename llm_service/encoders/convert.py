@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import assert_never
 
 from common.errors import DataLoss
@@ -68,12 +69,7 @@ def _rows(given: Rows) -> media_pb2.EmbeddingBlock:
 
 def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
     """An encoder's header; raises DataLoss for one that makes no sense."""
-    if message.crc32c:
-        plain = encoder_pb2.EncodeHeader()
-        plain.CopyFrom(message)
-        plain.ClearField("crc32c")
-        if crc32c(plain.SerializeToString(deterministic=True)) != message.crc32c:
-            raise DataLoss("a header was damaged on the way")
+    _check_sum(message)
     grid = (message.grid.t, message.grid.h, message.grid.w)
     if len(message.key) != 32 or min(*grid, message.tokens, message.width, message.levels) < 1:
         raise DataLoss("an encoder sent a header that makes no sense")
@@ -91,3 +87,20 @@ def media_header(message: encoder_pb2.EncodeHeader) -> MediaHeader:
         seconds_per_grid=message.seconds_per_grid,
         cached=message.cached,
     )
+
+
+def rows_handle(message: encoder_pb2.EncodeRows) -> encoder_pb2.RowsHandle:
+    """Where rows lie that an encoder hands over; raises DataLoss for a message that was damaged: it may point at the
+    rows of another item."""
+    _check_sum(message)
+    return message.handle
+
+
+def _check_sum(message: encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows) -> None:
+    """Raises DataLoss where a message is not as it was sent; one without a sum is believed."""
+    if not message.crc32c:
+        return
+    plain = copy.deepcopy(message)
+    plain.ClearField("crc32c")
+    if crc32c(plain.SerializeToString(deterministic=True)) != message.crc32c:
+        raise DataLoss("a message was damaged on the way")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,12 +71,12 @@ class Peer:
         self.address = address
         self.name = name
         self.health = Health(address, quarantine)
-        self.in_flight = 0
-        self.load = 0
         self.breaker = Breaker()
         self.region: Region | None = None
         self.device: CudaIpc | None = None
         self._settings = settings
+        self._streams: set[EncodeStream] = set()
+        self._told_load = 0
         self._foreign = ""
         self._no_region: bytes = b""
         self._full_until = 0.0
@@ -104,6 +105,18 @@ class Peer:
         """It said lately that it has as much as it can hold."""
         return time.monotonic() < self._full_until
 
+    @property
+    def in_flight(self) -> int:
+        """Streams of ours that are open."""
+        return len(self._streams)
+
+    @property
+    def load(self) -> int:
+        """Patches that wait or are computed there, for anyone: what it said last or, where that is more, what it has
+        announced on streams of ours, which may be news to it since."""
+        ours = {each.announced.key: math.prod(each.announced.grid) for each in self._streams if each.announced}
+        return max(self._told_load, sum(ours.values()))
+
     async def watch(self, changed: asyncio.Event) -> None:
         """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
         await self.health.watch(self._check, changed)
@@ -122,7 +135,7 @@ class Peer:
             return self._failed(error.code(), began)
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             return Verdict.GONE
-        self.load = load.queued_patches + load.running_patches
+        self._told_load = load.queued_patches + load.running_patches
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
@@ -209,19 +222,20 @@ class Peer:
         for transport in transports:
             transport.prove(request.host)
         call: Call = self._encode(request, timeout=settings.timeout, metadata=(*self._metadata, *tracing.outgoing()))
-        self.in_flight += 1
+        stream = EncodeStream(
+            call,
+            transports,
+            settings.layout,
+            field=item.field,
+            first=asking.first,
+            silence=settings.silence,
+            on_event=self.health.hear,
+        )
+        self._streams.add(stream)
         try:
-            yield EncodeStream(
-                call,
-                transports,
-                settings.layout,
-                field=item.field,
-                first=asking.first,
-                silence=settings.silence,
-                on_event=self.health.hear,
-            )
+            yield stream
         finally:
-            self.in_flight -= 1
+            self._streams.discard(stream)
             call.cancel()
 
     async def close(self, grace: float | None = None) -> None:

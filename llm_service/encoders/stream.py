@@ -15,7 +15,7 @@ from common.grpc_calls import from_plain_status
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
 from common.row_frames import RowsFrame, unpack
 from common.wire import RowLayout
-from llm_service.encoders.convert import media_header
+from llm_service.encoders.convert import media_header, rows_handle
 from llm_service.encoders.transports.base import MirrorPlace, Run, Transport
 from llm_service.request import MediaHeader
 from twinlens.v1 import encoder_pb2
@@ -41,8 +41,8 @@ class EncodeStream:
     """An item's stream from row `first` on, which its opener closes. `silence` seconds without an event end it: an
     encoder that is merely busy says every second that it is. `on_event` is called for each event.
 
-    `heard` tells whether the encoder has begun on the item; after the last row, `timings` holds the encoder's own
-    seconds by stage.
+    `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute. After
+    the last row, `timings` holds the encoder's own seconds by stage.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class EncodeStream:
         self._silence = silence
         self._on_event = on_event
         self.heard = False
+        self.announced: MediaHeader | None = None
         self.timings: dict[str, float] = {}
 
     async def header(self) -> MediaHeader:
@@ -73,6 +74,7 @@ class EncodeStream:
                 if isinstance(event, encoder_pb2.EncodeResponse) and event.WhichOneof("event") == "header":
                     header = media_header(event.header)
                     self._check(header)
+                    self.announced = None if header.cached else header
                     return header
         raise Unavailable("the encoder ended the stream before the header")
 
@@ -149,7 +151,7 @@ def _run(event: Event) -> Run | None:
         return None
     rows = event.rows
     if rows.WhichOneof("payload") == "handle":
-        return Run(rows.first_row, rows.count, rows.handle)
+        return Run(rows.first_row, rows.count, rows_handle(rows))
     frame = RowsFrame(rows.item, rows.first_row, rows.count, rows.data, rows.crc32c)
     return Run(frame.first, frame.count, frame)
 
