@@ -226,6 +226,6 @@ class Generator:
                     del open_choices[event.choice]
                     if not event.ended:
                         self._engine.abort(ticket.id, event.choice)
-                    stages.mark("decode_tokens")
+                    stages.extend("decode_tokens")  # choices end one after the other
                     timings = {**stages.all, **media.seconds()}
                     yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, timings)

@@ -41,9 +41,13 @@ class Stages:
     def mark(self, stage: str) -> None:
         """Ends a stage now; only the first time counts."""
         if stage not in self.seconds:
-            now = time.perf_counter()
-            self.seconds[stage] = now - (self._last or self.begun)
-            self._last = now
+            self.extend(stage)
+
+    def extend(self, stage: str) -> None:
+        """Ends a stage now; where it is the last one that was ended, it has gone on until now."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - (self._last or self.begun)
+        self._last = now
 
 
 @dataclass(slots=True, eq=False)

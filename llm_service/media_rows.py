@@ -36,7 +36,7 @@ class MediaRows:
         self._fetches: list[Fetch] = []
         self._unused: list[Fetch] = []
         self._entries: dict[int, RowEntry] = {}
-        self._seen: list[RowEntry] = []
+        self._used: list[Fetch] = []
         self._released = False
         self._watched: list[tuple[RowEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
@@ -45,6 +45,7 @@ class MediaRows:
         """The headers of all items, in order; raises the error of the first item that has none."""
         if self._request.media:
             self._fetches = self._unused = await self._landing.introduce(self._request)
+            self._used.extend(self._fetches)
         return headers(self._fetches)
 
     async def take(self, covered: Collection[int]) -> None:
@@ -126,14 +127,14 @@ class MediaRows:
         self._landing.counters.covered -= len(self._fetches) - len(self._entries)
         self._give_back()
         self._fetches = [fetch.renewed() for fetch in self._fetches]
+        self._used.extend(self._fetches)
         await self._acquire(list(range(len(self._fetches))))
         if self._released:
             self._give_back()
 
     async def _acquire(self, items: list[int]) -> None:
-        entries = await self._landing.acquire(self._request, [self._fetches[item] for item in items])
+        entries = await self._landing.acquire([self._fetches[item] for item in items])
         self._entries |= dict(zip(items, entries, strict=True))
-        self._seen.extend(entry for entry in entries if entry not in self._seen)
 
     def _give_back(self) -> None:
         while self._entries:
@@ -165,9 +166,6 @@ class MediaRows:
         """What this service and encoders spent on the items, by stage, summed over items; landing and encoders' stages
         are of those items alone that this request brought in."""
         total: Counter[str] = Counter()
-        for fetch in self._fetches:
-            total.update({"hash": fetch.hash_seconds})
-        for entry in self._seen:
-            if entry.brought_by == self._request.id:
-                total.update(entry.timings)
+        for fetch in self._used:
+            total.update(fetch.seconds)
         return dict(total)

@@ -23,9 +23,8 @@ Watcher = Callable[["RowEntry"], None]
 @dataclass(slots=True, eq=False)
 class RowEntry:
     """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
-    place where it is `mirrored`; `error` says why no more will come; `timings` are seconds by stage, the encoder's with
-    `encoder_` before their names, once all rows are here; `brought_by` is the request that asked, `stood_at` where in
-    it the item stood."""
+    place where it is `mirrored`; `error` says why no more will come; `stood_at` is where the item stood in the request
+    that asked for it first."""
 
     header: MediaHeader
     place: Range
@@ -34,8 +33,6 @@ class RowEntry:
     error: TwinlensError | None = None
     filler: asyncio.Task[None] | None = None
     watchers: list[Watcher] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
-    brought_by: str = ""
     stood_at: str = ""
     mirrored: bool = False
 

@@ -31,6 +31,8 @@ from llm_service.rows import RowEntry, RowStore
 _log = log.get("fetch")
 _ATTEMPTS = 3
 _RETRIED = (Unavailable, DataLoss, Exhausted, NotFound)
+_LEAST_HINT = 0.1
+"""Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class Links:
 class Fetch:
     """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time.
 
-    `hash_seconds` is what it took to compute its key.
+    `seconds` is what was spent on it, by stage: `hash`, to compute its key; where it was this fetch that brought the
+    rows, `landing`, and the encoder's own with `encoder_` before their names.
     """
 
     def __init__(
@@ -67,13 +70,15 @@ class Fetch:
         self.header = None if known is None else known.header
         self._links = links
         self._identity = identity
-        self.hash_seconds = 0.0
+        self.seconds: dict[str, float] = {}
         self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
         self._salt = request.salt
         self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
         self._patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
         self._tried: list[str] = []
+        self._lacking: set[str] = set()
+        self._missing: NotFound | None = None
         self._failures = 0
         self._peer: Peer | None = None
         self._stream: EncodeStream | None = None
@@ -104,6 +109,7 @@ class Fetch:
 
     async def bring(self, store: RowStore, entry: RowEntry) -> None:
         """Lands the rows of an entry that are missing; raises what kept them from coming."""
+        self._patient_until = monotonic() + self._links.patience  # not this request's time alone: others may share them
 
         async def receive() -> None:
             if self._stream is None:
@@ -119,8 +125,9 @@ class Fetch:
             except TwinlensError:  # once all rows are here, how the stream ends is of no account
                 if not entry.complete:
                     raise
-            entry.timings = {f"encoder_{stage}": seconds for stage, seconds in self._stream.timings.items()}
-            entry.timings["landing"] = time.perf_counter() - began
+            finally:
+                self.seconds["landing"] = self.seconds.get("landing", 0.0) + time.perf_counter() - began
+            self.seconds |= {f"encoder_{stage}": seconds for stage, seconds in self._stream.timings.items()}
 
         await self._persistently(receive)
         self._links.pool.quarantine.clear(self._affinity)
@@ -146,7 +153,7 @@ class Fetch:
         if await links.pool.refuses(affinity):
             raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self.item.field)
         self._peer = None
-        self._peer = peer = await links.pool.pick(affinity, self._tried)
+        self._peer = peer = await links.pool.pick(affinity, self._tried, self._lacking)
         asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)
         self._tried.append(peer.address)
         links.counters.attempts += 1
@@ -188,12 +195,14 @@ class Fetch:
         peer, heard = self._peer, self._stream is not None and self._stream.heard
         self.close()
         if peer is None:  # no encoder could be picked, and that was waited for
-            raise error
+            raise self._missing or error
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
-            if not isinstance(self.item.source, Key) or not self._untried():
+            self._lacking.add(peer.address)
+            if not isinstance(self.item.source, Key) or not any(may.usable or may.unsure for may in self._may_have()):
                 raise error
+            self._missing = error
             return
         if isinstance(error, Exhausted):
             await self._wait_for_room(peer, error)
@@ -210,13 +219,15 @@ class Fetch:
     async def _wait_for_room(self, peer: Peer, error: Exhausted) -> None:
         if error.retry_after is None:  # it never fits
             raise error
-        peer.refused(error.retry_after)
-        if any(other.usable and not other.full for other in self._links.pool.peers):
+        hint = max(error.retry_after, _LEAST_HINT)
+        peer.refused(hint)
+        if any(other.usable and not other.full for other in self._may_have()):
             return
         left = self._patient_until - monotonic()
         if left <= 0:
             raise error
-        await asyncio.sleep(min(left, error.retry_after * random.uniform(0.3, 0.6)))  # not all of them at once
+        await asyncio.sleep(min(left, hint * random.uniform(0.3, 0.6)))  # not all of them at once
 
-    def _untried(self) -> bool:
-        return any(peer.usable and peer.address not in self._tried for peer in self._links.pool.peers)
+    def _may_have(self) -> list[Peer]:
+        """The encoders that have not said that they have no such key."""
+        return [peer for peer in self._links.pool.peers if peer.address not in self._lacking]

@@ -42,6 +42,7 @@ class KnownHeaders:
         known = Known(dataclasses.replace(header, cached=False), affinity)
         for name in names:
             self._known[name, salt, header.modality] = known
+            self._known.move_to_end((name, salt, header.modality))
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 

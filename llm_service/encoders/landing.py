@@ -53,8 +53,8 @@ class Landing:
         """Gives an entry back; where nobody else waits for its rows, they are no longer fetched."""
         self._store.release(entry)
 
-    async def acquire(self, request: Request, fetches: Sequence[Fetch]) -> list[RowEntry]:
-        """Entries for these items of a request, whose rows land in the background; waits until all have room.
+    async def acquire(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
+        """Entries for these items of one request, whose rows land in the background; waits until all have room.
 
         The fetches are used up. The caller owns the entries and releases each once.
         """
@@ -65,7 +65,7 @@ class Landing:
             raise
         for fetch, entry in zip(fetches, entries, strict=True):
             if entry.filler is None:
-                entry.brought_by, entry.stood_at = request.id, fetch.item.field
+                entry.stood_at = fetch.item.field
                 entry.filler = self._start_filler(entry, fetch)
             else:
                 fetch.close()  # its rows are here, or another stream brings them
@@ -100,7 +100,7 @@ class Landing:
             tracing.record([("hash", began, ended)], item=item.index)
             known = self._recall(item, identity, request.salt)
             fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
-            fetch.hash_seconds = ended - began
+            fetch.seconds["hash"] = ended - began
             await fetch.introduce()
 
         try:
@@ -153,6 +153,7 @@ class Landing:
             fetch.close()
             with contextlib.closing(other):
                 await other.bring(self._store, entry)
+            fetch.seconds |= other.seconds
 
     def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from common import log, tasks
 from common.errors import Unavailable
@@ -96,19 +96,24 @@ class EncoderPool:
             await asyncio.gather(*(health.judged() for health in suspects))
         return self.quarantine.holds(identity)
 
-    async def pick(self, identity: bytes, tried: Collection[str] = ()) -> Peer:
-        """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one.
+    async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Peer:
+        """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,
+        and none that is known to be `lacking` it.
 
         Where none can be used for most of a second, one is taken of which that is not certain. Raises Unavailable where
         there is none of those either.
         """
+
+        def able(is_able: Callable[[Peer], bool]) -> list[Peer]:
+            return [peer for peer in self.peers if is_able(peer) and peer.address not in lacking]
+
         try:
             async with asyncio.timeout(_PATIENCE):
-                while not (usable := [peer for peer in self.peers if peer.usable]):
+                while not (usable := able(lambda peer: peer.usable)):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            usable = [peer for peer in self.peers if peer.usable or peer.unsure]
+            usable = able(lambda peer: peer.usable or peer.unsure)
             if not usable:
                 raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
         fresh = [peer for peer in usable if peer.address not in tried]

@@ -143,7 +143,7 @@ class Bench:
 
     async def take(self, wanted: Request) -> list[RowEntry]:
         """Entries for all items of a request, in order; rows go on landing in the background."""
-        return await self.landing.acquire(wanted, await self.landing.introduce(wanted))
+        return await self.landing.acquire(await self.landing.introduce(wanted))
 
     async def whole(self, data: bytes) -> bytes:
         """The rows of an item, after its entry is complete; the entry is released."""
@@ -236,3 +236,8 @@ async def damages_rows(call: Call) -> None:
     await call.header()
     await call.rows(0)
     await call.rows(RUN, data=b"\0" * RUN * 64)
+
+
+async def is_full(call: Call) -> None:
+    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=200)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))

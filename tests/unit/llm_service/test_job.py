@@ -61,3 +61,14 @@ def test_a_stage_lasts_from_the_end_of_the_one_before_and_is_ended_once() -> Non
         stages.mark(stage)
     assert list(stages.all) == ["prompt", "queue"]
     assert sum(stages.seconds.values()) == pytest.approx(stages._last - stages.begun)
+
+
+def test_a_stage_that_ends_once_for_each_choice_lasts_until_the_last_one_s_end() -> None:
+    stages = Stages()
+    stages.mark("first_token")
+    ends = []
+    for _ in range(2):
+        stages.extend("decode_tokens")
+        ends.append(stages._last)
+        assert sum(stages.seconds.values()) == pytest.approx(ends[-1] - stages.begun)
+    assert ends[0] < ends[1]

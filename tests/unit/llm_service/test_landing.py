@@ -21,6 +21,7 @@ from tests.unit.llm_service.scripted import (
     eventually,
     hangs_after_the_header,
     hangs_before_the_header,
+    is_full,
     key_of,
     request,
     settled,
@@ -111,6 +112,20 @@ async def test_a_requests_deadline_does_not_bound_what_others_may_share() -> Non
         await settled(entry)
         b.store.release(entry)
         assert b.encoders[0].deadlines[0] > 10
+
+
+async def test_rows_that_others_may_share_wait_for_room_longer_than_one_request_has_time() -> None:
+    async with bench(ScriptedEncoder([well, is_full, well])) as b:
+        await b.usable(1)
+        await b.whole(b"picture")  # its header is known from now on
+        b.store.flush()
+        (first,) = await b.land(b"picture", deadline=asyncio.get_running_loop().time())
+        (second,) = await b.land(b"picture")
+        assert first is second
+        await settled(second)
+        assert second.error is None
+        for entry in (first, second):
+            b.store.release(entry)
 
 
 async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_when_there_is_some() -> None:

@@ -7,23 +7,28 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Key, MediaItem
+from llm_service.request import Key, MediaItem, Request
 from tests.unit.llm_service.scripted import (
     DIGEST,
     LAYOUT,
     ROWS,
+    RUN,
     Call,
+    Say,
     ScriptedEncoder,
     bench,
     content,
     eventually,
     hangs_after_the_header,
+    is_full,
+    key_of,
     request,
     settled,
     well,
@@ -73,9 +78,37 @@ async def test_a_crowded_encoder_is_passed_over() -> None:
             b.store.release(entry)
 
 
-async def is_full(call: Call) -> None:
-    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=200)
-    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+async def announces_much(call: Call) -> None:
+    await call.header(grid=v1.Grid(t=1, h=256, w=256))
+    await asyncio.Event().wait()
+
+
+async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_load() -> None:
+    script = [announces_much]
+    async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=4 * ROWS) as b:
+        await b.usable(2)
+        first, second = b.encoders
+        names = (b"picture %d" % number for number in itertools.count())
+        its_own = [*itertools.islice((name for name in names if b.first_and_second(name)[0] is first), 2)]
+        asking = await b.landing.introduce(request(its_own[0], its_own[0]))  # two streams, one item
+        assert sorted(peer.load for peer in b.pool.peers) == [0, 256 * 256]
+        (entry,) = await b.land(its_own[1])
+        assert (len(first.calls), len(second.calls)) == (2, 1)
+        b.landing.close(asking)
+        b.store.release(entry)
+        await eventually(lambda: not any(peer.load for peer in b.pool.peers))
+
+
+async def test_an_encoder_that_is_full_and_names_no_time_is_not_asked_without_end() -> None:
+    async def is_full_for_no_time(call: Call) -> None:
+        status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=0)
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder([is_full_for_no_time]), ScriptedEncoder([is_full_for_no_time])) as b:
+        await b.usable(2)
+        with pytest.raises(Exhausted):
+            await b.land(b"picture")
+        assert b.landing.counters.attempts <= 2 * 34, "30 ms lie between one time and the next, within a second"
 
 
 async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
@@ -86,6 +119,24 @@ async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
         assert await b.whole(b"picture") == content(b"picture")
         assert (len(first.calls), len(second.calls)) == (1, 1)
         assert b.landing.counters.retries == 0, "being sent away costs no retry"
+
+
+async def test_an_encoder_whose_leases_run_out_in_the_middle_is_no_broken_one() -> None:
+    async def has_no_lease_left(call: Call) -> None:
+        await call.header()
+        await call.rows(0)
+        status = v1.Status(code=8, message="full", reason="LEASES_FULL", retry_after_ms=60_000)
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [has_no_lease_left]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [list(call.request.first_rows) for call in second.calls] == [[RUN]], "what has landed is kept"
+        (peer,) = [peer for peer in b.pool.peers if peer.address == first.address]
+        assert (peer.full, peer.usable, peer.breaker.failures) == (True, True, 0)
+        assert b.landing.counters.retries == 0
 
 
 async def test_where_all_encoders_are_full_an_item_waits_for_room() -> None:
@@ -112,27 +163,75 @@ async def test_a_deadline_ends_the_wait_for_room() -> None:
         assert len(b.encoders[0].calls) == 1
 
 
+async def has_it_not(call: Call) -> None:
+    status = v1.Status(code=5, message="no such key", reason="KEY_NOT_FOUND", field="items[0].key")
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+
+async def has_it(call: Call) -> None:
+    await call.header(key=call.request.items[0].key)
+    await call.rows(0, ROWS)
+    await call.done()
+
+
+async def damages_the_header(call: Call) -> None:
+    await call.header(crc32c=1)
+
+
+async def is_cut_off(call: Call) -> None:
+    """By what lies between, as it seems: the encoder answers when it is asked whether it is there."""
+    await call.context.abort(grpc.StatusCode.UNAVAILABLE, "the connection was reset")
+
+
+def by_key(key: bytes) -> Request:
+    return replace(request(b""), media=(MediaItem(0, "image", Key(key), field="here[0]"),))
+
+
 async def test_a_key_is_sought_at_every_encoder() -> None:
-    async def has_it_not(call: Call) -> None:
-        status = v1.Status(code=5, message="no such key", reason="KEY_NOT_FOUND", field="items[0].key")
-        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
-
-    async def has_it(call: Call) -> None:
-        await call.header(key=call.request.items[0].key)
-        await call.rows(0, ROWS)
-        await call.done()
-
-    by_key = replace(request(b""), media=(MediaItem(0, "image", Key(b"k" * 32), field="here[0]"),))
     async with bench(*(ScriptedEncoder([has_it_not]) for _ in range(3))) as b:
         await b.usable(3)
         with pytest.raises(NotFound):
-            await b.take(by_key)
+            await b.take(by_key(b"k" * 32))
         assert [len(encoder.calls) for encoder in b.encoders] == [1, 1, 1]
         b.encoders[1].script = [has_it]
-        (entry,) = await b.take(by_key)
+        (entry,) = await b.take(by_key(b"k" * 32))
         await settled(entry)
         assert entry.error is None
         b.store.release(entry)
+
+
+@pytest.mark.parametrize("fails", [is_full, damages_the_header, is_cut_off])
+async def test_a_key_is_not_missing_while_an_encoder_that_may_have_it_has_not_said_so(fails: Say) -> None:
+    """The encoder that has it fails to say so at first, and the other one has it not."""
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script, second.script = [fails, has_it], [has_it_not]
+        (entry,) = await b.take(by_key(key_of(b"picture")))
+        await settled(entry)
+        assert entry.error is None
+        b.store.release(entry)
+        assert (len(first.calls), len(second.calls)) == (2, 1)
+
+
+async def test_who_has_a_key_may_stay_full_or_go_and_who_has_it_not_is_asked_once() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script, second.script = [is_full], [has_it_not]
+        with pytest.raises(Exhausted):
+            await b.take(by_key(key_of(b"picture")))
+        assert len(second.calls) == 1
+        assert len(first.calls) <= 30, "it was asked without a pause"
+
+        async def goes(call: Call) -> None:
+            call.ending = asyncio.create_task(first.server.stop(None))
+            await asyncio.Event().wait()
+
+        first.script = [goes]
+        with pytest.raises(NotFound):
+            await b.take(by_key(key_of(b"picture")))
+        assert len(second.calls) == 2
 
 
 @pytest.mark.parametrize("bad", ["no-such-name.invalid", "label" * 20 + ".invalid", "a..b"])

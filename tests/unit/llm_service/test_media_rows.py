@@ -1,0 +1,79 @@
+"""What a request is told of the time that its media took: all that was spent on them, and nothing that was not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from common import tracing
+from llm_service.media_rows import MediaRows
+from tests.unit.llm_service.scripted import Bench, Call, ScriptedEncoder, bench, eventually, request, well
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Where this process's spans go."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.use(provider)
+    yield exporter
+    tracing.stop()
+
+
+async def introduced(b: Bench) -> MediaRows:
+    """The rows of one picture, always under the same request id."""
+    media = MediaRows(b.landing, request(b"picture"))
+    await media.introduce()
+    return media
+
+
+async def test_a_repeat_of_the_same_name_is_told_of_no_time_that_it_did_not_take() -> None:
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        first = await introduced(b)
+        await first.take(())
+        await eventually(lambda: "landing" in first.seconds())
+        again = await introduced(b)
+        await again.take(())
+        assert set(again.seconds()) == {"hash"}
+        for media in (first, again):
+            media.release()
+
+
+async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten() -> None:
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        media = await introduced(b)
+        hashed = media.seconds()["hash"]
+        await media.take({0})
+        assert b.landing.counters.covered == 1
+        await media._place()
+        await eventually(lambda: "landing" in media.seconds())
+        assert media.seconds()["hash"] == hashed > 0
+        assert b.landing.counters.covered == 0
+        media.release()
+
+
+async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_broke_included(
+    spans: InMemorySpanExporter,
+) -> None:
+    async def breaks_late(call: Call) -> None:
+        await call.header()
+        await call.rows(0)
+        await asyncio.sleep(0.2)  # what is told must contain it
+        await call.breaks()
+
+    async with bench(ScriptedEncoder([breaks_late, well])) as b:
+        await b.usable(1)
+        media = await introduced(b)
+        await media.take(())
+        await eventually(lambda: sum(span.name == "landing" for span in spans.get_finished_spans()) == 2)
+        ends = [(span.start_time, span.end_time) for span in spans.get_finished_spans() if span.name == "landing"]
+        traced = sum(end - start for start, end in ends if start is not None and end is not None) / 1e9
+        assert media.seconds()["landing"] >= 0.9 * traced, "two clocks may differ a little"
+        media.release()
