@@ -4,11 +4,40 @@ terminal, a line to be read by people."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 import structlog
+
+
+class _Sink:
+    """Where lines go. What cannot be written is lost: whoever logs has something else to do than to fail by it."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Takes text in."""
+        self._try(lambda stream: stream.write(text))
+
+    def flush(self) -> None:
+        """Writes it out."""
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, act: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            act(self._stream)
+        except BrokenPipeError:  # for good: nor shall the interpreter try again at its end
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+        except OSError:  # a full disk, say, which may have room again
+            return
 
 
 def configure(level: str, *, service: str) -> None:
@@ -18,10 +47,10 @@ def configure(level: str, *, service: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *_rendered(people=sys.stderr.isatty()),
+            *_rendered(people=sys.stderr is not None and sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Sink(sys.stderr))),
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(service=service)

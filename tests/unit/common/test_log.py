@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import structlog
@@ -45,6 +48,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool, str], s
     structlog.configure(**before)
 
 
+def say_twice() -> None:
+    log.configure("info", service="encoder")
+    log.get("server").info("draining")
+    log.get("server").info("drained")
+
+
 def test_programs_get_an_object_a_line_with_the_requests_id(written: Callable[[bool, str], str]) -> None:
     (line,) = written(False, "info").splitlines()
     entry = json.loads(line)
@@ -67,3 +76,32 @@ def test_people_get_lines_that_can_be_read(written: Callable[[bool, str], str]) 
     assert "no such picture" in text
     assert "small talk" in text
     assert not text.startswith("{")
+
+
+def test_a_reader_of_the_log_that_has_left_fails_nobody(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tee` does at the Ctrl-C that drains a service: its requests must not end by a line of the log."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr("sys.stderr", broken)
+        say_twice()
+
+
+def test_a_full_disk_loses_lines_and_fails_nobody(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = False
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # which is written to when it is closed, too
+        monkeypatch.setattr("sys.stderr", full)
+        say_twice()
+        said = True
+    assert said
+
+
+def test_a_closed_standard_error_is_no_place_for_a_log(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    say_twice()
