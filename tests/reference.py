@@ -1,7 +1,8 @@
 """The reference: the `transformers` library's own processors and models, as parity tests compare with.
 
 Import this module before anything that imports `transformers`: torchvision, which the library's video processors need,
-has no CPU build, so its ordinary wheel stands beside a CPU torch with its two compiled operators declared here.
+has no CPU build. Where its ordinary wheel stands beside a CPU torch, the two compiled operators whose absence keeps it
+from being imported are declared here; the processors call neither.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
-if not hasattr(torch.ops.torchvision, "nms"):
+try:
+    import torchvision  # type: ignore[import-untyped]  # noqa: F401
+except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
+    _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
     _OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import transformers  # noqa: E402
-from PIL import Image  # noqa: E402
-from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
