@@ -115,7 +115,7 @@ class Pipeline:
     async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
-        with self.timed(flight, "inspect"):
+        with self.timed(flight, "inspect"), await self._decoders.turn(video=video):
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
                 return await self._decoders.inspect(
@@ -133,15 +133,19 @@ class Pipeline:
                 yield lease.ranges[0], frames
             return
         assert isinstance(source, bytes | bytearray)
-        async with self._room(flight, len(source), plan.pixel_bytes) as lease:
-            decoding = asyncio.create_task(self._decode(flight, plan, lease, source, frames))
-            decoding.add_done_callback(frames.follow)
-            try:
-                await frames.reach(1)
-                yield lease.ranges[1], frames
-            finally:
-                decoding.cancel()
-                await outlast(decoding)  # until no process can write to what was leased
+        with self.timed(flight, "decode"):
+            turn = await self._decoders.turn(video=flight.item.modality is Modality.VIDEO)
+        with turn:
+            async with self._room(flight, len(source), plan.pixel_bytes) as lease:
+                decoding = asyncio.create_task(self._decode(flight, plan, lease, source, frames))
+                decoding.add_done_callback(frames.follow)
+                decoding.add_done_callback(lambda _: turn.end())
+                try:
+                    await frames.reach(1)
+                    yield lease.ranges[1], frames
+                finally:
+                    decoding.cancel()
+                    await outlast(decoding)  # until no process can write to what was leased
 
     async def _decode(
         self, flight: Flight, plan: Plan, lease: Lease, source: bytes | bytearray, frames: Progress

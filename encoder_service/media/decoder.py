@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from common import log, tasks
@@ -26,6 +26,7 @@ from encoder_service.media.messages import (
     Ready,
     Refused,
 )
+from encoder_service.media.turns import Idle, Turn
 
 MODULE = "encoder_service.media"
 _ATTEMPTS = 2
@@ -58,7 +59,7 @@ class DecoderPool:
         self._count = processes
         self._videos = asyncio.Semaphore(max(1, processes - 1))
         self._children: set[Child[FromDecoder]] = set()
-        self._idle = _Idle()
+        self._idle = Idle()
         self._tasks: set[asyncio.Task[None]] = set()
         self.restarts = 0
 
@@ -74,8 +75,19 @@ class DecoderPool:
         await asyncio.gather(*(child.stop(grace=1.0) for child in self._children))
         self._children.clear()
 
+    async def turn(self, *, video: bool) -> Turn:
+        """Waits until an item's job may be done.
+
+        Videos take long, to look into as well: where there are several processes, one is kept for everything else. A
+        turn is taken before memory for the job is, so that videos that wait do not hold what others need.
+        """
+        if not video:
+            return Turn(None)
+        await self._videos.acquire()
+        return Turn(self._videos)
+
     async def inspect(self, data: Range, *, key: bytes, video: bool, field: str) -> Inspection:
-        """Parses the header of encoded bytes; raises InvalidInput where they cannot be read.
+        """Parses the header of encoded bytes, in a `turn`; raises InvalidInput where they cannot be read.
 
         A video's process keeps it open under `key`, until it has another one to look at.
         """
@@ -95,7 +107,7 @@ class DecoderPool:
         field: str,
         on_frames: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Decodes the plan's frames into `pixels`; raises InvalidInput where they cannot be read.
+        """Decodes the plan's frames into `pixels`, in a `turn`; raises InvalidInput where they cannot be read.
 
         `on_frames` is told how many are there, as they come; where a process dies, they may come again, alike.
         """
@@ -116,8 +128,7 @@ class DecoderPool:
     ) -> FromDecoder:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                async with self._lane(job):
-                    answer = await self._ask(await self._idle.get(job.key), job, on_frames)
+                answer = await self._ask(await self._idle.get(job.key), job, on_frames)
             except ChildDied:
                 _log.warning("a decode process died", attempt=attempt)
                 continue
@@ -128,10 +139,6 @@ class DecoderPool:
                 raise _unreadable(field)
             return answer
         raise _unreadable(field)
-
-    def _lane(self, job: Inspect | Decode) -> AbstractAsyncContextManager[None]:
-        """Videos take long: where there are several processes, one is kept for everything else."""
-        return self._videos if job.video and isinstance(job, Decode) else nullcontext()
 
     async def _ask(
         self, child: Child[FromDecoder], job: Inspect | Decode, on_frames: Callable[[int], None]
@@ -217,33 +224,6 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
     if not asked.done() or asked.cancelled() or asked.exception() is not None:
         return False
     return not isinstance(asked.result(), Decoding)
-
-
-class _Idle:
-    """Processes without a job, and which video each of them has open."""
-
-    def __init__(self) -> None:
-        self.children: list[Child[FromDecoder]] = []
-        self._count = asyncio.Semaphore(0)
-        self._open: dict[Child[FromDecoder], bytes] = {}
-
-    def put(self, child: Child[FromDecoder]) -> None:
-        """A process has nothing to do."""
-        self.children.append(child)
-        self._count.release()
-
-    async def get(self, key: bytes) -> Child[FromDecoder]:
-        """A process for a job: the one that has its content open, else one that has nothing open, else any."""
-        await self._count.acquire()
-        child = min(self.children, key=lambda child: (self._open.get(child) != key, child in self._open))
-        self.children.remove(child)
-        return child
-
-    def opened(self, child: Child[FromDecoder], key: bytes) -> None:
-        """A process now has this video open; with an empty key, none that is worth waiting for."""
-        self._open.pop(child, None)
-        if key:
-            self._open[child] = key
 
 
 def _unreadable(field: str) -> TwinlensError:

@@ -10,6 +10,7 @@ from common.processes import ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
+from encoder_service.media.turns import Turn
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 
 BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
@@ -63,6 +64,13 @@ class FakeDecoders:
         self.turns = turns
         self.failure = failure
         self.jobs = 0
+        self._videos = asyncio.Semaphore(1)
+
+    async def turn(self, *, video: bool) -> Turn:
+        if not video:
+            return Turn(None)
+        await self._videos.acquire()
+        return Turn(self._videos)
 
     async def inspect(self, data: Any, *, key: bytes, video: bool, field: str) -> Inspection:
         await self._work()

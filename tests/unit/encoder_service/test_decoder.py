@@ -125,22 +125,23 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
         assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
 
 
-async def test_videos_leave_a_process_for_everything_else():
-    async with pool(processes=2) as (decoders, _, stage):
-        data = stage(pictures.video(pictures.frames(12), fps=5))
-        plan = geometry.plan_video(Inspection(128, 96, 12, 5.0), CONFIG.video, Options(), 768)
-        stuck = decoders._idle.children[0].process.pid
-        os.kill(stuck, signal.SIGSTOP)
-        videos = [
-            asyncio.create_task(
-                decoders.decode(data, Range(at, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
-            )
-            for at in (PIXELS_AT, 2 * PIXELS_AT)
-        ]
-        await asyncio.sleep(0)
-        assert await decoders.inspect(data, key=b"x", video=True, field="x") == Inspection(128, 96, 12, 5.0)
-        os.kill(stuck, signal.SIGCONT)
-        await asyncio.gather(*videos)
+@pytest.mark.parametrize(("count", "at_once"), [(1, 1), (2, 1), (4, 3)])
+async def test_videos_leave_a_process_for_everything_else_where_there_are_several(count, at_once):
+    staging = SharedBuffer.create("test", 4096)
+    made = DecoderPool(staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1)
+    held = [await made.turn(video=True) for _ in range(at_once)]
+    late = asyncio.create_task(made.turn(video=True))
+    await turns()
+    assert not late.done()
+    for _ in range(count):
+        await made.turn(video=False)
+    with held[0]:
+        held[0].end()  # which is all that the end of the block would do
+    later = asyncio.create_task(made.turn(video=True))
+    await turns()
+    assert (late.done(), later.done()) == (True, False)
+    later.cancel()
+    staging.close()
 
 
 async def test_a_job_that_takes_too_long_is_the_media_s_fault():

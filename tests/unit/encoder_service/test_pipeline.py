@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import tracemalloc
 
+import pytest
+
 from encoder_service.engine import pipeline
-from encoder_service.item import Item, Modality, Pixels
-from tests.unit.encoder_service.fakes import DONE
-from tests.unit.encoder_service.test_encode import encoder, rows
+from encoder_service.item import Inspection, Item, Modality, Pixels
+from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
+from tests.unit.encoder_service.test_encode import encoder, item, rows
 
 
 async def test_decoded_frames_are_copied_once_and_the_last_one_fills_its_group(monkeypatch):
@@ -43,3 +46,51 @@ def _measured(copy, into: list[tuple[bool, int]]):
         into.append((threading.current_thread() is threading.main_thread(), tracemalloc.get_traced_memory()[1]))
 
     return measured
+
+
+class Busy(FakeDecoders):
+    """Jobs of one kind, of videos, go on until `go_on` is set."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Inspection(56, 56, 4, 2.0))
+        self.kind = kind
+        self.go_on = asyncio.Event()
+
+    async def inspect(self, data, *, key, video, field):
+        if video and self.kind == "inspect":
+            await self.go_on.wait()
+        return self.seen if video else Inspection(56, 56)
+
+    async def decode(self, data, pixels, plan, *, key, video, field, on_frames):
+        if video and self.kind == "decode":
+            await self.go_on.wait()
+
+
+@pytest.mark.parametrize("kind", ["inspect", "decode"])
+async def test_videos_that_wait_for_a_process_hold_no_memory_that_pictures_need(monkeypatch, kind):
+    videos = [b"\0\0\0\x20ftypisom" + bytes([number]) * 20_000 for number in range(8)]
+    decoders = Busy(kind)
+    async with encoder(monkeypatch, decoders=decoders, staging=128 << 10) as (made, _):
+        flood = [asyncio.create_task(rows(made, Item(Modality.VIDEO, data, field="items[0]"))) for data in videos]
+        await turns(100)
+        picture = asyncio.create_task(rows(made, item()))
+        await turns(100)
+        assert picture.done()
+        assert not any(each.done() for each in flood)
+        decoders.go_on.set()
+        await asyncio.gather(*flood)
+
+
+@pytest.mark.parametrize("kind", ["inspect", "decode"])
+async def test_who_leaves_gives_its_turn_to_the_next_video(monkeypatch, kind):
+    decoders = Busy(kind)
+    async with encoder(monkeypatch, decoders=decoders, staging=128 << 10) as (made, _):
+        for number in range(3):
+            data = b"\0\0\0\x20ftypisom" + bytes([number]) * 100
+            waiting = asyncio.create_task(rows(made, Item(Modality.VIDEO, data, field="items[0]")))
+            await turns(50)
+            assert made.pipeline.staging.used
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await turns(50)
+            assert not made.pipeline.staging.used
