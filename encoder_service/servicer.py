@@ -53,6 +53,8 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> AsyncGenerator[Any, None]:
         """Streams headers and rows."""
         parts = self._ready()
+        if request.digest not in ("", parts.encoder.digest):
+            raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
         convert.check_items(request.items, parts.config)
         convert.check_lists(request)
         parts.link.check(request.accepts, request.host)

@@ -30,6 +30,9 @@ from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
+_MAP_AGAIN_SECONDS = 30.0
+"""From one try to share an encoder's memory to the next: on another host it cannot work, and where descriptors or
+threads were short for a moment, on either side, it does later."""
 _ENCODE = "/twinlens.v1.EncoderService/Encode"
 
 
@@ -79,6 +82,7 @@ class Peer:
         self._told_load = 0
         self._foreign = ""
         self._no_region: bytes = b""
+        self._map_again = 0.0
         self._full_until = 0.0
         self._inline = Inline(settings.layout.dtype)
         self._metadata = settings.security.metadata
@@ -158,10 +162,10 @@ class Peer:
         return Verdict.ANSWERS if self.health.answers and self.health.heard > began else Verdict.LATE
 
     async def _map(self, socket: encoder_pb2.LocalSocket) -> None:
-        """Tries to share memory with an encoder, once for each of its lives: on another host it cannot work."""
-        settings = self._settings
+        """Tries to share memory with an encoder: at once in each of its lives, and now and then where it fails."""
+        settings, now = self._settings, time.monotonic()
         wanted = settings.shared_memory and bool(socket.name)
-        if not wanted or self.region is not None or socket.secret == self._no_region:
+        if not wanted or self.region is not None or (socket.secret == self._no_region and now < self._map_again):
             return
         try:
             region = await asyncio.to_thread(
@@ -169,9 +173,10 @@ class Peer:
             )
         except TimeoutError:
             return  # it has too much to do to greet anyone: the next check tries again
-        except (OSError, ValueError) as error:
-            self._no_region = socket.secret
-            _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
+        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread to be had
+            if socket.secret != self._no_region:
+                _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
+            self._no_region, self._map_again = socket.secret, now + _MAP_AGAIN_SECONDS
             return
         self.region = region
         if settings.mirrors is not None:
@@ -218,6 +223,7 @@ class Peer:
             accepts=[transport.number for transport in transports],
             first_rows=[asking.first] if asking.first else [],
             attempt=asking.attempt,
+            digest=settings.digest,
         )
         for transport in transports:
             transport.prove(request.host)
@@ -240,5 +246,7 @@ class Peer:
 
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel; calls under way have `grace` seconds to end."""
-        await self._channel.close(grace)
-        self._unmap()
+        try:
+            await self._channel.close(grace)
+        finally:
+            self._unmap()

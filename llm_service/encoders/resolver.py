@@ -33,7 +33,7 @@ class Resolver:
         for source in self._sources:
             try:
                 self._last[source] = await _read(source)
-            except (OSError, UnicodeError, ValueError) as error:
+            except (OSError, UnicodeError, ValueError, RuntimeError) as error:  # the last: no thread can be had
                 _log.debug("a source of encoders cannot be read", source=source, cause=type(error).__name__)
             found |= self._last.get(source, {})
         return found

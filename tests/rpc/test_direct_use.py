@@ -72,6 +72,16 @@ def test_rows_are_sent_from_the_first_that_is_wanted(qwen3: Pair) -> None:
     assert refused.status.reason == "BAD_FIRST_ROW"
 
 
+def test_another_encoder_than_the_one_that_is_meant_gives_nothing(qwen3: Pair) -> None:
+    item = image(pictures.encoded(pictures.noise(96, 128, 9_985)))
+    meant = v1.EncodeRequest(items=[item], digest=qwen3.media.get_info().digest)
+    assert [event.done.item for event in qwen3.media.encode(meant) if event.HasField("done")] == [0]
+    meant.digest = "another"
+    with pytest.raises(TwinlensError) as error:
+        list(qwen3.media.encode(meant))
+    assert (error.value.code.name, error.value.reason) == ("UNAVAILABLE", "OTHER_MODEL")
+
+
 def test_a_key_that_nobody_has_is_not_found(qwen3: Pair) -> None:
     with pytest.raises(TwinlensError) as error:
         answer(qwen3.text, asked(by_key(b"k" * 32)))

@@ -20,7 +20,7 @@ TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_CUDA_IPC: Transport
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt")
+    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt", "digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class EncodeRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     items: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
     cache_salt: str
@@ -39,7 +40,8 @@ class EncodeRequest(_message.Message):
     priority: int
     first_rows: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class HostProof(_message.Message):
     __slots__ = ("boot_id", "namespace", "gpu_uuids", "grant")

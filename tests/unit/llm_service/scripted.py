@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from common.errors import Unavailable
 from common.grpc_calls import CallFrame
 from common.identity import content_key
 from common.wire import DType, RowLayout, crc32c
@@ -119,6 +120,8 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
         say = self.script[min(len(self.calls), len(self.script) - 1)]
         self.calls.append(call)
         self.deadlines.append(context.time_remaining())
+        if request.digest != self.digest:
+            raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
         self.open += 1
         try:
             await say(call)

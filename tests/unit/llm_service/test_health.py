@@ -11,11 +11,13 @@ import grpc
 import pytest
 
 from common.errors import Unavailable
+from llm_service.encoders import peer as peer_module
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import Health, Verdict
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
-from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench
+from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench, hangs_after_the_header
+from twinlens import v1
 
 ANSWERS, LATE, GONE = Verdict.ANSWERS, Verdict.LATE, Verdict.GONE
 ITEM = b"item"
@@ -175,3 +177,41 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
     async with peer_of_a_pool(quarantine) as (_, peer):
         peer._stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
         assert await peer._check() is GONE
+
+
+async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_every_question(
+    quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[object] = []
+    region = SimpleNamespace(watch=lambda _: None, close=lambda: None)
+    ends = iter([OSError("too many open files"), RuntimeError("can't start new thread")])
+
+    def opened(*given: object) -> object:
+        tries.append(given)
+        if (error := next(ends, None)) is not None:
+            raise error
+        return region
+
+    monkeypatch.setattr(peer_module.Region, "open", opened)
+    socket = v1.LocalSocket(name="@twinlens-there", secret=b"s" * 32)
+    async with peer_of_a_pool(quarantine) as (_, peer):
+        for passed, tried in ((0, 1), (1, 1), (30, 2), (1, 2), (30, 3), (30, 3)):
+            peer._map_again -= passed
+            await peer._map(socket)
+            assert len(tries) == tried
+        assert peer.region is region
+
+
+async def test_memory_of_an_encoder_that_has_left_is_let_go_though_the_service_stops_first() -> None:
+    closed: list[bool] = []
+    async with bench(ScriptedEncoder([hangs_after_the_header])) as b:
+        await b.usable(1)
+        (entry,) = await b.land(b"picture")
+        (peer,) = b.pool.peers
+        peer.region = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+        await b.pool._remove(peer.address, grace=600)  # which its stream may take
+        await asyncio.sleep(0)
+        assert not closed
+        await b.pool.stop()
+        assert closed
+        b.store.release(entry)

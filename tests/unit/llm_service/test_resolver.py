@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +31,17 @@ async def test_a_list_that_is_being_written_stands_for_what_it_last_said(tmp_pat
     else:
         listing.write_text(text)
     assert set(await resolver.resolve()) == {"10.0.0.1:7001"}
+
+
+async def test_a_name_that_no_thread_can_look_up_just_now_stands_for_what_it_last_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolver = Resolver(["dns:///localhost:7001"])
+    before = await resolver.resolve()
+    assert before
+
+    async def no_thread(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", no_thread)
+    assert await resolver.resolve() == before

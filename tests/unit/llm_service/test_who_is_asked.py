@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
+from llm_service.encoders import health as health_module
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Key, MediaItem, Request
+from llm_service.request import Key, MediaItem, Request, Url
 from tests.unit.llm_service.scripted import (
     DIGEST,
     LAYOUT,
@@ -43,6 +44,20 @@ async def test_an_encoder_of_another_model_is_never_asked() -> None:
             await b.land(b"picture")
         assert error.value.reason == "NO_ENCODER"
         assert b.encoders[0].calls == []
+
+
+async def test_an_encoder_that_was_replaced_by_one_of_another_model_since_it_was_asked_gives_no_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an address gives has no key that would tell."""
+    monkeypatch.setattr(health_module, "CHECK_SECONDS", 600)
+    by_address = replace(request(b""), media=(MediaItem(0, "image", Url("https://example.org/x"), field="here[0]"),))
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        b.encoders[0].digest = "another"
+        with pytest.raises(Unavailable):
+            await b.take(by_address)
+        assert b.encoders[0].calls
 
 
 async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there(
