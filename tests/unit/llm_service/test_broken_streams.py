@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import DataLoss, Internal, TwinlensError, Unavailable
 from common.wire import crc32c
+from llm_service.encoders import breaker
 from tests.unit.llm_service.scripted import (
     LAYOUT,
     ROWS,
@@ -237,12 +238,36 @@ async def test_a_header_that_was_damaged_is_not_believed() -> None:
         assert len(second.calls) == 1
 
 
-async def test_when_everything_fails_retries_do_not_make_it_worse() -> None:
-    async with bench(ScriptedEncoder([damages_rows]), ScriptedEncoder([damages_rows]), rows=150 * ROWS) as b:
-        await b.usable(2)
-        ends = await asyncio.gather(*(b.whole(b"picture %d" % number) for number in range(150)), return_exceptions=True)
+async def breaks_in_the_last_run(call: Call) -> None:
+    await call.header()
+    for first in range(0, ROWS - RUN, RUN):
+        await call.rows(first)
+    await call.breaks()
+
+
+WAYS: list[Say] = [
+    breaks_at_once,
+    breaks_after_the_header,
+    breaks_in_the_last_run,
+    damages_rows,
+    sends_a_header_of_another_width,
+    hangs_after_the_header,
+]
+
+
+@pytest.mark.parametrize("encoders", [1, 4])
+@pytest.mark.parametrize("fails", WAYS, ids=lambda say: say.__name__.replace("_", " "))
+async def test_when_everything_fails_retries_do_not_make_it_worse(
+    fails: Say, encoders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_RESERVE", 4.0)
+    count = 50
+    async with bench(*(ScriptedEncoder([fails]) for _ in range(encoders)), rows=count * ROWS, silence=0.5) as b:
+        await b.usable(encoders)
+        items = (b.whole(b"picture %d" % number) for number in range(count))
+        ends = await asyncio.gather(*items, return_exceptions=True)
         assert all(isinstance(end, DataLoss | Unavailable) for end in ends)
-        assert b.landing.counters.attempts <= 1.2 * 150 + 64
+        assert b.landing.counters.attempts <= 1.2 * count + 4
 
 
 async def test_errors_that_callers_see_are_of_our_tree() -> None:
