@@ -14,6 +14,8 @@ from encoder_service.worker.messages import Begin, Failed, FromWorker, Ready
 
 MODULE = "encoder_service.worker"
 _LONGEST_PAUSE = 30.0
+_STALL = 1.0
+"""Seconds by which a timer is late in a process that stood still."""
 
 _log = log.get("workers")
 
@@ -55,9 +57,18 @@ class Slot:
         assert self.child is not None
         loop = asyncio.get_running_loop()
         self.batch, self.began = batch, loop.time()
-        self.timer = loop.call_later(seconds, self._give_up, self.child, seconds)
+        self._watch(self.child, seconds)
 
-    def _give_up(self, child: Child[FromWorker], seconds: float) -> None:
+    def _watch(self, child: Child[FromWorker], seconds: float) -> None:
+        due = asyncio.get_running_loop().time() + seconds
+        self.timer = asyncio.get_running_loop().call_at(due, self._give_up, child, seconds, due)
+
+    def _give_up(self, child: Child[FromWorker], seconds: float, due: float) -> None:
+        """Where this process itself stood still, the answer may be here and unread, or the worker have stood still as
+        well: it gets its time again."""
+        if asyncio.get_running_loop().time() > due + _STALL:
+            self._watch(child, seconds)
+            return
         _log.error("a batch takes too long", worker=self.index, seconds=seconds, units=len(self.batch))
         child.kill()
 

@@ -148,7 +148,7 @@ class DecoderPool:
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
-            async with asyncio.timeout(self._seconds):
+            async with tasks.Patience(self._seconds):
                 while isinstance(answer := await asyncio.shield(asked), Decoding):
                     on_frames(answer.frames)
                     asked = asyncio.ensure_future(child.receive())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -153,6 +155,17 @@ async def test_a_job_that_takes_too_long_is_the_media_s_fault():
             await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert not command_line(pid)
+
+
+async def test_an_answer_that_came_while_the_service_stood_still_is_in_time():
+    async with pool(seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        (child,) = decoders._children
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+        await turns()
+        select.select([child._writer.get_extra_info("socket").fileno()], [], [])  # the event loop sees nothing of it
+        time.sleep(0.3)  # noqa: ASYNC251
+        assert await job == Inspection(50, 40)
 
 
 async def test_a_video_that_was_looked_at_is_still_open_when_it_is_decoded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -226,6 +227,24 @@ async def test_each_batch_is_reported_with_its_fill(start):
     worker.say(BatchDone(not_finite=[], preprocess_seconds=0.5, vit_seconds=2.0))
     await asyncio.gather(*(unit.done for unit in units))
     assert reports == [Computed(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
+
+
+async def test_a_worker_is_not_hung_where_its_service_stood_still(start, monkeypatch):
+    """What it has answered meanwhile is read after the time is up."""
+    monkeypatch.setattr(workers, "_STALL", 0.0)
+    dispatcher, (worker,), _ = await start(seconds=0.1)
+    unit = submit(dispatcher, b"a")
+    await turns()
+    loop = asyncio.get_running_loop()
+
+    def stand_still() -> None:
+        time.sleep(0.2)
+        loop.call_soon(worker.say, DONE)
+
+    loop.call_soon(stand_still)
+    await asyncio.wait([unit.done])
+    assert worker.alive
+    assert unit.done.exception() is None
 
 
 async def test_a_worker_that_cannot_start_says_why(monkeypatch):
