@@ -38,14 +38,17 @@ class Pieces:
         self._frames_per_group = len(plan.frames) // plan.grid.t
 
     async def run(self, frames: Progress, batch_patches: int) -> None:
-        """Queues each piece when its frames are there; returns or raises when no worker can write rows any more."""
+        """Queues each piece when its frames are there; returns or raises when no worker can write rows any more.
+
+        The first piece that fails is the end of `frames`: those that are still to come are of no use.
+        """
         units = self._flight.units
         try:
             cuts = self._cut(frames, batch_patches)
             self._flight.parts = len(cuts)
             for first, end in cuts:
                 await frames.reach(end * self._frames_per_group)
-                units.append(self._submit(first, end))
+                units.append(self._submit(first, end, frames))
             await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
             if errors := _errors(units):
                 raise errors[0]
@@ -62,17 +65,19 @@ class Pieces:
         budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
         return cut(self._plan.grid, budget, self._dispatcher.alive, _WORTH_CUTTING)
 
-    def _submit(self, first: int, end: int) -> Unit:
+    def _submit(self, first: int, end: int, frames: Progress) -> Unit:
         flight, grid = self._flight, self._plan.grid
         flight.stage = "vit"
         unit = self._dispatcher.submit(
             flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
         )
-        unit.done.add_done_callback(lambda _: self._settled(unit, first * self._plan.tokens // grid.t))
+        unit.done.add_done_callback(lambda _: self._settled(unit, first * self._plan.tokens // grid.t, frames))
         return unit
 
-    def _settled(self, unit: Unit, first_row: int) -> None:
+    def _settled(self, unit: Unit, first_row: int, frames: Progress) -> None:
         """Whoever hears that more rows have landed finds where they are as well."""
+        for error in _errors([unit]):
+            frames.fail(error)
         if unit.copy is not None and self._flight.place is not None:
             self._flight.place.copies[first_row] = unit.copy
         self._flight.landed.advance(self._landed())

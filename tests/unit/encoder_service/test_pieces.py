@@ -8,9 +8,9 @@ import pytest
 
 from common.errors import TwinlensError
 from encoder_service.engine import encode, pieces
-from encoder_service.item import Item, Modality, Pixels
+from encoder_service.item import Inspection, Item, Modality, Pixels
 from encoder_service.worker.messages import BatchFailed
-from tests.unit.encoder_service.fakes import DONE
+from tests.unit.encoder_service.fakes import DONE, FakeDecoders
 from tests.unit.encoder_service.test_encode import encoder, rows, turns
 
 
@@ -65,6 +65,29 @@ async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_i
         await turns(40)
         assert len(worker.batches) == 1
         made.check_integrity(idle=True)
+
+
+class Slow(FakeDecoders):
+    """Of eight frames it gives the first two, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__(Inspection(56, 56, 8, 2.0))
+
+    async def decode(self, *_, on_frames, **__) -> None:
+        on_frames(2)
+        await asyncio.Event().wait()
+
+
+async def test_a_video_ends_with_its_first_piece_that_fails_though_frames_are_still_to_come(monkeypatch):
+    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    film = Item(Modality.VIDEO, b"\0\0\0\x20ftypisom", field="items[0]")
+    failed = BatchFailed(why="broken")
+    async with encoder(monkeypatch, answers=lambda _: failed, decoders=Slow(), staging=1 << 18) as (made, worker):
+        waiting = asyncio.create_task(rows(made, film))
+        await turns(100)
+        assert len(worker.batches) == 1
+        assert waiting.done()
+        assert waiting.exception().reason == "ENCODE_FAILED"
 
 
 async def test_a_video_goes_on_for_who_comes_back_at_once_and_where_all_of_it_has_begun(monkeypatch):
