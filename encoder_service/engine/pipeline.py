@@ -96,8 +96,16 @@ class Pipeline:
         """
         if isinstance(source := flight.item.source, Embedding):
             return await self.keep(flight, header, lambda rows: _fill(self.store.buffer, rows, source.data))
-        async with self._decoded(flight, plan) as (pixels, frames):
-            return await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, frames, rows))
+        entry: Entry | None = None
+        try:
+            async with self._decoded(flight, plan) as (pixels, frames):
+                entry = await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, frames, rows))
+        except BaseException:
+            if entry is not None:  # cancelled while the decode process was at its end: the rows stay, the pin does not
+                self.store.unpin(entry.place)
+            raise
+        assert entry is not None, "it is kept, or the reason is raised"
+        return entry
 
     async def keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
         """Makes room, has the rows written there, and turns them into an entry."""

@@ -379,3 +379,16 @@ async def test_stopping_waits_for_what_nobody_wanted_any_more(monkeypatch):
         decoders.go_on.set()
         await stopping
         made.check_integrity(idle=True)
+
+
+async def test_stopping_lets_go_of_rows_that_were_complete_before_their_decoding_had_ended(monkeypatch):
+    decoders = StubbornDecoders()
+    async with encoder(monkeypatch, decoders=decoders) as (made, worker):
+        waiting = asyncio.create_task(rows(made, item()))
+        await turns(30)
+        assert (len(worker.batches), len(made.pipeline.store), waiting.done()) == (1, 1, False)
+        stopping = asyncio.create_task(made.stop())
+        await turns(30)
+        decoders.go_on.set()
+        await asyncio.gather(waiting, stopping, return_exceptions=True)
+        made.check_integrity(idle=True)
