@@ -51,6 +51,13 @@ def die_with_parent() -> None:
         raise SystemExit("the parent process has ended")
 
 
+def leave_signals_to_parent() -> None:
+    """Ignores what a terminal sends to all that run there, and systemd to all of a unit: the parent lets running work
+    finish first, and ends us then."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Child(Generic[ReceiveT]):
     """The parent's end of one child process. Owned by whoever starts it, ended by `stop`.
 

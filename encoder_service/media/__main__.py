@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import struct
 import sys
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.arena import Range, SharedBuffer
-from common.processes import ParentLink, die_with_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media import image, video
 from encoder_service.media.messages import (
     Begin,
@@ -55,7 +54,7 @@ _UNREADABLE = (
 def main(link_fd: int, staging_fd: int) -> None:
     """Serves jobs until the parent is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     warnings.simplefilter("ignore")  # Pillow warns of broken metadata; nobody would read it
     link: ParentLink[Any] = ParentLink(link_fd, ToDecoder)
     begin = link.receive()

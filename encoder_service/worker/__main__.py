@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
-from common.processes import ParentLink, die_with_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.worker.ahead import ahead, in_turn
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, Failed, ToWorker
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     """Serves batches until the parent is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     link: ParentLink[Any] = ParentLink(link_fd, ToWorker)
     begin = link.receive()
     assert isinstance(begin, Begin)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import signal
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ import msgspec
 
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
-from common.processes import ParentLink, die_with_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
@@ -37,7 +36,7 @@ from llm_service.worker.ranks import device_of
 def main() -> None:
     """Serves one front until it goes away."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the engine ends
+    leave_signals_to_parent()
     link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
     try:
         settings = link.receive()

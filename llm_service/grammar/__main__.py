@@ -6,13 +6,12 @@ time is over, and the kernel refuses it more memory than it may have, which ends
 from __future__ import annotations
 
 import resource
-import signal
 import sys
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.processes import ParentLink, die_with_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.structure import Structures
 from llm_service.grammar.messages import Compile, Compiled, Prepared, Refused, ToCompiler, Vocabulary
 from llm_service.request import Structure
@@ -24,7 +23,7 @@ _MEMORY = 1 << 30
 def main() -> None:
     """Serves one front until it goes away."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when this process ends
+    leave_signals_to_parent()
     link: ParentLink[ToCompiler] = ParentLink(int(sys.argv[1]), ToCompiler)
     try:
         vocabulary = link.receive()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 import msgspec
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.processes import ParentLink, die_with_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.settings import EngineSettings, Joined, Place
 from llm_service.worker.executor import follow
 from llm_service.worker.load import load_runner
@@ -22,7 +21,7 @@ _log = log.get("rank")
 def main() -> None:
     """Follows rank 0 until it is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     link: ParentLink[Place] = ParentLink(int(sys.argv[1]), Place)
     place, arena_fd = link.receive(), int(sys.argv[2])
     log.configure("info", service=f"llm-rank-{place.rank}")

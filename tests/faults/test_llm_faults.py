@@ -218,6 +218,17 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
         assert service.process.wait(60) == 0
 
 
+def test_sigterm_to_all_of_its_processes_lets_a_stream_finish_too(checkpoint: Path) -> None:
+    """As systemd stops a unit."""
+    with llm_server(checkpoint, **LLM_FLAGS) as service, LlmClient(service.address) as client:
+        stream = iter(client.generate(asked(user("count"), greedy(200))))
+        assert next(stream).HasField("started")
+        for pid in (service.process.pid, *service.descendants()):
+            os.kill(pid, signal.SIGTERM)
+        assert list(stream)[-1].finished.usage.completion_tokens == 200
+        assert service.process.wait(60) == 0
+
+
 def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) -> None:
     with llm_server(checkpoint, **LLM_FLAGS, grace_seconds=0.2) as service, LlmClient(service.address) as client:
         stream = client.generate(asked(user("count"), greedy(4000)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -104,6 +105,18 @@ def test_a_stream_that_runs_when_the_service_is_told_to_stop_is_finished(checkpo
             found = follow(stream, "header")
             service.process.send_signal(signal.SIGTERM)
             found = follow(stream, "progress", found)
+        assert len(follow(stream, "done", found).rows) == found.header.tokens
+        assert service.process.wait(120) == 0
+
+
+def test_a_stream_is_finished_though_all_processes_are_told_to_stop(checkpoints):
+    """As systemd stops a unit."""
+    with encoder_server(checkpoints("qwen2_vl")) as service, Client(service) as client:
+        with frozen(service, WORKER):
+            stream = client.start([image(new_picture())])
+            found = follow(stream, "header")
+            for pid in (service.process.pid, *service.descendants()):
+                os.kill(pid, signal.SIGTERM)
         assert len(follow(stream, "done", found).rows) == found.header.tokens
         assert service.process.wait(120) == 0
 
