@@ -20,7 +20,7 @@ from tests.rpc.pairs import LLM_FLAGS, answer, idle, usable
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError
 
-# Nothing is remembered, so that every picture crosses the link each time; and only inline, where it can be damaged.
+# Nothing is remembered, so that every picture crosses the link each time; inline, unless a test says otherwise.
 FORGETFUL: dict[str, object] = {
     **LLM_FLAGS,
     "row_cache_bytes": "300KiB",
@@ -45,15 +45,19 @@ def outcomes(client: LlmClient, right: list[list[int]], count: int) -> Counter[s
         return Counter(threads.map(ask, range(count)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(checkpoint: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "shared"), [(0, False), (1, False), (2, True)])
+def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(
+    checkpoint: Path, seed: int, shared: bool
+) -> None:
+    """Where memory is shared, what is spoilt are the places of rows."""
     with ExitStack() as stack:
         encoders = stack.enter_context(replicas(checkpoint, 2))
         proxies = [
             stack.enter_context(LyingProxy(encoder.address, seed * 10 + n, share=0.0).running())
             for n, encoder in enumerate(encoders)
         ]
-        llm = stack.enter_context(llm_server(checkpoint, *(proxy.address for proxy in proxies), **FORGETFUL))
+        flags = FORGETFUL | {"shared_memory": shared}
+        llm = stack.enter_context(llm_server(checkpoint, *(proxy.address for proxy in proxies), **flags))
         client = stack.enter_context(LlmClient(llm.address))
         until(lambda: usable(client, 2), "both encoders are usable")
         right = [answer(client, question(number)).choices[0].token_ids for number in range(QUESTIONS)]
@@ -63,6 +67,7 @@ def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(checkpoin
         assert sum(found.values()) == 120
         assert not [each for each in found if each.startswith("wrong")], found
         assert found["right"] > 60, found
+        assert bool(client.get_load().rows_shared) == shared
         damage = sum((proxy.done for proxy in proxies), Counter[str]())
         assert set(damage) >= {"flip", "drop", "double", "reorder", "cut"}
         for proxy in proxies:
