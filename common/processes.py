@@ -8,6 +8,7 @@ is also killed by the kernel when its parent dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,7 +16,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +33,10 @@ several times over (docs/PERFORMANCE.md). The environment of the service has the
 
 _HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "OMP_", "GOMP_")
 """How variables begin that a process needs to run at all."""
+
+HELD_UP_SECONDS = 30.0
+"""How long a process is waited for that is held up: not without end, since one that spins for ever looks no different.
+"""
 
 ReceiveT = TypeVar("ReceiveT")
 
@@ -56,6 +62,20 @@ def leave_signals_to_parent() -> None:
     finish first, and ends us then."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def is_held_up(pid: int) -> bool:
+    """Whether a process of this host that does not get on is slow, and not stopped or stuck: a thread of it runs, waits
+    for a core, or waits for a disk, be it for memory that was swapped out. False where it has ended."""
+    states = set(_thread_states(pid))
+    return not states & {"T", "t"} and bool(states & {"R", "D"})
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    """One letter for each thread, as the kernel shows it."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            yield stat.read_text().rpartition(")")[2].split()[0]
 
 
 class Child(Generic[ReceiveT]):

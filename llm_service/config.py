@@ -45,6 +45,12 @@ class LlmConfig(ServerConfig):
         "", "int8 rounds matrices to 8 bits when they are loaded; by default they are as --dtype", choices=("", "int8")
     )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
+    start_seconds: float = option(
+        1800.0,
+        "longest that the engine may take to load the model, the wait for ranks of other hosts included, before it is"
+        " ended",
+        minimum=0.1,
+    )
     rank_timeout_seconds: float = option(
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
     )

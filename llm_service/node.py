@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
 import msgspec
 
@@ -26,9 +27,8 @@ _log = log.get("node")
 async def lend(config: LlmConfig, meeting: Meeting) -> None:
     """Runs this host's ranks until SIGTERM or SIGINT."""
     log.configure(config.log_level, service="llm-node")
-    here = config.tp // meeting.nodes
     first = Place(
-        rank=meeting.node_rank * here,
+        rank=meeting.node_rank * (config.tp // meeting.nodes),
         size=config.tp,
         nodes=meeting.nodes,
         host=meeting.host,
@@ -41,33 +41,33 @@ async def lend(config: LlmConfig, meeting: Meeting) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    keeping = asyncio.create_task(_keep(first, here))
+    keeping = asyncio.create_task(_keep(first, config.start_seconds))
     await stop.wait()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _keep(first: Place, here: int) -> None:
+async def _keep(first: Place, start_seconds: float) -> None:
     while True:
         try:
-            await _run(first, here)
+            await _run(first, start_seconds)
         except (ChildDied, OSError) as error:  # or there was no memory for a process, for a moment
             _log.warning("the group has ended; this host joins the next one", cause=str(error))
         await asyncio.sleep(_RESTART_SECONDS)
 
 
-async def _run(first: Place, here: int) -> None:
-    """One life of this host's ranks; raises ChildDied when one of them has ended, and takes the others with it."""
+async def _run(first: Place, start_seconds: float) -> None:
+    """One life of this host's ranks; raises ChildDied when one of them has ended, or has not joined the group in time,
+    and takes the others with it."""
     arena_fd = os.memfd_create("twinlens-rows")
     children: list[Child[Joined]] = []
     try:
-        for rank in range(first.rank, first.rank + here):
+        for rank in range(first.rank, first.rank + first.here):
             child: Child[Joined] = await Child.start("llm_service.worker", receives=Joined, fds=(arena_fd,))
             children.append(child)
             child.send(msgspec.structs.replace(first, rank=rank))
-        for child in children:
-            await child.receive()
-        print(f"ready ranks={first.rank}-{first.rank + here - 1}", flush=True)  # noqa: T201 - what it prints when it serves
+        await _joined(children, start_seconds)
+        print(f"ready ranks={first.rank}-{first.rank + first.here - 1}", flush=True)  # noqa: T201 - what it prints when it serves
         ends = [asyncio.ensure_future(child.receive()) for child in children]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -81,3 +81,13 @@ async def _run(first: Place, here: int) -> None:
             child.kill()
             await child.stop()
         os.close(arena_fd)
+
+
+async def _joined(children: Sequence[Child[Joined]], start_seconds: float) -> None:
+    """Returns when all of them have joined their group, which waits for the first host."""
+    try:
+        async with asyncio.timeout(start_seconds):
+            for child in children:
+                await child.receive()
+    except TimeoutError:
+        raise ChildDied(f"a rank had not joined after {start_seconds:g} seconds") from None

@@ -64,7 +64,9 @@ async def serve(config: LlmConfig) -> None:
             on_place=lambda place: engine.mirrors.vacate(place.offset, place.size),
         )
         running.callback(rows.close)
-        engine = EngineFront(settings, rows.buffer.fd, frame.report, spare=config.spare_engine)
+        engine = EngineFront(
+            settings, rows.buffer.fd, frame.report, start_seconds=config.start_seconds, spare=config.spare_engine
+        )
         engine.mirrors.on_lost = rows.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None
         pool = EncoderPool(config.encoders, _link_settings(config, digest, layout, mirrors))

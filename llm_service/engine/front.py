@@ -40,24 +40,31 @@ from llm_service.engine.messages import (
 from llm_service.engine.mirrors import Mirrors
 from llm_service.engine.reserve import Reserve
 from llm_service.engine.ticket import Event, Ticket
+from llm_service.engine.watch import Watch
 from llm_service.plan import MirrorOrder
 from llm_service.settings import EngineSettings
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
 """Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
-_SILENCE_SECONDS = 3.5
-"""An engine that says nothing for this long is frozen: it sends a beat every second."""
 
 
 class EngineFront:
-    """One engine process, and another in reserve with `spare`. `on_ready` is told whenever it becomes able, or unable,
-    to serve; `latest` is what it last said of its queues and counters by itself, once a second."""
+    """One engine process, and another in reserve with `spare`; one that does not serve within `start_seconds` is ended.
+    `on_ready` is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and
+    counters by itself, once a second."""
 
     def __init__(
-        self, settings: EngineSettings, arena_fd: int, on_ready: Callable[[bool], None], *, spare: bool = False
+        self,
+        settings: EngineSettings,
+        arena_fd: int,
+        on_ready: Callable[[bool], None],
+        *,
+        start_seconds: float,
+        spare: bool = False,
     ) -> None:
         self._settings = settings
+        self._start_seconds = start_seconds
         self._reserve = Reserve(arena_fd, ahead=spare)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
@@ -172,24 +179,21 @@ class EngineFront:
         self._child, served = child, False
         try:
             child.send(self._settings)
-            while True:
-                self._take(await self._hear(child))
-                served = self.ready is not None
-        except (ChildDied, TimeoutError) as error:
-            _log.error("the engine has ended", cause=str(error) or "it is frozen")
+            async with Watch(child.process.pid, self._start_seconds) as watch:
+                while True:
+                    self._take(await child.receive())
+                    served = self.ready is not None
+                    watch.heard(serves=served)
+        except ChildDied as error:
+            _log.error("the engine has ended", cause=str(error))
+            if self._first is not None and not self._first.done():
+                self._first.set_exception(Internal(f"the engine could not start: {error}"))
             child.kill()
             self._lose_all()
         finally:
             await child.stop()
             self._lose_all()
         return served
-
-    async def _hear(self, child: Child[FromEngine]) -> FromEngine:
-        """The engine's next message; raises TimeoutError where it is frozen."""
-        if self.ready is None:
-            return await child.receive()
-        async with tasks.Patience(_SILENCE_SECONDS):
-            return await child.receive()
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None

@@ -71,6 +71,11 @@ class LocalRank:
     process: subprocess.Popen[bytes]
     link: ParentLink[None]
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self.process.pid
+
     def poll(self) -> int | None:
         """Its exit code, once it has ended."""
         return self.process.poll()

@@ -3,6 +3,7 @@
 A collective that waits for a lost rank cannot tell; within a captured graph it would wait for ever. So a thread of each
 rank counts a beat up every half second: rank 0 watches everybody's, everybody watches rank 0's. A beat that stands
 still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the group.
+A rank of the same host that the system says is merely held up gets more time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
 from common import log
+from common.processes import HELD_UP_SECONDS, is_held_up
 from llm_service.settings import Place
 
 _BEAT_SECONDS = 0.5
@@ -25,6 +27,11 @@ _log = log.get("pulse")
 
 class Process(Protocol):
     """A child process of this one."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
 
     def poll(self) -> int | None:
         """Its exit code, once it has ended."""
@@ -35,9 +42,13 @@ class Pulse:
     """A connection of its own to the store, so that a beat never waits behind another question."""
 
     def __init__(self, place: Place, children: Sequence[Process] = ()) -> None:
-        """`children` are processes that are watched as well: one that ends by a signal or an error is lost at once."""
+        """`children` are the ranks that this process has started, from the next one on; they are watched as processes,
+        too: one that ends by a signal or an error is lost at once."""
         self._limit = place.timeout
         self._children = children
+        self._here = {_key(place.rank + n): child.pid for n, child in enumerate(children, 1)}
+        if 0 < place.rank < place.here:
+            self._here[_key(0)] = os.getppid()
         self._own = _key(place.rank)
         self._others = [_key(rank) for rank in range(1, place.size)] if place.rank == 0 else [_key(0)]
         self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=place.timeout))
@@ -70,10 +81,16 @@ class Pulse:
             for key, beat in zip(self._others, self._store.multi_get(self._others), strict=True):
                 if key not in seen or seen[key][0] != beat:
                     seen[key] = (beat, now)
-                elif now - seen[key][1] > self._limit:
+                elif self._is_lost(key, now - seen[key][1]):
                     _log.error("a rank is frozen or cut off", rank=key)
                     return
             time.sleep(_BEAT_SECONDS)
+
+    def _is_lost(self, key: str, silence: float) -> bool:
+        if silence <= self._limit:
+            return False
+        slow = key in self._here and silence <= HELD_UP_SECONDS and is_held_up(self._here[key])
+        return not slow
 
 
 def _key(rank: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.arena import SharedBuffer
-from common.processes import Child, ChildDied
+from common.processes import Child, ChildDied, is_held_up
 from tests.launch import ROOT, command_line
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import until
@@ -98,6 +98,23 @@ async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     parent.kill()
     await parent.wait()
     await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone")
+
+
+def test_a_process_that_would_go_on_if_it_could_is_told_from_one_that_is_stopped_waits_or_has_ended() -> None:
+    spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        until(lambda: not is_held_up(waits.pid), "it waits for its input")
+        until(lambda: is_held_up(spins.pid), "it has started")
+        spins.send_signal(signal.SIGSTOP)
+        until(lambda: not is_held_up(spins.pid), "it is stopped")
+        spins.send_signal(signal.SIGCONT)
+        until(lambda: is_held_up(spins.pid), "it goes on")
+    finally:
+        for process in (spins, waits):
+            process.kill()
+            process.communicate()
+    assert not is_held_up(spins.pid)
 
 
 async def test_a_child_that_cannot_start_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,16 @@ from llm_service.engine import front as front_module
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Ready
 
+START_SECONDS = 100.0
+
 
 class ScriptedEngine:
-    """One engine process, as `Child` shows it. `heard` is what it was told."""
+    """One engine process, as `Child` shows it. `heard` is what it was told, `killed` whether it was."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
+        self.killed = False
+        self.process = SimpleNamespace(pid=os.getpid())  # which is held up, and not frozen, where a test is slow
         self._says: asyncio.Queue[Any] = asyncio.Queue()
 
     def send(self, message: Any) -> None:
@@ -46,7 +52,7 @@ class ScriptedEngine:
         return message
 
     def kill(self) -> None:
-        pass
+        self.killed = True
 
     async def stop(self) -> None:
         pass
@@ -79,4 +85,5 @@ def front_of(
 ) -> EngineFront:
     """A front over these engines, not yet started."""
     monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
-    return EngineFront(None, -1, on_ready)  # type: ignore[arg-type]  # its settings are passed on unread
+    settings: Any = None  # which are passed on unread
+    return EngineFront(settings, -1, on_ready, start_seconds=START_SECONDS)

@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Protocol
 
 import pytest
 
 from common.errors import Internal
+from common.processes import HELD_UP_SECONDS
+from llm_service.engine import watch
 from llm_service.engine.front import EngineFront
-from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
+from llm_service.engine.messages import Beat, State
+from tests.unit.llm_service.scripted_engine import START_SECONDS, ScriptedEngine, front_of
 
 NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+class Forward(Protocol):
+    """Puts the event loop's clock forward: in steps in which its timers go off, or in one."""
+
+    async def __call__(self, seconds: float, *, at_once: bool = False) -> None: ...
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    passed = 0.0
+
+    async def put_forward(seconds: float, *, at_once: bool = False) -> None:
+        nonlocal passed
+        if not passed:
+            loop = asyncio.get_running_loop()
+            time = loop.time
+            monkeypatch.setattr(loop, "time", lambda: time() + passed)
+        steps = 1 if at_once else max(1, round(seconds / 0.25))
+        for _ in range(steps):
+            passed += seconds / steps
+            for _ in range(10):  # timers go off, and tasks hear of it
+                await asyncio.sleep(0)
+
+    return put_forward
 
 
 async def start(front: EngineFront) -> None:
@@ -24,6 +53,91 @@ async def test_a_first_engine_that_no_process_can_be_had_for_is_told_to_who_star
     front = front_of(monkeypatch, NO_MEMORY)
     with pytest.raises(Internal):
         await start(front)
+    await front.stop()
+
+
+async def test_a_first_engine_that_hangs_while_it_loads_is_told_to_who_starts_it(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    front = front_of(monkeypatch, ScriptedEngine())
+    starting = asyncio.create_task(front.start())
+    for _ in range(10):
+        await forward(START_SECONDS / 10.5)
+    assert not starting.done()
+    await forward(START_SECONDS / 10)
+    with pytest.raises(Internal, match="it was not ready after 100 seconds"):
+        await asyncio.wait_for(starting, 20)
+    await front.stop()
+
+
+async def test_a_later_engine_that_hangs_while_it_loads_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    first, hangs, third = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, first, hangs, third)
+    first.serves()
+    await start(front)
+    first.dies()
+    await forward(START_SECONDS)
+    assert hangs.heard
+    assert not hangs.killed
+    await forward(1)
+    third.serves()
+    await forward(1)
+    assert hangs.killed
+    assert front.ready is not None
+    await front.stop()
+
+
+async def test_an_engine_that_falls_silent_is_frozen_unless_the_system_says_that_it_is_held_up(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    held_up = True
+    monkeypatch.setattr(watch, "is_held_up", lambda _: held_up)
+    engine = ScriptedEngine()
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    for _ in range(3):
+        await forward(0.9 * HELD_UP_SECONDS)
+        assert not engine.killed
+        engine.says(Beat(State()))
+        await forward(0)
+    await forward(5)
+    assert not engine.killed
+    held_up = False
+    await forward(0.25)
+    assert engine.killed
+    await front.stop()
+
+
+async def test_an_engine_that_is_held_up_for_ever_is_not_waited_for_as_long(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    monkeypatch.setattr(watch, "is_held_up", lambda _: True)
+    engine = ScriptedEngine()
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    await forward(HELD_UP_SECONDS + 1)
+    assert engine.killed
+    await front.stop()
+
+
+async def test_what_an_engine_said_while_this_loop_stood_still_is_read_before_it_is_judged(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    monkeypatch.setattr(watch, "is_held_up", lambda _: False)
+    engine = ScriptedEngine()
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    await forward(100, at_once=True)
+    engine.says(Beat(State()))
+    await forward(3)
+    assert not engine.killed
+    await forward(1)
+    assert engine.killed
     await front.stop()
 
 

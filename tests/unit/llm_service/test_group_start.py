@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from torch.distributed import TCPStore
 
+from common.processes import HELD_UP_SECONDS
 from llm_service.config import LlmConfig, Meeting
 from llm_service.settings import Place
+from llm_service.worker import pulse
 from llm_service.worker.network import interface_towards
 from llm_service.worker.pulse import Pulse
 from tests.waiting import until
@@ -88,6 +93,7 @@ def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(
 
 def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Place) -> None:
     class Child:
+        pid = 0
         code: int | None = None
 
         def poll(self) -> int | None:
@@ -103,3 +109,28 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Pla
     assert not kept.is_set()
     child.code = -9
     assert lost.wait(30)
+
+
+def test_a_rank_of_this_host_that_is_held_up_gets_more_time_and_not_without_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {os.getpid(): True}
+    monkeypatch.setattr(pulse, "is_held_up", lambda pid: states.get(pid, False))
+    children = [SimpleNamespace(pid=os.getpid(), poll=lambda: None), SimpleNamespace(pid=0, poll=lambda: None)]
+    watching = Pulse(place, children)
+    assert not watching._is_lost("beat/1", place.timeout)
+    assert not watching._is_lost("beat/1", place.timeout + 1)
+    assert watching._is_lost("beat/1", HELD_UP_SECONDS + 1)
+    assert watching._is_lost("beat/2", place.timeout + 1), "it is stopped"
+    assert watching._is_lost("beat/3", place.timeout + 1), "it is on another host"
+    states[os.getpid()] = False
+    assert watching._is_lost("beat/1", place.timeout + 1)
+
+
+def test_a_rank_knows_the_first_one_as_its_parent_on_the_first_host_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "is_held_up", lambda pid: pid == os.getppid())
+    assert not Pulse(other(place))._is_lost("beat/0", place.timeout + 1)
+    elsewhere = msgspec.structs.replace(other(place), nodes=2)
+    assert Pulse(elsewhere)._is_lost("beat/0", place.timeout + 1)

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from common.processes import ChildDied
+from common.processes import Child, ChildDied
 from llm_service import node
-from llm_service.settings import Place
+from llm_service.settings import Joined, Place
 
 
 @pytest.mark.parametrize("error", [ChildDied("a rank has ended"), OSError("Cannot allocate memory")])
@@ -18,7 +18,7 @@ async def test_ranks_that_could_not_be_started_or_have_ended_are_started_again(
 ) -> None:
     again, ends = asyncio.Event(), [error]
 
-    async def run(_: Place, __: int) -> None:
+    async def run(_: Place, __: float) -> None:
         if ends:
             raise ends.pop()
         again.set()
@@ -26,10 +26,19 @@ async def test_ranks_that_could_not_be_started_or_have_ended_are_started_again(
 
     monkeypatch.setattr(node, "_run", run)
     monkeypatch.setattr(node, "_RESTART_SECONDS", 0)
-    keeping = asyncio.create_task(node._keep(cast(Place, None), 1))
+    keeping = asyncio.create_task(node._keep(cast(Place, None), 1.0))
     waiting = asyncio.create_task(again.wait())
     await asyncio.wait([keeping, waiting], return_when=asyncio.FIRST_COMPLETED)
     assert not keeping.done()
     assert again.is_set()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_rank_that_hangs_before_it_has_joined_is_not_waited_for_without_end() -> None:
+    class Hangs:
+        async def receive(self) -> Joined:
+            return await asyncio.Future()
+
+    with pytest.raises(ChildDied, match=r"not joined after 0.1 seconds"):
+        await node._joined([cast(Child[Joined], Hangs())], 0.1)
