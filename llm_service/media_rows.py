@@ -37,7 +37,7 @@ class MediaRows:
         self._unused: list[Fetch] = []
         self._entries: dict[int, RowEntry] = {}
         self._used: list[Fetch] = []
-        self._released = False
+        self._released = self._left = False
         self._watched: list[tuple[RowEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
@@ -88,6 +88,8 @@ class MediaRows:
             watch()
 
         def wanted() -> None:
+            if self._left:  # the engine asked before it heard of that
+                return
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
         watch()
@@ -157,6 +159,7 @@ class MediaRows:
 
     async def leave(self) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""
+        self._left = True
         self._unwatch()
         if self._placing is not None:
             self._placing.cancel()

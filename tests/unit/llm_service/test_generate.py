@@ -16,7 +16,7 @@ from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Abort, Add, Released, Started, Token, Tokens
+from llm_service.engine.messages import Abort, Add, Beat, Placed, Released, Started, State, Token, Tokens, Wanted
 from llm_service.events import Begun
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
@@ -133,6 +133,27 @@ async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeyp
         assert child.told(Abort) == [Abort(add.id)]
         with pytest.raises(Cancelled):
             await anext(events)
+
+
+async def test_what_the_engine_asks_for_after_the_caller_has_left_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(monkeypatch) as (b, (child, front)):
+        await b.usable(1)
+        events = generator(b, front).generate(asked(b"picture"))
+        reading = asyncio.ensure_future(anext(events))
+        await eventually(lambda: child.told(Add))
+        (add,) = child.told(Add)
+        child.says(Started(add.id, 0))
+        await reading
+        await events.aclose()
+        last = Beat(State())
+        for message in (Wanted(add.id), last):
+            child.says(message)
+        await eventually(lambda: front.latest is last.state)
+        assert child.told(Placed) == []
+        child.says(Released([add.id]))
+        await eventually(lambda: front.requests == 0)
 
 
 async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
