@@ -91,6 +91,7 @@ class RowStore:
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._keeps = keeps
         self._on_place = on_place
+        self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -193,11 +194,18 @@ class RowStore:
         if entry.filler is None or entry.filler.done() or entry.complete:
             self._ranges.free(entry.place)
         else:  # until its filler has ended, a thread may be writing there
-            entry.filler.add_done_callback(lambda _: self._free(entry.place))
+            self._leaving.add(entry.filler)
+            entry.filler.add_done_callback(lambda filler: self._free(filler, entry.place))
 
-    def _free(self, place: Range) -> None:
+    def _free(self, filler: asyncio.Task[None], place: Range) -> None:
+        self._leaving.discard(filler)
         self._ranges.free(place)
         self._freed.set()
+
+    async def settle(self) -> None:
+        """Returns when nobody writes any more to places that were given up."""
+        while self._leaving:
+            await asyncio.wait(self._leaving)
 
     def place(self, entry: RowEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""

@@ -36,6 +36,7 @@ from llm_service.tokens import end_tokens
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
 SERVICE = "twinlens.v1.LlmService"
+_log = log.get("server")
 _COMPILE_SECONDS = 0.7
 """The longest that a structure may take to compile: its caller has an answer within a second."""
 
@@ -82,6 +83,7 @@ async def serve(config: LlmConfig) -> None:
         compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
+        running.push_async_callback(_prove_idle, generator, rows)
         meters.watch(generator, engine, rows, landing, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
@@ -105,6 +107,21 @@ async def serve(config: LlmConfig) -> None:
         await starting
         await frame.announce(metrics_address)
         await frame.wait()
+
+
+async def _prove_idle(generator: Generator, rows: RowStore) -> None:
+    """Says so where something is still held when every request is over: that is a defect, and the service ends anyway.
+
+    Nothing is said where the grace time ended before the last request did.
+    """
+    if generator.open_requests:
+        return
+    await rows.settle()
+    try:
+        rows.check_integrity(idle=True)
+        generator.sessions.check_integrity()
+    except AssertionError as error:
+        _log.error("something is still held at the end", cause=str(error))
 
 
 def _link_settings(config: LlmConfig, digest: str, layout: RowLayout, mirrors: Mirrors | None) -> LinkSettings:

@@ -46,8 +46,9 @@ def launch(
 ) -> Iterator[Service]:
     """Runs `python -m module FLAGS` for the length of the block, from its `ready` line to SIGTERM.
 
-    Asserts that it ends with `exit_code` (None: any), that no process of its is left, and nothing in /dev/shm that one
-    of them had mapped. A service that ends before it is ready raises RuntimeError with its log.
+    Asserts that it ends with `exit_code` (None: any), that no process of its is left, nothing in /dev/shm that one of
+    them had mapped, and nothing held at its end by its own account. A service that ends before it is ready raises
+    RuntimeError with its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -75,6 +76,7 @@ def launch(
             left = {pid: line for pid in known if (line := command_line(pid))}
             assert not left, f"processes were left: {left}"
             assert not [path for path in shared if path.exists()], "shared memory was left"
+            assert "something is still held" not in log.read_text(encoding="utf-8"), _tail(log)
         finally:
             for pid in {*known, *descendants(process.pid)}:
                 with contextlib.suppress(ProcessLookupError):

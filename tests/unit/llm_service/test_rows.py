@@ -345,3 +345,25 @@ async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_
     assert not next_one.done()
     may_end.set()
     store.release((await asyncio.wait_for(next_one, 10))[0])
+
+
+async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", ROWS)])
+    may_end = asyncio.Event()
+
+    async def copies() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    entry.filler = asyncio.create_task(copies())
+    await settle()
+    store.release(entry)
+    settling = asyncio.create_task(store.settle())
+    await settle()
+    assert not settling.done()
+    may_end.set()
+    await asyncio.wait_for(settling, 10)
+    store.check_integrity(idle=True)
+    await store.settle()
