@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections import deque
@@ -52,6 +53,7 @@ class EngineCore:
         self._depth = 2 if overlap else 1
         self._under_way: deque[Step] = deque()
         self._next_proof = 0.0
+        self._next_beat = math.inf if pipeline.beat_seconds is None else 0.0
 
     def run(self) -> None:
         """Serves until the front goes away (EOFError)."""
@@ -96,15 +98,17 @@ class EngineCore:
 
     def _rest(self) -> None:
         """Waits for a message, a grammar or the next deadline. An engine that turns idle proves, now and then, that it
-        has lost nothing."""
+        has lost nothing; and the ranks hear from it while it rests, however often questions end that rest: they do not
+        wait for a plan without end."""
         if time.monotonic() >= self._next_proof:
             self._scheduler.check_integrity()
             self._next_proof = time.monotonic() + _PROOF_SECONDS
-        deadline = self._scheduler.next_deadline()
-        waits = [_LONGEST_REST] if deadline is None else [_LONGEST_REST, max(0.0, deadline - time.monotonic())]
-        waits += [] if self._pipeline.beat_seconds is None else [self._pipeline.beat_seconds]
-        if not select.select([self._link.fileno(), self._wake.fileno()], [], [], min(waits))[0]:
+        if self._pipeline.beat_seconds is not None and time.monotonic() >= self._next_beat:
             self._pipeline.beat()
+            self._next_beat = time.monotonic() + self._pipeline.beat_seconds
+        deadline = self._scheduler.next_deadline()
+        due = min(self._next_beat, math.inf if deadline is None else deadline) - time.monotonic()
+        select.select([self._link.fileno(), self._wake.fileno()], [], [], min(_LONGEST_REST, max(0.0, due)))
         self._wake.clear()
 
     def _take(self, message: ToEngine) -> None:

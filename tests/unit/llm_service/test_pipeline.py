@@ -168,9 +168,9 @@ def add(id: int, order: Order) -> Add:
     )
 
 
-def served(turns: list[list[Any]], *, overlap: bool) -> list[Any]:
+def served(turns: list[list[Any]], *, overlap: bool, executor: HashExecutor | None = None) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
-    pipeline = Pipeline(HashExecutor(4))
+    pipeline = Pipeline(executor or HashExecutor(4))
     scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
     link, wake = Link(turns), Wake()
     try:
@@ -229,3 +229,16 @@ def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> N
     sent = served([[waiting], [], [Inspect()]], overlap=True)
     assert [type(message) for message in sent] == [State]
     assert sent[0].waiting == 1
+
+
+def test_ranks_hear_from_an_engine_that_rests_though_questions_never_let_it_rest_for_long() -> None:
+    class Group(HashExecutor):
+        beats = 0
+
+        def beat(self) -> None:
+            self.beats += 1
+
+    group = Group(4)
+    group.beat_seconds = 0.0
+    served([[Inspect()]] * 5, overlap=True, executor=group)
+    assert group.beats >= 5
