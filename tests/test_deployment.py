@@ -112,9 +112,12 @@ class TestKubernetes:
         needed = int(pause) + config.grace_seconds + MARGIN
         assert self.pod(name)["terminationGracePeriodSeconds"] >= needed
 
-    def test_an_encoder_is_given_as_long_to_start_as_it_gives_its_workers(self) -> None:
-        probe = self.container("twinlens-encoder")["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] >= EncoderConfig().start_seconds
+    @each_deployment
+    def test_a_service_is_given_as_long_to_start_as_it_gives_its_processes(self, name: str) -> None:
+        container = self.container(name)
+        config, _ = configured([*container["command"], *container["args"]])
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= config.start_seconds
 
     @each_deployment
     def test_it_runs_as_the_images_user_and_writes_to_volumes_alone(self, name: str) -> None:
