@@ -95,7 +95,7 @@ def _sweep(folder: Path) -> None:
 
 
 def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, Handover]:
-    """Greets the service behind a name and takes what it hands over. Blocks for a second at most.
+    """Greets the service behind a name and takes what it hands over. Blocks for a few seconds at most.
 
     The name came over the network, so it may choose nothing but a socket of this project: an abstract one, or a file
     that lies in our own `folder`. Raises OSError where nothing can be had: another host, another user, a wrong secret.
