@@ -1,8 +1,6 @@
 """The reference: the `transformers` library's own processors and models, as parity tests compare with.
 
-Import this module before anything that imports `transformers`: torchvision, which the library's video processors need,
-has no CPU build. Where its ordinary wheel stands beside a CPU torch, the two compiled operators whose absence keeps it
-from being imported are declared here; the processors call neither.
+Import this module before anything that imports `transformers` (`tools.demo_model.reference` says why).
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-try:
-    import torchvision  # type: ignore[import-untyped]  # noqa: F401
-except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
-    _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
-    _OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from tools.demo_model.reference import prepare
 
-import transformers
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+prepare()
+
+import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -1,29 +1,23 @@
 """Loading the reference implementation beside a torch without torchvision's compiled operators."""
 
-import importlib.util
+from functools import cache
 
 import torch
 
+_KEPT: list[torch.library.Library] = []
 
-def declare_operators() -> None:
-    """Declare the two operators that torchvision's import expects, where no build of it provides them.
 
-    The reference's processors use torchvision for resizing only, which needs neither. Call this before importing them.
+@cache
+def prepare() -> None:
+    """Call this before anything imports `transformers`, whose video processors want torchvision.
+
+    That has no CPU build. Where its ordinary wheel stands beside a CPU torch, two compiled operators, whose absence
+    keeps it from being imported, are declared; the processors call neither.
     """
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
-        name = schema.split("(")[0]
-        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):
-            try:
-                library.define(schema)
-            except RuntimeError:
-                continue
-    KEPT.append(library)
-
-
-KEPT: list[torch.library.Library] = []
+    try:
+        import torchvision  # type: ignore[import-untyped]  # noqa: F401
+    except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)

@@ -327,28 +327,8 @@ async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: RowStore) -
     store.check_integrity(idle=True)
 
 
-async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: RowStore) -> None:
-    (entry,) = await store.acquire([header("a", ROWS)])
-    may_end = asyncio.Event()
-
-    async def copies() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await may_end.wait()  # as one that waits for its thread
-
-    entry.filler = asyncio.create_task(copies())
-    await settle()
-    store.release(entry)
-    next_one = waiting(store, header("b", ROWS))
-    await settle()
-    assert not next_one.done()
-    may_end.set()
-    store.release((await asyncio.wait_for(next_one, 10))[0])
-
-
-async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: RowStore) -> None:
-    (entry,) = await store.acquire([header("a", ROWS)])
+async def filled_by_a_thread(entry: RowEntry) -> asyncio.Event:
+    """Gives an entry a filler that, once cancelled, ends when the event is set: as one that waits for its thread."""
     may_end = asyncio.Event()
 
     async def copies() -> None:
@@ -359,6 +339,23 @@ async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_writ
 
     entry.filler = asyncio.create_task(copies())
     await settle()
+    return may_end
+
+
+async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", ROWS)])
+    may_end = await filled_by_a_thread(entry)
+    store.release(entry)
+    next_one = waiting(store, header("b", ROWS))
+    await settle()
+    assert not next_one.done()
+    may_end.set()
+    store.release((await asyncio.wait_for(next_one, 10))[0])
+
+
+async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: RowStore) -> None:
+    (entry,) = await store.acquire([header("a", ROWS)])
+    may_end = await filled_by_a_thread(entry)
     store.release(entry)
     settling = asyncio.create_task(store.settle())
     await settle()

@@ -21,6 +21,7 @@ from tests.unit.llm_service.scripted import (
     LAYOUT,
     ROWS,
     RUN,
+    Bench,
     Call,
     Say,
     ScriptedEncoder,
@@ -79,15 +80,19 @@ async def test_repeats_go_where_they_went_and_different_items_are_spread() -> No
         assert sum(map(len, seen)) == 40, "one picture went to two encoders"
 
 
+def first_asked_of(b: Bench, encoder: ScriptedEncoder, count: int) -> list[bytes]:
+    """Pictures that this encoder is the first to be asked for."""
+    names = (b"picture %d" % number for number in itertools.count())
+    return [*itertools.islice((name for name in names if b.first_and_second(name)[0] is encoder), count)]
+
+
 async def test_a_crowded_encoder_is_passed_over() -> None:
     scripts = [hangs_after_the_header]
     async with bench(ScriptedEncoder(scripts), ScriptedEncoder(scripts), rows=12 * ROWS) as b:
         await b.usable(2)
         first, second = b.encoders
         # Twelve pictures that are all the first encoder's: it is asked until eight calls are under way there.
-        names = (b"picture %d" % number for number in itertools.count())
-        its_own = itertools.islice((name for name in names if b.first_and_second(name)[0] is first), 12)
-        held = [await b.land(name) for name in its_own]
+        held = [await b.land(name) for name in first_asked_of(b, first, 12)]
         await eventually(lambda: (first.open, second.open) == (8, 4))
         for (entry,) in held:
             b.store.release(entry)
@@ -103,8 +108,7 @@ async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_l
     async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=4 * ROWS) as b:
         await b.usable(2)
         first, second = b.encoders
-        names = (b"picture %d" % number for number in itertools.count())
-        its_own = [*itertools.islice((name for name in names if b.first_and_second(name)[0] is first), 2)]
+        its_own = first_asked_of(b, first, 2)
         asking = await b.landing.introduce(request(its_own[0], its_own[0]))  # two streams, one item
         assert sorted(peer.load for peer in b.pool.peers) == [0, 256 * 256]
         (entry,) = await b.land(its_own[1])
