@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
     parser.add_argument("--steps", type=int, default=14000)
-    parser.add_argument("--minutes", type=float, default=240.0, help="end after this time at the latest")
+    parser.add_argument("--minutes", type=float, default=240.0, help="end after this time of training, over all starts")
     parser.add_argument("--falling", type=float, default=0.35, help="share of the run in which the rate falls")
     parser.add_argument("--looking", type=int, default=3700, help="steps at first that teach the vision part alone")
     parser.add_argument("--start", type=Path, help="begin with the weights of this checkpoint, if no state is saved")

@@ -97,11 +97,12 @@ class Trainer:
         self.hints.load_state_dict(state["hints"], strict=False)
         self.optimiser.load(state["optimiser"])
         self.average, self.step = state["average"], state["step"]
+        self.begun -= state.get("seconds", 0.0)  # states of older runs do not know how long they took
 
     def keep(self) -> None:
         state = {
             "net": self.net.state_dict(), "hints": self.hints.state_dict(), "optimiser": self.optimiser.state(),
-            "average": self.average, "step": self.step,
+            "average": self.average, "step": self.step, "seconds": time.monotonic() - self.begun,
         }  # fmt: skip
         save(self.path, state)
 
