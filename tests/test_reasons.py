@@ -59,9 +59,6 @@ def _made(syntax: ast.Module, named: dict[str, set[str]]) -> Iterator[Pair]:
             known = named.get(given.id, set()) if isinstance(given, ast.Name) else given and _words(given)
             assert given is None or known, f"{ast.unparse(call)}: what is its reason?"
             yield from ((STATUS[name], reason) for reason in known or {DEFAULTS[name]})
-        elif name == "_fail" and len(call.args) == 4:  # the scheduler's: a request, a code, a reason, a text
-            code = ast.unparse(call.args[1]).removeprefix("_")
-            yield from ((code, reason) for reason in _words(call.args[2]))
 
 
 def test_what_is_raised_is_what_is_documented() -> None:
@@ -81,7 +78,6 @@ def test_a_reason_is_found_wherever_it_stands() -> None:
         "common/c": "from common.b import PLACE\nraise errors.Unavailable('no', reason=PLACE, field='x')",
         "common/d": "def f(video):\n    reason = 'ONE' if video else 'OTHER'\n    raise NotFound('no', reason=reason)",
         "common/e": "raise DataLoss('no')",
-        "common/f": "self._fail(id, _INVALID_ARGUMENT, 'COUNTED', 'no')",
     }
     assert raised(Tree.of(sources)) == {
         ("INVALID_ARGUMENT", "PLAIN"),
@@ -89,5 +85,4 @@ def test_a_reason_is_found_wherever_it_stands() -> None:
         ("NOT_FOUND", "ONE"),
         ("NOT_FOUND", "OTHER"),
         ("DATA_LOSS", "DATA_LOSS"),
-        ("INVALID_ARGUMENT", "COUNTED"),
     }

@@ -220,9 +220,9 @@ class EngineFront:
                     self._tell(event.id, event)
             case Started(id) | Scored(id):
                 self._tell(id, message)
-            case Failed(id, code, reason, text):
+            case Failed(id, code, reason, text, field):
                 if ticket := self._tickets.get(id):
-                    ticket.fail(from_code(code, text, reason=reason))
+                    ticket.fail(from_code(code, text, reason=reason, field=field))
             case Wanted(id):
                 if (ticket := self._tickets.get(id)) and ticket.on_wanted is not None:
                     ticket.on_wanted()

@@ -152,12 +152,14 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ended without success; `code` is a google.rpc.Code number."""
+    """A request ended without success; `code` is a google.rpc.Code number, `field` what of the request is at fault,
+    where it is one value."""
 
     id: int
     code: int
     reason: str
     message: str
+    field: str = ""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from common.errors import DeadlineExceeded, TwinlensError, code_number
 from llm_service.engine.batch import Step, build
 from llm_service.engine.blocks import BlockManager
+from llm_service.engine.ending import dead_end, ending
 from llm_service.engine.messages import NOWHERE, Add, Failed, Scored, Started, State, Token, Wanted
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
@@ -30,10 +32,6 @@ from llm_service.engine.structure import Matcher
 from llm_service.plan import StepResult
 
 __all__ = ["Limits", "Scheduler", "Step"]
-
-_INVALID_ARGUMENT = 3
-_DEADLINE_EXCEEDED = 4
-_TOO_COMPLEX = "the structure of the answer became too complex to follow"
 
 
 @dataclass(slots=True)
@@ -124,7 +122,7 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """Fails every request whose deadline has passed by `now`, on the monotonic clock."""
         for id in self._queues.late(now):
-            self._fail(id, _DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed while generating")
+            self._fail(id, DeadlineExceeded("the deadline passed while generating"))
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of all requests."""
@@ -147,6 +145,9 @@ class Scheduler:
         for sequence, count in choice.work.items():
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
+        for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
+            if not sequence.over and (error := dead_end(sequence, draw)):
+                self._fail(sequence.id, error)  # it is in the step, whose token for it is dropped
         return step, started
 
     def _announce(self, sequence: Sequence) -> Started | None:
@@ -172,28 +173,16 @@ class Scheduler:
                 continue  # it ended while the step was under way
             sequence.learn(token)
             self.counters.generated_tokens += 1
-            ended = self._ending(sequence, token)
-            if ended is not None:
-                tokens.append(Token(sequence.id, sequence.choice, token, ended, likely))
+            ended = ending(sequence, token)
+            if isinstance(ended, TwinlensError):
+                self._fail(sequence.id, ended)
+                continue
+            tokens.append(Token(sequence.id, sequence.choice, token, ended, likely))
             if ended:
                 self._end(sequence)
-            elif not sequence.over:
+            else:
                 self._name_blocks(sequence)
         return tokens
-
-    def _ending(self, sequence: Sequence, token: int) -> str | None:
-        """Why a sequence ends with this token; empty where it goes on, None where its request has failed."""
-        matcher = sequence.matcher
-        if matcher is not None:
-            matcher.consume_token(token)
-            if matcher.is_error():  # first of all: one that has failed allows nothing but an end token
-                self._fail(sequence.id, _INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", _TOO_COMPLEX)
-                return None
-        if token in sequence.ends:
-            return "stop"
-        if matcher is not None and matcher.is_stopped():
-            return "structure"
-        return "length" if sequence.known >= sequence.most else ""
 
     def _name_blocks(self, sequence: Sequence) -> None:
         """Lets others find the blocks that are full of known tokens and computed by steps up to the last one
@@ -226,10 +215,10 @@ class Scheduler:
             ended.append(self._ended.popleft()[1])
         return ended
 
-    def _fail(self, id: int, code: int, reason: str, message: str) -> None:
+    def _fail(self, id: int, error: TwinlensError) -> None:
         if id in self._queues.requests:
             self.abort(id)
-            self._failures.append(Failed(id, code, reason, message))
+            self._failures.append(Failed(id, code_number(error), error.reason, error.message, error.field))
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True

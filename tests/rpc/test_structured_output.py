@@ -86,6 +86,15 @@ def test_what_cannot_be_followed_is_refused_by_its_field(
     assert (error.value.reason, error.value.field) == (reason, f"sampling.{next(iter(structure))}")
 
 
+def test_a_structure_that_must_end_before_min_tokens_is_refused_by_that_field(qwen3: Pair) -> None:
+    (letter,) = qwen3.text.tokenize("a")
+    error = refusal(qwen3.text, shaped(qwen3, regex="a", min_tokens=2, stop_token_ids=[letter]))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.reason, error.field) == ("MIN_TOKENS_UNREACHABLE", "sampling.min_tokens")
+    complete = answer(qwen3.text, shaped(qwen3, regex="a", min_tokens=2)).choices
+    assert {(choice.text, choice.reason) for choice in complete} == {("a", v1.FINISH_REASON_STRUCTURE)}
+
+
 EXPLODING = {
     "a multiple that needs a state for each remainder": {
         "json_schema": json.dumps({"type": "integer", "multipleOf": 99_999_989})

@@ -138,6 +138,7 @@ def _choose(value: int, draw: Draw) -> int:
     seen = hash((value, draw.history, draw.output_from) if draw.history else value)
     allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
     words = [word for word in range(PAD) if word not in draw.banned and allowed >> word & 1]
+    words = words or [PAD - 1]  # as a sampler, which gives something where nothing can be drawn
     return words[int((seen % 1009 / 1009 + draw.uniform) * len(words)) % len(words)]
 
 

@@ -115,8 +115,9 @@ class GivesUp(Alternating):
         return self.asked >= 3
 
 
+@pytest.mark.parametrize("min_tokens", [0, 10])
 def test_a_structure_that_can_not_be_followed_on_fails_its_request_and_does_not_cut_the_answer_off(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, min_tokens: int
 ) -> None:
     def gives_up(_: str) -> Future[Matcher]:
         made: Future[Matcher] = Future()
@@ -125,10 +126,38 @@ def test_a_structure_that_can_not_be_followed_on_fails_its_request_and_does_not_
 
     monkeypatch.setattr(simulated, "alternating", gives_up)
     engine = simulation()
-    id = engine.submit(order(text(9), max_tokens=20, ignore_eos=False, grammar="g"))
+    id = engine.submit(order(text(9), max_tokens=20, ignore_eos=False, grammar="g", min_tokens=min_tokens))
     while not engine.outcomes[id].over:
         engine.step()
     assert (engine.outcomes[id].failed, engine.outcomes[id].ended) == ("STRUCTURE_TOO_COMPLEX", [""])
+
+
+ODD, EVEN = tuple(range(1, 30, 2)), tuple(range(2, 30, 2))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("stops", "said"), [(ODD, 0), (EVEN, 1)])
+def test_a_structure_that_leaves_nothing_but_stop_tokens_before_min_tokens_fails_its_request_alone(
+    stops: tuple[int, ...], said: int, overlap: bool
+) -> None:
+    """The structure wants an odd token, then an even one."""
+    engine = simulation(overlap=overlap)
+    other = engine.submit(order(text(7), max_tokens=9))
+    id = engine.submit(order(text(9), n=2, max_tokens=20, grammar="g", min_tokens=3, stop_token_ids=(EOS, *stops)))
+    while not engine.outcomes[id].over:
+        engine.step()
+    assert (engine.outcomes[id].failed, engine.outcomes[id].ended) == ("MIN_TOKENS_UNREACHABLE", ["", ""])
+    assert len(engine.outcomes[id].tokens[0]) == said
+    run_until_over(engine, other)
+    engine.step()
+    assert engine.outcomes[id].released == engine.outcomes[other].released == 1
+    assert engine.scheduler.blocks.used == 0
+
+
+def test_min_tokens_and_a_structure_that_leaves_another_token_go_together() -> None:
+    engine = simulation()
+    engine.submit(order(text(9), max_tokens=20, grammar="g", min_tokens=3, stop_token_ids=(EOS, *ODD[:-1])))
+    engine.drain()
 
 
 @pytest.mark.parametrize("over", [False, True])
