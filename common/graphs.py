@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,11 +21,16 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Real graphs, over one memory pool: they never run at the same time, so they may share what they need."""
+    """Real graphs, over one memory pool: they never run at the same time, so they may share what they need.
+
+    torch gives a pool's memory back when the last of its graphs is gone, and fails an assertion of its own where such a
+    pool is used again while anything of it is left. The next graph then gets another one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -37,10 +43,13 @@ class CudaCapture:
             run()
             run()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
+        self._alive.add(graph)
         return graph.replay
 
     @property

@@ -143,8 +143,12 @@ class GraphRunner:
         most_bytes: int,
         agree: Callable[[int], int] = lambda number: number,
     ) -> None:
-        """Captures graphs, those for decoding before the others and the largest first, except for those with which all
-        would hold more than `most_bytes`; `agree` is given 1 or 0 and answers with the least of all ranks."""
+        """Captures graphs, except for those with which all would hold more than `most_bytes`; `agree` is given 1 or 0
+        and answers with the least of all ranks.
+
+        The largest comes first: graphs share memory, as much as the largest needs, and none of it is given back as long
+        as one of them is left. So one that needs too much has to be tried while there is no other.
+        """
         self.replays = 0
         self._decoder, self._backend, self._caches = decoder, backend, caches
         self._shape, self._bounds = shape, bounds
@@ -152,15 +156,15 @@ class GraphRunner:
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._decodes: list[Graph] = []
         self._prefills: list[Graph] = []
-        ladders = ((self._decodes, decode_sizes(bounds.sequences)), (self._prefills, prefill_sizes(bounds.tokens)))
-        for graphs, sizes in ladders:
-            for size in reversed(sizes):
-                graph = self._capture(size, capture, decodes_only=graphs is self._decodes)
-                if agree(int(capture.held <= most_bytes)):
-                    graphs.insert(0, graph)
-                else:
-                    _log.warning("a graph is left out: it needs too much memory", tokens=size, most_bytes=most_bytes)
-                del graph  # the memory of one that is left out is free before the next is captured
+        wanted = [(size, True) for size in decode_sizes(bounds.sequences)]
+        wanted += [(size, False) for size in prefill_sizes(bounds.tokens)]
+        for size, decodes_only in sorted(wanted, reverse=True):
+            graph = self._capture(size, capture, decodes_only=decodes_only)
+            if agree(int(capture.held <= most_bytes)):
+                (self._decodes if decodes_only else self._prefills).insert(0, graph)
+            else:
+                _log.warning("a graph is left out: it needs too much memory", tokens=size, most_bytes=most_bytes)
+            del graph  # the memory of one that is left out is free before the next is captured
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_service.request import Sampling
 from llm_service.worker.graphs import Bounds, GraphRunner, decode_sizes, prefill_sizes
@@ -129,11 +131,51 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
     engine, capture = graphed(folder, room=2)
     assert engine.runner.graphs is not None
     assert capture.most == 3, "one that is left out is gone before the next is captured"
-    assert engine.runner.graphs.sizes == ([4, 6], [])
+    assert engine.runner.graphs.sizes == ([], [32, 64])
 
-    answers = iter([1, 1, 1, 1, 0, 1, 1])  # another rank has no room for the fifth one
+    answers = iter([1, 0, 1, 1, 1, 1, 1])  # another rank has no room for the second one
 
     engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Again(), most_bytes=0, agree=lambda mine: mine * next(answers))
+    assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 64])
+
+
+class Pool(Again):
+    """Memory as torch's pools have it: as much as the largest graph needs, here a byte for each token, and none of it is
+    given back before the last graph is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._size = max(self.held, _tokens(run))
+        return super().__call__(run)
+
+    @property
+    def held(self) -> int:
+        return self._size if self._alive else 0
+
+
+def _tokens(run: Callable[[], None]) -> int:
+    """Of the batch that is computed."""
+    seen: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.silu.default:
+                seen.append(len(out))
+            return out
+
+    with Watch():
+        run()
+    return max(seen)
+
+
+def test_one_graph_that_needs_too_much_takes_no_room_from_smaller_ones(checkpoints: Callable[..., Path]) -> None:
+    engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Pool(), most_bytes=40, agree=lambda number: number)
+    assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 32])
 
 
