@@ -37,10 +37,12 @@ class Detokenizer:
 
     def _release(self, new: str, *, last: bool = False) -> str:
         self._decoded += len(new)
-        text = self._held + new
+        text, known = self._held + new, len(self._held)
         self._held = ""
         ends = self._stop if len(self._ids) >= self._least else ()
-        at, found = min(((place, stop) for stop in ends if (place := text.find(stop)) >= 0), default=(-1, ""))
+        # What ends within the text that was held had its chance: it came whole before `least`.
+        places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in ends)
+        at, found = min((place for place in places if place[0] >= 0), default=(-1, ""))
         if found:
             self.stopped = found
             return text[:at]

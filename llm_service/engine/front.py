@@ -197,6 +197,7 @@ class EngineFront:
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
+        self.latest = State()
         if was_ready:
             self._on_ready(False)
         error = Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE")

@@ -32,8 +32,9 @@ def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
     rates = [(draw.repetition_penalty, draw.presence_penalty, draw.frequency_penalty) for draw in draws]
     repetition, presence, frequency = torch.tensor(rates, device=device).T
     seen = torch.from_numpy(np.concatenate(cells)).to(device).unique()
-    scores, rate = flat[seen], repetition[seen // vocabulary]
-    flat[seen] = torch.where(scores < 0, scores * rate, scores / rate)
+    number = torch.finfo(rows.dtype)
+    scores, rate = flat[seen], repetition[seen // vocabulary].clamp_(min=number.tiny)
+    flat[seen] = torch.where(scores < 0, scores * rate, scores / rate).clamp_(max=number.max)
     output = [cell[draws[index].output_from :] for index, cell in zip(asking, cells, strict=True)]
     said, counts = torch.from_numpy(np.concatenate(output)).to(device).unique(return_counts=True)
     flat[said] -= presence[said // vocabulary] + frequency[said // vocabulary] * counts

@@ -98,6 +98,14 @@ def test_no_stop_text_ends_the_output_before_its_least_tokens(builder: PromptBui
     assert (least, out + detokenizer.finish()) == (7, shown)
 
 
+def test_a_stop_text_that_was_whole_before_the_least_tokens_stays_text_though_a_longer_one_could_follow(
+    builder: PromptBuilder,
+) -> None:
+    detokenizer = Detokenizer(builder.tokenizer, ("ab", "abc"), 3)
+    out = [detokenizer.push(builder.encode(letter)[0]) for letter in "abxab"]
+    assert (out, detokenizer.stopped) == (["", "", "abx", "", ""], "ab")
+
+
 @given(st.text("ab☃", max_size=24), st.lists(st.text("ab☃", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_stopping_is_as_if_the_whole_text_were_known(builder: PromptBuilder, text: str, stops: list[str]) -> None:

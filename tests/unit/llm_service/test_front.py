@@ -141,6 +141,22 @@ async def test_what_an_engine_said_while_this_loop_stood_still_is_read_before_it
     await front.stop()
 
 
+async def test_of_an_engine_that_has_ended_nothing_runs_and_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    first, second = ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, first, second)
+    first.serves()
+    await start(front)
+    first.says(Beat(State(running=3, waiting=5, kv_blocks_used=7, kv_blocks_total=8)))
+    await forward(0)
+    assert front.latest.running == 3
+    first.dies()
+    await forward(0)
+    assert front.latest == State(), "though the next one may take long to load"
+    await front.stop()
+
+
 async def test_an_engine_comes_back_though_no_process_could_be_had_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ScriptedEngine(), ScriptedEngine()
     serves, told = asyncio.Event(), []

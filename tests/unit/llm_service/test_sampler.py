@@ -126,6 +126,14 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     assert sample(row.expand(3, -1), draws).tokens == [int(row.argmax())] * 3
 
 
+@pytest.mark.parametrize("penalty", [1e-30, 1e-40, 1e-46, 5e-324])
+def test_the_smallest_repetition_penalties_leave_the_likeliest_token_that_was_seen(penalty: float) -> None:
+    row = torch.zeros(VOCABULARY)
+    row[[5, 9, 11]] = torch.tensor([1.4, -0.3, 3.0])  # of those that were seen, 3 and 7 stand at zero
+    draws = [draw(temperature=1.0, uniform=chance, repetition_penalty=penalty) for chance in (0.0, 0.5, 0.999999)]
+    assert sample(row.expand(3, -1), draws).tokens == [5] * 3
+
+
 def test_the_ends_of_the_interval_give_tokens_that_are_possible() -> None:
     row = logits(6)
     kept = set(row.argsort(descending=True)[:3].tolist())
