@@ -140,8 +140,8 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
 
 
 class Pool(Again):
-    """Memory as torch's pools have it: as much as the largest graph needs, here a byte for each token, and none of it is
-    given back before the last graph is gone."""
+    """Memory as torch's pools have it: as much as the largest graph needs, here a byte for each token; it stays until
+    the last graph is gone."""
 
     def __init__(self) -> None:
         super().__init__()
