@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidInput, NotFound, Unsupported
@@ -27,7 +27,7 @@ from llm_service.request import (
     TokenPrompt,
     Url,
 )
-from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 
 _MODALITIES: dict[int, Modality] = {media_pb2.MODALITY_IMAGE: "image", media_pb2.MODALITY_VIDEO: "video"}
 
@@ -141,6 +141,12 @@ class Requests:
                 reason="PROMPT_TOO_LONG",
                 field=field,
             )
+
+
+def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:
+    """Counts by the transport's name, such as `shared_memory`, those that count nothing among them."""
+    names = {number: name.removeprefix("TRANSPORT_").lower() for name, number in encoder_pb2.Transport.items()}
+    return {(name,): counts.get(number, 0) for number, name in names.items() if number}
 
 
 def _source(message: media_pb2.Media, field: str) -> Source:

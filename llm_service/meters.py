@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 from common.metrics import Metrics, gauge, total
+from llm_service import convert
 
 if TYPE_CHECKING:
     from llm_service.encoders.landing import Landing
@@ -123,7 +124,8 @@ def _media(rows: RowStore, landing: Landing, pool: EncoderPool) -> Iterator[Metr
     yield gauge("row_cache_bytes", "bytes of embedding rows held", rows.used_bytes)
     yield gauge("row_cache_capacity_bytes", "the budget for them", rows.capacity_bytes)
     yield total("row_cache_hits", "items whose rows were here already", rows.counters.hits)
-    yield total("rows_received", "embedding rows received", rows.counters.received)
+    received = convert.by_transport(rows.counters.by_transport)
+    yield total("rows_received", "embedding rows received", received, ["transport"])
     yield total("encode_attempts", "streams opened at encoders", landing.counters.attempts)
     yield total("encode_retries", "streams that took the place of one that broke", landing.counters.retries)
     known = landing.counters.headers_known

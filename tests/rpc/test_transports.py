@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ import pytest
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
+from tests.scrape import scrape
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, user, v1
 
@@ -22,8 +24,14 @@ FILES = [pictures.encoded(pictures.noise(96, 64 + 32 * n, 9_000 + n)) for n in r
 @pytest.fixture(scope="module")
 def inline(checkpoint: Path) -> Iterator[Pair]:
     """Two services that share no memory."""
-    with pair(checkpoint, shared_memory=False) as both:
+    with pair(checkpoint, shared_memory=False, metrics_listen="127.0.0.1:0") as both:
         yield both
+
+
+def received(llm: Service) -> dict[str, float]:
+    """Rows that the LLM service tells Prometheus of, by how they came."""
+    pattern = re.compile(r'twinlens_llm_rows_received_total\{transport="(\w+)"\}')
+    return {found[1]: rows for name, rows in scrape(llm.metrics).items() if (found := pattern.fullmatch(name))}
 
 
 def by_transport(client: EncoderClient) -> dict[int, int]:
@@ -34,15 +42,17 @@ def by_transport(client: EncoderClient) -> dict[int, int]:
 def test_on_one_host_rows_are_read_from_shared_memory_and_the_tokens_are_the_same(
     checkpoint: Path, inline: Pair
 ) -> None:
-    with pair(checkpoint) as shared:
+    with pair(checkpoint, metrics_listen="127.0.0.1:0") as shared:
         until(lambda: shared.text.get_load().encoders[0].shared_memory, "memory is shared")
         for file in FILES:
             assert tokens(shared.text, asked(about(file))) == tokens(inline.text, asked(about(file)))
         load = shared.text.get_load()
         assert load.rows_shared == load.rows_received > 0
         assert by_transport(shared.media) == {v1.TRANSPORT_SHARED_MEMORY: load.rows_received}
+        assert received(shared.llm) == {"inline": 0, "shared_memory": load.rows_received, "cuda_ipc": 0}
         until(lambda: shared.media.get_load().leases == 0, "every lease is given back")
         assert inline.text.get_load().rows_shared == 0
+        assert received(inline.llm) == {"inline": load.rows_received, "shared_memory": 0, "cuda_ipc": 0}
         assert set(by_transport(inline.media)) == {v1.TRANSPORT_INLINE}
 
 
