@@ -7,9 +7,7 @@ the item's own fault is not tried again.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, aclosing
@@ -21,6 +19,7 @@ from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Intern
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.identity import Identity
 from llm_service.encoders.known import Known, KnownHeaders
+from llm_service.encoders.line import Place
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
@@ -79,11 +78,13 @@ class Fetch:
         self._tried: list[str] = []
         self._lacking: set[str] = set()
         self._missing: NotFound | None = None
+        self._refusal: Exhausted | None = None
         self._failures = 0
         self._peer: Peer | None = None
         self._stream: EncodeStream | None = None
         self._opened = 0.0
         self._holds = ExitStack()
+        self._place = Place(links.pool.line, request.priority)
 
     @property
     def has_content(self) -> bool:
@@ -135,7 +136,12 @@ class Fetch:
             self._peer.breaker.succeeded()
 
     def close(self) -> None:
-        """Ends the stream that is open, if any. It waits for nothing, so that no cancellation can come between."""
+        """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
+        can come between."""
+        self._hang_up()
+        self._place.leave()
+
+    def _hang_up(self) -> None:
         self._stream = None
         self._holds.close()
 
@@ -153,6 +159,7 @@ class Fetch:
         if await links.pool.refuses(affinity):
             raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self.item.field)
         self._peer = None
+        await self._room()
         self._peer = peer = await links.pool.pick(affinity, self._tried, self._lacking)
         asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)
         self._tried.append(peer.address)
@@ -160,9 +167,11 @@ class Fetch:
         if not asking.attempt:
             links.budget.earn()
         self._opened = peer.breaker.now()
+        self._place.asks()
         with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
             self._stream = self._holds.enter_context(peer.encode(self._item(), asking))
             header = await self._stream.header()
+        self._place.leave()
         self._compare(header)
         self.header = header
         links.known.remember(self._names(header), header, self._salt, affinity)
@@ -193,9 +202,9 @@ class Fetch:
     async def _after(self, error: TwinlensError) -> None:
         """Returns where another stream is worth its while; else raises the error, or what it amounts to."""
         peer, heard = self._peer, self._stream is not None and self._stream.heard
-        self.close()
-        if peer is None:  # no encoder could be picked, and that was waited for
-            raise self._missing or error
+        self._hang_up()
+        if peer is None:  # none could be picked, and that was waited for
+            raise self._missing if self._missing is not None and isinstance(error, Unavailable) else error
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
@@ -205,7 +214,10 @@ class Fetch:
             self._missing = error
             return
         if isinstance(error, Exhausted):
-            await self._wait_for_room(peer, error)
+            if error.retry_after is None:  # it never fits
+                raise error
+            peer.refused(max(error.retry_after, _LEAST_HINT))
+            self._refusal = error
             return
         peer.breaker.failed(self._opened)
         if isinstance(error, Unavailable):
@@ -216,17 +228,17 @@ class Fetch:
             raise error
         self._links.counters.retries += 1
 
-    async def _wait_for_room(self, peer: Peer, error: Exhausted) -> None:
-        if error.retry_after is None:  # it never fits
-            raise error
-        hint = max(error.retry_after, _LEAST_HINT)
-        peer.refused(hint)
-        if any(other.usable and not other.full for other in self._may_have()):
-            return
-        left = self._patient_until - monotonic()
-        if left <= 0:
-            raise error
-        await asyncio.sleep(min(left, hint * random.uniform(0.3, 0.6)))  # not all of them at once
+    async def _room(self) -> None:
+        """Returns when an encoder may have room for the item, which is mostly at once."""
+
+        def usable() -> list[Peer]:
+            return [peer for peer in self._may_have() if peer.usable]
+
+        try:
+            await self._place.wait(usable, self._patient_until)
+        except TimeoutError:
+            full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self.item.field)
+            raise self._refusal or full from None
 
     def _may_have(self) -> list[Peer]:
         """The encoders that have not said that they have no such key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +68,17 @@ class Asking:
 
 
 class Peer:
-    """An encoder at one address. `watch` keeps `health` true to life until it is cancelled."""
+    """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
+    there may be room for one more item."""
 
-    def __init__(self, address: str, name: str, settings: LinkSettings, quarantine: Quarantine) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        settings: LinkSettings,
+        quarantine: Quarantine,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
         self.address = address
         self.name = name
         self.health = Health(address, quarantine)
@@ -83,7 +91,9 @@ class Peer:
         self._foreign = ""
         self._no_region: bytes = b""
         self._map_again = 0.0
-        self._full_until = 0.0
+        self.full_until = 0.0
+        self._openings = 0
+        self._on_room = on_room
         self._inline = Inline(settings.layout.dtype)
         self._metadata = settings.security.metadata
         self._channel = open_channel(address, settings.security, name=name)
@@ -106,8 +116,8 @@ class Peer:
 
     @property
     def full(self) -> bool:
-        """It said lately that it has as much as it can hold."""
-        return time.monotonic() < self._full_until
+        """It said lately that it has as much as it can hold, and as many streams as have ended since were opened."""
+        return time.monotonic() < self.full_until and self._openings <= 0
 
     @property
     def in_flight(self) -> int:
@@ -199,7 +209,8 @@ class Peer:
 
     def refused(self, seconds: float) -> None:
         """It is full, and says when to ask again."""
-        self._full_until = time.monotonic() + seconds
+        self.full_until = time.monotonic() + seconds
+        self._openings = 0
 
     def _transports(self, asking: Asking) -> list[Transport]:
         """The ways in which rows may come, the shortest first. What broke once comes by way of the host's memory: if a
@@ -238,11 +249,14 @@ class Peer:
             on_event=self.health.hear,
         )
         self._streams.add(stream)
+        self._openings -= 1
         try:
             yield stream
         finally:
             self._streams.discard(stream)
             call.cancel()
+            self._openings += 1
+            self._on_room()
 
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel; calls under way have `grace` seconds to end."""

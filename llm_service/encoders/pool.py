@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from common import log, tasks
 from common.errors import Unavailable
 from llm_service.encoders.breaker import DEATHS, Quarantine
+from llm_service.encoders.line import Line
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
 
@@ -33,6 +34,7 @@ class EncoderPool:
     def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
         self.settings = settings
         self.quarantine = Quarantine()
+        self.line = Line()
         self._retiring: set[asyncio.Task[None]] = set()
         self._sources = Resolver(addresses)
         self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
@@ -71,7 +73,7 @@ class EncoderPool:
     def _add(self, address: str, name: str) -> None:
         """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
         try:
-            peer = Peer(address, name, self.settings, self.quarantine)
+            peer = Peer(address, name, self.settings, self.quarantine, self.line.opened)
         except OSError as error:
             _log.error("an encoder cannot be spoken to", address=address, cause=str(error))
             return

@@ -150,7 +150,11 @@ class Bench:
 
     async def whole(self, data: bytes) -> bytes:
         """The rows of an item, after its entry is complete; the entry is released."""
-        (entry,) = await self.land(data)
+        return await self.whole_of(request(data))
+
+    async def whole_of(self, wanted: Request) -> bytes:
+        """The same of a request's only item."""
+        (entry,) = await self.take(wanted)
         try:
             await settled(entry)
             if entry.error is not None:
@@ -180,7 +184,9 @@ def request(*files: bytes, deadline: float | None = None, salt: str = "salt") ->
 
 
 @asynccontextmanager
-async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0) -> AsyncIterator[Bench]:
+async def bench(
+    *encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0, patience: float = 1.0
+) -> AsyncIterator[Bench]:
     """Starts servers for the encoders; asserts at the end that no call and no place was left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
@@ -196,7 +202,7 @@ async def bench(*encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
-        yield Bench(list(encoders), store, pool, Landing(pool, store, 1.0))
+        yield Bench(list(encoders), store, pool, Landing(pool, store, patience))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
         store.check_integrity(idle=True)

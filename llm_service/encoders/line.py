@@ -1,0 +1,136 @@
+"""Where items wait for room while every encoder is full: by priority, then by arrival, and only the first one asks.
+
+Each try sends an item's content anew, so those who wait do not try by turns: what is first goes when a stream of ours
+has ended, or when the time that the encoder named is over; the next one comes up as soon as that has been let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+_PASS_ON_SECONDS = 0.1
+"""An encoder that is full says so at once. One that has not by then has let the item in, whatever it says later."""
+
+
+class MayBeFull(Protocol):
+    """An encoder, as far as it concerns who waits for it."""
+
+    @property
+    def full(self) -> bool:
+        """It has no room, as far as is known."""
+        ...
+
+    @property
+    def full_until(self) -> float:
+        """When it is to be asked again, at the latest; monotonic seconds."""
+        ...
+
+
+class Line:
+    """All who wait. `opened` is to be called when room may have come somewhere; `asking` says that the first one has
+    been sent and may still be refused."""
+
+    def __init__(self) -> None:
+        self.room = asyncio.Event()
+        self.asking = False
+        self._led = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        """How many wait, the first one included."""
+        return self._led + sum(not turn.done() for _, _, turn in self._waiting)
+
+    def opened(self) -> None:
+        """An encoder may have room again."""
+        self.room.set()
+
+    async def come_first(self, priority: int) -> None:
+        """Returns when it is the caller's turn, which it then owes to `pass_on`."""
+        if not self._led:
+            self._led = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it came at that very moment
+                self.pass_on()
+            raise
+
+    def pass_on(self) -> None:
+        """Ends the turn of whoever is first."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._led = False
+
+
+class Place:
+    """One item's place in a line, which it takes when it has to wait first. Whoever makes it leaves it."""
+
+    def __init__(self, line: Line, priority: int) -> None:
+        self._line = line
+        self._priority = priority
+        self._first = False
+        self._passing: asyncio.TimerHandle | None = None
+
+    async def wait(self, encoders: Callable[[], Sequence[MayBeFull]], until: float) -> None:
+        """Returns when one of the encoders may have room and nobody is before this item, which is mostly at once; raises
+        TimeoutError at `until`, in monotonic seconds.
+
+        Who is refused again waits again, and is still the first.
+        """
+        line = self._line
+        self._stop_passing()
+        if not line.asking and not _are_full(encoders()):
+            return
+        async with asyncio.timeout_at(until):
+            if not self._first:
+                await line.come_first(self._priority)
+                self._first = True
+            while _are_full(asked := encoders()):
+                line.room.clear()
+                soonest = min(encoder.full_until for encoder in asked)
+                await _first_of(line.room, soonest - monotonic())
+
+    def asks(self) -> None:
+        """The item is being sent: unless it is refused at once, the next one's turn comes."""
+        if self._first and self._passing is None:
+            self._line.asking = True
+            self._passing = asyncio.get_running_loop().call_later(_PASS_ON_SECONDS, self.leave)
+
+    def leave(self) -> None:
+        """Ends the turn, or the waiting for it; a second time is of no account."""
+        self._stop_passing()
+        if self._first:
+            self._first = False
+            self._line.pass_on()
+
+    def _stop_passing(self) -> None:
+        if self._passing is not None:
+            self._passing.cancel()
+            self._passing = None
+            self._line.asking = False
+
+
+async def _first_of(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, or after so many seconds."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def _are_full(encoders: Sequence[MayBeFull]) -> bool:
+    """Whether it is room that is wanting, and not encoders."""
+    return bool(encoders) and all(encoder.full for encoder in encoders)
