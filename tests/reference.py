@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from encoder_service.media.video import open_reader
 from tools.demo_model.reference import prepare
 
 prepare()
@@ -32,6 +33,12 @@ class Video:
 
     frames: np.ndarray
     fps: float
+
+    @classmethod
+    def read(cls, file: bytes) -> Video:
+        """All frames of a file."""
+        reader = open_reader(file)
+        return cls(reader.get_batch(range(len(reader))).asnumpy(), reader.get_avg_fps())
 
 
 @lru_cache(maxsize=8)

@@ -62,7 +62,7 @@ def main(link_fd: int, staging_fd: int) -> None:
     staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
     _hush()
     _restrict(begin.staging_bytes + begin.memory_bytes)
-    video.prepare()
+    video.library()  # before the first video comes
     link.send(Ready())
     desk = Desk(staging, begin.threads)
     while True:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,22 @@ _NARROW = 192
 """Pixels of a line below which the padding at its end, to whole groups of 64 pixels, may hold another channel of it."""
 
 
-def prepare() -> None:
-    """Loads the library before the first video comes."""
-    importlib.import_module("decord")
+@cache
+def library() -> Any:
+    """decord, and nothing beside it.
+
+    Where the CUDA libraries are installed as packages, as GPU builds of torch want them, decord's import would first
+    load them all, for decoding on GPUs: 3 GB of addresses, which count against a decode process's bound, and 360 MB
+    of memory in each. libnvblas, one of them, would even take the place of torch's own BLAS where torch is imported
+    later, and end the process at its first product of matrices. While it is imported, there are no such packages.
+    """
+    before = {"nvidia": sys.modules.pop("nvidia")} if "nvidia" in sys.modules else {}
+    sys.modules["nvidia"] = None  # type: ignore[assignment] # the language's own way to say that there is none
+    try:
+        return importlib.import_module("decord")
+    finally:
+        del sys.modules["nvidia"]
+        sys.modules.update(before)
 
 
 def open_reader(data: bytes, threads: int = 1) -> Any:
@@ -31,10 +46,8 @@ def open_reader(data: bytes, threads: int = 1) -> Any:
         raise ValueError("not a video of a supported format")
     if not is_whole(data):
         raise ValueError("the video is cut off")
-    import decord
-
     with _readable():
-        return decord.VideoReader(io.BytesIO(data), num_threads=threads)
+        return library().VideoReader(io.BytesIO(data), num_threads=threads)
 
 
 def inspect(reader: Any) -> Inspection:
@@ -65,11 +78,9 @@ def _frames(reader: Any, numbers: list[int], *, narrow: bool) -> np.ndarray:
 @contextmanager
 def _readable() -> Iterator[None]:
     """The library's own kind of error, which is a plain Exception, becomes a ValueError."""
-    import decord
-
     try:
         yield
-    except decord.DECORDError as error:
+    except library().DECORDError as error:
         raise ValueError("the video cannot be read") from error
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import decord
 import numpy as np
 import pytest
 import torch
@@ -83,8 +81,7 @@ def test_pictures_give_the_reference_patches_and_rows(ours, images):
 
 def test_a_video_gives_the_reference_patches_and_rows(ours):
     data = pictures.video(pictures.frames(37), fps=10)
-    decoded = decord.VideoReader(io.BytesIO(data))
-    clip = reference.Video(decoded.get_batch(range(len(decoded))).asnumpy(), decoded.get_avg_fps())
+    clip = reference.Video.read(data)
     expected, grids, metadata = reference.video_inputs(ours.folder, clip)
     patches, plan = ours.video(clip)
     assert list(plan.frames)[: len(metadata.frames_indices)] == list(metadata.frames_indices)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
-import decord
 import numpy as np
 import pytest
 import torch
@@ -35,9 +32,7 @@ def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints):
     ours = torch.from_numpy(np.concatenate([each.rows for each in found[:2]]))
     torch.testing.assert_close(ours, rows, rtol=1e-4, atol=1e-4)
 
-    reader = decord.VideoReader(io.BytesIO(clip))
-    decoded = reference.Video(reader.get_batch(range(len(reader))).asnumpy(), reader.get_avg_fps())
-    patches, grids, _ = reference.video_inputs(folder, decoded)
+    patches, grids, _ = reference.video_inputs(folder, reference.Video.read(clip))
     torch.testing.assert_close(
         torch.from_numpy(found[2].rows.copy()), reference.rows(folder, patches, grids), rtol=1e-4, atol=1e-4
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import decord
 import grpc
 import numpy as np
 import pytest
@@ -70,14 +68,9 @@ def expected(checkpoint: Path, name: str) -> tuple[list[int], list[int]]:
     kinds = {str: "text", bytes: "video"}
     content = [{"type": kinds.get(type(p), "image"), **({"text": p} if isinstance(p, str) else {})} for p in parts]
     stills = [part for part in parts if isinstance(part, Image.Image)]
-    clips = [_decoded(part) for part in parts if isinstance(part, bytes)]
+    clips = [reference.Video.read(part) for part in parts if isinstance(part, bytes)]
     inputs = reference.reference_inputs(checkpoint, [{"role": "user", "content": content}], stills, clips)
     return inputs["input_ids"][0].tolist(), reference.reference_generate(checkpoint, inputs, TOKENS)
-
-
-def _decoded(file: bytes) -> reference.Video:
-    reader = decord.VideoReader(io.BytesIO(file), num_threads=1)
-    return reference.Video(reader.get_batch(range(len(reader))).asnumpy(), reader.get_avg_fps())
 
 
 def media_runs(ids: list[int]) -> list[tuple[int, int]]:

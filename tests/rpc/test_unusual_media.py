@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from encoder_service.media.video import open_reader
 from tests import bad_files, pictures
 from tests.rpc.encoder_client import VIDEO, image, video
 from twinlens.v1 import media_pb2
@@ -88,10 +89,8 @@ def test_every_usual_container_is_read(strict, container):
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_video_that_a_phone_turned_gives_the_rows_of_the_upright_one(strict, degrees):
-    import decord
-
     plain = pictures.video(pictures.frames(8, 160, 96), fps=2)
-    reader = decord.VideoReader(io.BytesIO(plain))
+    reader = open_reader(plain)
     frames = np.rot90(reader.get_batch(range(len(reader))).asnumpy(), -degrees // 90, (1, 2))
     count, height, width = frames.shape[:3]
     block = media_pb2.PixelBlock(data=np.ascontiguousarray(frames).tobytes(), frames=count, height=height, width=width)

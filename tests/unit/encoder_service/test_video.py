@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import shutil
 import struct
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import av
+import msgspec._core
 import numpy as np
 import pytest
 from hypothesis import given
@@ -138,3 +144,24 @@ def test_a_video_that_lies_about_its_time_has_finite_figures(ticks):
 def test_a_video_of_no_frames_is_not_read():
     with pytest.raises((ValueError, RuntimeError)):
         video.inspect(video.open_reader(bad_files.claims_frames(0)))
+
+
+def test_the_library_loads_no_cuda_libraries_beside_itself(tmp_path):
+    """One stands where those of GPU builds of torch do. Others find it there afterwards."""
+    folder = tmp_path / "nvidia" / "blas" / "lib"
+    folder.mkdir(parents=True)
+    shutil.copy(msgspec._core.__file__, folder / "libblas.so.1")
+    program = (
+        "from pathlib import Path; from encoder_service.media import video; "
+        "video.library(); import nvidia; print(Path('/proc/self/maps').read_text())"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[3])])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "libdecord" in done.stdout
+    assert "/nvidia/" not in done.stdout

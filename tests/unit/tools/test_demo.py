@@ -5,10 +5,10 @@ import re
 import subprocess
 import sys
 
-import decord
 import pytest
 from PIL import Image
 
+from encoder_service.media.video import open_reader
 from tools import demo_media
 
 
@@ -20,7 +20,7 @@ def test_the_pictures_are_pictures() -> None:
 
 
 def test_the_film_moves_from_left_to_right() -> None:
-    frames = decord.VideoReader(io.BytesIO(demo_media.film()))
+    frames = open_reader(demo_media.film())
     assert (len(frames), frames.get_avg_fps()) == (16, 8.0)
     centres = []
     for number in (0, 8, 15):
