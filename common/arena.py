@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 ALIGNMENT = 64
 """Ranges start on a cache line."""
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,18 @@ class SharedBuffer:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def discard(self, span: Range) -> None:
-        """Gives the memory of a range back to the system; it reads as zeros until it is written again."""
+        """Gives the memory of a range back to the system; it reads as zeros until it is written again.
+
+        Takes some 0.15 s for a gigabyte: a thread may do it, and other threads run meanwhile (`mmap.madvise` would keep
+        the interpreter's lock).
+        """
         first = -(-span.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = span.end // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length > 0:
-            self._map.madvise(mmap.MADV_REMOVE, first, length)
+        if length <= 0:
+            return
+        pages = (ctypes.c_char * length).from_buffer(self._map, first)  # mapped for as long as this lives
+        if _libc.madvise(ctypes.byref(pages), ctypes.c_size_t(length), mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), "shared memory cannot be given back")
 
     def close(self) -> None:
         """Unmaps. Views that others still hold keep the memory until they are gone."""
@@ -141,6 +151,21 @@ class RangeAllocator:
     def gaps(self) -> list[Range]:
         """What is not given out, in order."""
         return [Range(start, self._sizes[start]) for start in self._starts]
+
+    def could_allocate(self, size: int, kept: Iterable[Range]) -> bool:
+        """Whether `allocate` could serve this size if, of all ranges that are given out, only those `kept` still were.
+
+        >>> ranges = RangeAllocator(256)
+        >>> first, second, third = (ranges.allocate(64) for _ in range(3))
+        >>> ranges.could_allocate(128, [second]), ranges.could_allocate(192, [second])
+        (True, False)
+        """
+        at = 0
+        for span in sorted(kept, key=lambda each: each.offset):
+            if span.offset - at >= size:
+                return True
+            at = span.offset + self._owned[span.offset]
+        return self.capacity - at >= size
 
     def allocate(self, size: int) -> Range | None:
         """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""

@@ -182,8 +182,10 @@ class EncoderServicer(EncoderServiceServicer):
         request: encoder_pb2.EncoderServiceFlushCacheRequest,
         context: Context[encoder_pb2.EncoderServiceFlushCacheRequest, encoder_pb2.EncoderServiceFlushCacheResponse],
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
-        """Empties the store of what no one is reading."""
-        entries, size = self._ready().encoder.pipeline.store.flush()
+        """Empties the store of what no one is reading; its memory is the system's again when this answers."""
+        store = self._ready().encoder.pipeline.store
+        entries, size = store.flush()
+        await store.shrink()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 
     def _ready(self) -> Parts:

@@ -71,13 +71,10 @@ class DevicePool:
     def reserve(self, rows: int) -> Slice | None:
         """Room for rows, pinned once; None, and nothing evicted, where what is being read leaves too little."""
         size = rows * self._row_bytes
-        idle = [each for each in self._slices if not each.pins]
-        if self.lost or self.capacity - self.used + sum(map(_taken, idle)) < size:
+        if self.lost or not self._ranges.could_allocate(size, [each.span for each in self._slices if each.pins]):
             return None
-        while (span := self._ranges.allocate(size)) is None and idle:
-            self._free(idle.pop(0))
-        if span is None:
-            return None
+        while (span := self._ranges.allocate(size)) is None:
+            self._free(next(each for each in self._slices if not each.pins))
         made = Slice(self, span, rows)
         self._slices[made] = None
         return made

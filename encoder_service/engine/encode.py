@@ -122,6 +122,7 @@ class Encoder:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._admission.empty()
+        await self.pipeline.staging.settle()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = tasks.start(work, name)

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from common import tasks
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
 
 _GIVE_BACK = 4 << 20
-"""Freed ranges from this size on are given back to the system; smaller ones are soon used again."""
+"""The memory of ranges from this size on goes back to the system before others get them; smaller ones are soon used
+again."""
 
 
 class Lease:
@@ -43,10 +45,11 @@ class Staging:
         self.buffer = buffer
         self._ranges = RangeAllocator(buffer.size)
         self._waiters: deque[tuple[tuple[int, ...], asyncio.Future[list[Range]]]] = deque()
+        self._emptying: set[asyncio.Task[None]] = set()
 
     @property
     def used(self) -> int:
-        """Bytes that are leased."""
+        """Bytes that are leased, or on their way back to the system."""
         return self._ranges.used
 
     def check_size(self, *sizes: int) -> None:
@@ -68,12 +71,20 @@ class Staging:
             lease.end()
 
     def give_back(self, ranges: list[Range]) -> None:
-        """Frees ranges and serves those who wait."""
+        """Frees ranges, large ones once a thread has emptied them, and serves those who wait."""
         for span in ranges:
-            self._ranges.free(span)
-            if span.size >= _GIVE_BACK:
-                self.buffer.discard(span)
+            if span.size < _GIVE_BACK:
+                self._ranges.free(span)
+                continue
+            task = tasks.start(self._empty(span), "staging memory")
+            self._emptying.add(task)
+            task.add_done_callback(self._emptying.discard)
         self._serve()
+
+    async def settle(self) -> None:
+        """Returns when no range is being emptied."""
+        while self._emptying:
+            await asyncio.wait(self._emptying)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges overlap or, at idle, where one is still leased."""
@@ -81,6 +92,13 @@ class Staging:
         if idle:
             assert self._ranges.used == 0, "a staging range was never given back"
             assert not self._waiters, "someone waits for an idle arena"
+
+    async def _empty(self, span: Range) -> None:
+        try:
+            await tasks.in_thread(self.buffer.discard, span)
+        finally:
+            self._ranges.free(span)
+            self._serve()
 
     async def _take(self, sizes: tuple[int, ...]) -> list[Range]:
         future: asyncio.Future[list[Range]] = asyncio.get_running_loop().create_future()

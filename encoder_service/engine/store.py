@@ -17,8 +17,12 @@ from dataclasses import dataclass, field
 
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
+from common.tasks import in_thread
 from encoder_service.engine.device_pool import Slice
 from encoder_service.item import Header
+
+_PART = 256 << 20
+"""Bytes that are given back to the system at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,15 +166,27 @@ class Store:
         self.unpin(place)
 
     def flush(self) -> tuple[int, int]:
-        """Forgets every entry that no one is reading, and gives its memory back: how many, and their bytes."""
+        """Forgets every entry that no one is reading: how many, and their bytes."""
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             del self._entries[entry.header.key]
             self._free(entry.place)
-        for gap in self._ranges.gaps:
-            self.buffer.discard(gap)
         self._serve()
         return len(gone), sum(entry.span.size for entry in gone)
+
+    async def shrink(self) -> None:
+        """Gives the memory of all that is free back to the system, part by part, in a thread. A part is held until that
+        is done, so that nobody writes there."""
+        sizes = [min(_PART, gap.size - at) for gap in self._ranges.gaps for at in range(0, gap.size, _PART)]
+        taken = map(self._ranges.allocate, sizes)  # first fit: these are the gaps themselves, in their order
+        parts = deque(self._hold(span) for span in taken if span is not None)
+        try:
+            while parts:
+                await in_thread(self.buffer.discard, parts[0].span)
+                self.abandon(parts.popleft())
+        finally:
+            for part in parts:
+                self.abandon(part)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
@@ -188,19 +204,22 @@ class Store:
             if not waiter.future.done():
                 if (span := self._make_room(waiter.size)) is None:
                     return
-                place = Place(span)
-                self._reserved.add(place)
-                waiter.future.set_result(place)
+                waiter.future.set_result(self._hold(span))
             self._waiters.popleft()
+
+    def _hold(self, span: Range) -> Place:
+        place = Place(span)
+        self._reserved.add(place)
+        return place
 
     def _make_room(self, size: int) -> Range | None:
         """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be enough."""
-        idle = [key for key, entry in self._entries.items() if not entry.pins]
-        free = self.capacity - self._ranges.used
-        if free + sum(self._entries[key].span.size + 64 for key in idle) < size:
+        held = [entry.span for entry in self._entries.values() if entry.pins]
+        if not self._ranges.could_allocate(size, [*held, *(place.span for place in self._reserved)]):
             return None
-        while (span := self._ranges.allocate(size)) is None and idle:
-            self._free(self._entries.pop(idle.pop(0)).place)
+        while (span := self._ranges.allocate(size)) is None:
+            oldest = next(key for key, entry in self._entries.items() if not entry.pins)
+            self._free(self._entries.pop(oldest).place)
         return span
 
     def _free(self, place: Place) -> None:

@@ -148,4 +148,4 @@ def test_memory_comes_back_after_a_large_picture(service, client):
     folder = Path(f"/proc/{service.pid}/fd")
     staging = next(link for link in folder.iterdir() if "memfd:twinlens-staging" in str(link.readlink()))
     assert staging.stat().st_size == 1 << 30
-    assert staging.stat().st_blocks * 512 < 8 << 20
+    until(lambda: staging.stat().st_blocks * 512 < 8 << 20, "it is the system's again")

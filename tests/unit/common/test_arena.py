@@ -36,6 +36,16 @@ class AnyOrderOfRanges(RuleBasedStateMachine):
             assert all(got.end <= other.offset or other.end <= got.offset for other in self.held)
             self.held.append(got)
 
+    @rule(data=st.data(), size=st.integers(1, 2000))
+    def ask(self, data: st.DataObject, size: int) -> None:
+        kept = [each for each in self.held if data.draw(st.booleans())]
+        cells = ["."] * (self.ranges.capacity // ALIGNMENT)
+        for each in kept:
+            for cell in range(each.offset // ALIGNMENT, -(-each.end // ALIGNMENT)):
+                cells[cell] = "x"
+        longest = max(map(len, "".join(cells).split("x")))
+        assert self.ranges.could_allocate(size, reversed(kept)) == (size <= longest * ALIGNMENT)
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
@@ -90,6 +100,14 @@ def test_discarded_memory_reads_as_zeros_and_its_neighbours_stay() -> None:
     page_by_page = [set(buffer.view[at : at + 4096]) for at in range(0, 4 * 4096, 4096)]
     assert page_by_page == [{1}, {0}, {0}, {1}]
     buffer.discard(Range(4096, 10))
+    buffer.close()
+
+
+def test_what_is_not_there_cannot_be_discarded() -> None:
+    buffer = SharedBuffer.create("test-arena", 4096)
+    for beyond in (Range(0, 8192), Range(8192, 4096)):
+        with pytest.raises(ValueError, match="size"):
+            buffer.discard(beyond)
     buffer.close()
 
 

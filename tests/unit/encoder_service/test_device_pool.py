@@ -48,6 +48,16 @@ def test_where_readers_leave_too_little_room_nothing_is_evicted(pool: DevicePool
     assert pool.reserve(9) is None
 
 
+def test_where_readers_leave_no_gap_that_is_large_enough_nothing_is_evicted(pool: DevicePool) -> None:
+    first, held, last = written(pool, 3), written(pool, 2), written(pool, 3)
+    pool.pin(held)
+    assert pool.reserve(4) is None
+    assert first.kept
+    assert last.kept
+    assert pool.reserve(3) is not None
+    assert not first.kept
+
+
 def test_a_slice_that_was_not_written_is_free_at_once(pool: DevicePool) -> None:
     piece = pool.reserve(8)
     assert piece is not None
@@ -109,7 +119,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=writing, rows=st.integers(1, 12))
     def reserve(self, rows: int) -> Slice | None:
-        return self.pool.reserve(rows)
+        used = self.pool.used
+        piece = self.pool.reserve(rows)
+        assert piece is not None or self.pool.used == used, "something was evicted in vain"
+        return piece
 
     @rule(target=kept, piece=writing)
     def commit(self, piece: Slice | None) -> Slice | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import pytest
 
-from common.arena import SharedBuffer
+from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
+from encoder_service.engine import staging as module
 from encoder_service.engine.staging import Staging
+from tests.unit.encoder_service.fakes import turns
 
 
 @pytest.fixture
@@ -52,6 +55,35 @@ async def test_what_never_fits_is_refused_without_a_hint(staging):
         async with staging.lease(2000):
             pass
     assert (refused.value.reason, refused.value.retry_after) == ("STAGING_TOO_SMALL", None)
+
+
+async def test_large_ranges_are_emptied_by_a_thread_before_others_get_them(staging, monkeypatch):
+    monkeypatch.setattr(module, "_GIVE_BACK", 512)
+    go_on, emptied = threading.Event(), []
+
+    def slowly(span: Range) -> None:
+        assert go_on.wait(60)
+        emptied.append((span, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(staging.buffer, "discard", slowly)
+    async with staging.lease(512, 64):
+        pass
+    assert staging.used == 512
+    waiting = asyncio.create_task(anext(whole := _whole(staging)))
+    await turns()
+    assert not waiting.done()
+    go_on.set()
+    await waiting
+    assert emptied == [(Range(0, 512), False)]
+    await whole.aclose()
+    await staging.settle()
+    assert emptied[1:] == [(Range(0, 900), False)]
+    staging.check_integrity(idle=True)
+
+
+async def _whole(staging: Staging):
+    async with staging.lease(900):
+        yield
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common.arena import SharedBuffer
+from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
+from encoder_service.engine import store as module
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
+from tests.unit.encoder_service.fakes import turns
 
 ROW = 64
 
@@ -92,6 +95,22 @@ async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
     store.check_integrity(idle=True)
 
 
+async def test_nothing_is_evicted_where_what_is_pinned_leaves_no_gap_that_is_large_enough(store):
+    """Five rows are free between pinned ones at most, though fourteen are in all."""
+    sizes = {b"a": 5, b"pin": 1, b"b": 5, b"another": 1, b"c": 4}
+    entries = {key: await put(store, key, tokens) for key, tokens in sizes.items()}
+    with store.pinned(entries[b"another"].place):
+        with store.pinned(entries[b"pin"].place):
+            waiting = asyncio.create_task(store.reserve(6))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            assert len(store) == len(entries)
+        place = await waiting
+        assert [key for key in sizes if store.has(key, "")] == [b"b", b"another", b"c"], "the oldest, and no more"
+        store.abandon(place)
+    store.check_integrity(idle=True)
+
+
 async def test_a_reservation_that_is_cancelled_as_it_is_granted_comes_back(store):
     entry = await put(store, b"a", 16)
     store.pin(entry.place)
@@ -110,6 +129,55 @@ async def test_a_flush_leaves_what_is_being_read(store):
         assert store.flush() == (1, 3 * ROW)
         assert store.has(b"a", "")
     assert store.flush() == (1, 2 * ROW)
+    assert store.used == 0
+
+
+async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, monkeypatch):
+    monkeypatch.setattr(module, "_PART", 4 * ROW)
+    kept = await put(store, b"a", 2)
+    store.buffer.slice(kept.span)[:] = b"\1" * kept.span.size
+    go_on, emptied = threading.Semaphore(0), []
+
+    def slowly(span: Range) -> None:
+        assert go_on.acquire(timeout=60)
+        emptied.append(span)
+        store.buffer.view[span.offset : span.end] = bytes(span.size)
+        assert threading.current_thread() is not threading.main_thread()
+
+    monkeypatch.setattr(store.buffer, "discard", slowly)
+    shrinking = asyncio.create_task(store.shrink())
+    await turns()
+    assert store.used == store.capacity
+    waiting = asyncio.create_task(store.reserve(3))
+    await turns()
+    store.check_integrity()
+    assert not waiting.done()
+    assert store.has(b"a", ""), "what must only be waited for pushes nothing out"
+    go_on.release()
+    place = await waiting
+    store.buffer.slice(place.span)[:] = b"\2" * place.span.size
+    go_on.release(3)
+    await shrinking
+    assert [(span.offset // ROW, span.size // ROW) for span in emptied] == [(2, 4), (6, 4), (10, 4), (14, 2)]
+    assert bytes(store.buffer.slice(kept.span)) == b"\1" * kept.span.size
+    assert bytes(store.buffer.slice(place.span)) == b"\2" * place.span.size
+    store.abandon(place)
+    store.check_integrity(idle=True)
+
+
+async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monkeypatch):
+    monkeypatch.setattr(module, "_PART", 4 * ROW)
+    go_on = threading.Event()
+    monkeypatch.setattr(store.buffer, "discard", lambda _: go_on.wait(60))
+    shrinking = asyncio.create_task(store.shrink())
+    await turns()
+    shrinking.cancel()
+    await turns()
+    assert not shrinking.done(), "a thread is still at it"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await shrinking
+    store.check_integrity(idle=True)
     assert store.used == 0
 
 
@@ -135,13 +203,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=reservations, tokens=st.integers(1, 20))
     def reserve(self, tokens):
-        request = self.store.reserve(tokens)
+        request, entries = self.store.reserve(tokens), len(self.store)
         try:
             request.send(None)
         except StopIteration as granted:
             return self._written(granted.value, tokens)
         with pytest.raises(asyncio.CancelledError):
             request.throw(asyncio.CancelledError())  # it would have to wait: its caller goes away
+        assert len(self.store) == entries, "something was evicted in vain"
         return multiple()
 
     def _written(self, place, tokens):
