@@ -35,7 +35,6 @@ class Unit:
     alone: bool = False
     started_at: float = 0.0
     preprocess: float = 0.0
-    attempts: int = 0
     passed: int = 0
     copy: Slice | None = None
 

@@ -174,7 +174,6 @@ class Dispatcher:
         for unit in batch:
             self._waiting.remove(unit)
             unit.started_at = unit.started_at or time.perf_counter()
-            unit.attempts += 1
             unit.copy = slot.pool.reserve(unit.piece.tokens) if slot.pool is not None else None
             unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
         slot.child.send(Batch([unit.piece for unit in batch]))
@@ -194,7 +193,7 @@ class Dispatcher:
         for unit in batch:
             unit.give_up_copy()
             poison = self._suspects.is_poison(unit.key)
-            if self.alive and unit.attempts < 2 and not poison:
+            if self.alive and not poison:
                 unit.alone = True
                 self._waiting.append(unit)
             else:

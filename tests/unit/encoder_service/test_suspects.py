@@ -130,6 +130,23 @@ async def test_units_of_a_failed_batch_run_once_more_each_alone(start):
     assert [unit.done.exception() for unit in units[1:]] == [None, None]
 
 
+async def test_a_worker_s_death_fails_no_unit_whose_batch_had_failed_before_where_there_is_another_worker(start):
+    dispatcher, children, _ = await start(workers=2)
+    submit(dispatcher, b"busy", patches=100, at=9)
+    await turns()
+    units = [submit(dispatcher, bytes([at]), at=at) for at in range(2)]
+    await turns()
+    children[1].say(BatchFailed(why="out of memory"))
+    await turns()
+    children[1].kill()
+    await turns()
+    assert [marks(child) for child in children] == [[[9]], [[0, 1], [0]], [[0]]]
+    for child in (children[0], children[2], children[0]):
+        child.say(DONE)
+        await turns()
+    assert [unit.done.done() and unit.done.exception() for unit in units] == [None, None]
+
+
 async def test_rows_that_are_not_finite_fail_their_item_alone(start):
     dispatcher, (worker,), _ = await start()
     units = [submit(dispatcher, bytes([at]), at=at) for at in range(3)]
