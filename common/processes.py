@@ -145,6 +145,11 @@ class Child(Generic[ReceiveT]):
             raise ChildDied("a message cannot be read") from error
         return message
 
+    @property
+    def has_ended(self) -> bool:
+        """It is known to be gone, and everything that it said has been received."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
     async def stop(self, grace: float = 5.0) -> None:
         """Ends the child: closes the socket (it exits), kills it after `grace` seconds; returns when it is gone."""
         self._writer.close()

@@ -1,9 +1,11 @@
-"""Background tasks whose failure is not lost, and work in threads that nobody leaves behind."""
+"""Background tasks whose failure is not lost, and work in threads: that is waited for, or that nobody can wait for."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,6 +28,27 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
     await outlast(task)
     return task.result()
+
+
+def in_daemon(work: Callable[..., T], *args: Any) -> Future[T]:
+    """Runs `work` in a thread of its own that may still be at it when the process ends: a look-up of a name, say, which
+    nothing can cut short. For a thread of a pool the interpreter would wait."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on nobody can take it back
+
+    def run() -> None:
+        try:
+            result = work(*args)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        threading.Thread(target=run, name=work.__name__, daemon=True).start()
+    except RuntimeError as error:  # no thread can be had
+        future.set_exception(error)
+    return future
 
 
 async def outlast(work: asyncio.Future[Any]) -> None:

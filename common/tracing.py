@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.config import boolean
+from common.tasks import in_daemon
+
+LAST_SECONDS = 2.0
+"""What a process waits for its last spans to be taken."""
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _CONTEXT = ("traceparent", "tracestate")
@@ -63,9 +67,10 @@ def use(provider: Any) -> None:
 
 
 def stop() -> None:
-    """Sends what has not been sent yet."""
+    """Sends what has not been sent yet, for `LAST_SECONDS`; a collector that does not answer takes no longer."""
     if _sink.provider is not None:
-        _sink.provider.shutdown()
+        with suppress(TimeoutError):
+            in_daemon(_sink.provider.shutdown).result(LAST_SECONDS)
         use(None)
 
 

@@ -37,8 +37,10 @@ from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 SERVICE = "twinlens.v1.EncoderService"
 
 _MOST_DECODE_THREADS = 8
-_LAST_SECONDS = 10.0
+LAST_SECONDS = 6.0
 """Handlers that were cancelled at the end of the grace time get this long to give back what they hold."""
+
+_log = log.get("server")
 
 
 async def serve(config: EncoderConfig) -> None:
@@ -64,6 +66,10 @@ async def serve(config: EncoderConfig) -> None:
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
+
+        def report() -> None:
+            frame.report(dispatcher.alive > 0 and decoders.able)
+
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
@@ -71,6 +77,7 @@ async def serve(config: EncoderConfig) -> None:
             seconds=config.decode_seconds,
             start_seconds=config.start_seconds,
             memory_bytes=config.decode_memory_bytes,
+            on_change=report,
         )
         pools = DevicePools(layout.row_bytes)
         dispatcher = Dispatcher(
@@ -81,7 +88,7 @@ async def serve(config: EncoderConfig) -> None:
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
             start_seconds=config.start_seconds,
-            on_change=lambda alive: frame.report(alive > 0),
+            on_change=lambda _: report(),
             on_batch=meters.computed,
             pools=pools,
         )
@@ -104,9 +111,7 @@ async def serve(config: EncoderConfig) -> None:
             max_patches=config.max_patches_per_call,
             batch_patches=config.batch_patches,
         )
-        fetcher = Fetcher(config)
-        running.callback(fetcher.close)
-        contents = Contents(fetcher, config, digest)
+        contents = Contents(Fetcher(config), config, digest)
         tier = _tier(config, rows, layout)
         encoder = Encoder(
             pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes, tier=tier
@@ -126,12 +131,21 @@ async def serve(config: EncoderConfig) -> None:
         await frame.announce(metrics_address)
         await frame.wait()
         await frame.drain()
-        await dispatcher.stop()
-        async with asyncio.timeout(_LAST_SECONDS):
+        await _end(dispatcher, encoder, tier)
+
+
+async def _end(dispatcher: Dispatcher, encoder: Encoder, tier: SharedTier | None) -> None:
+    """Ends what still goes on. Says so where something is still held then: that is a defect, and the service ends
+    anyway."""
+    try:
+        async with asyncio.timeout(LAST_SECONDS):
+            await dispatcher.stop()
             await encoder.stop()
             if tier is not None:
                 await tier.stop()
         encoder.check_integrity(idle=True)
+    except (TimeoutError, AssertionError) as error:
+        _log.error("something is still held at the end", cause=str(error) or "it takes too long")
 
 
 def _tier(config: EncoderConfig, store: Store, layout: RowLayout) -> SharedTier | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from common import tracing
 from common.config import load
 from common.grpc_server import ServerConfig
 from encoder_service import server as encoder_server
@@ -47,6 +48,11 @@ def configured(command: list[str]) -> tuple[ServerConfig, str]:
 
 def port(address: str) -> int:
     return int(address.rpartition(":")[2])
+
+
+def test_the_encoder_is_taken_apart_in_time() -> None:
+    """What calls held, the last spans, and a second each for decode processes and for all the rest."""
+    assert encoder_server.LAST_SECONDS + tracing.LAST_SECONDS + 1 + 1 <= MARGIN
 
 
 each_composed = pytest.mark.parametrize("name", COMPOSE["services"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from common import log, tasks
 from common.arena import Range, SharedBuffer
-from common.errors import InvalidInput, TwinlensError
+from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import (
@@ -40,7 +40,11 @@ _log = log.get("decoder")
 
 class DecoderPool:
     """`processes` decode processes over one staging arena; each is ready within `start_seconds`, and has `seconds` for
-    a job. `start` and `stop` are its owner's."""
+    a job. `start` and `stop` are its owner's.
+
+    One that is gone is replaced. Where that has failed for all of them, the pool is not `able`: jobs raise Unavailable
+    at once, until a process is there again. `on_change` is called whenever that may have changed.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class DecoderPool:
         seconds: float,
         start_seconds: float,
         memory_bytes: int,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._staging = staging
         self._seconds = seconds
@@ -59,6 +64,8 @@ class DecoderPool:
         self._count = processes
         self._videos = asyncio.Semaphore(max(1, processes - 1))
         self._children: set[Child[FromDecoder]] = set()
+        self._missing: set[Child[FromDecoder]] = set()
+        self._on_change = on_change
         self._idle = Idle()
         self._tasks: set[asyncio.Task[None]] = set()
         self.restarts = 0
@@ -75,6 +82,11 @@ class DecoderPool:
         await asyncio.gather(*(child.stop(grace=1.0) for child in self._children))
         self._children.clear()
 
+    @property
+    def able(self) -> bool:
+        """A process is there, or is being started and may well be soon."""
+        return len(self._missing) < self._count
+
     async def turn(self, *, video: bool) -> Turn:
         """Waits until an item's job may be done.
 
@@ -87,9 +99,10 @@ class DecoderPool:
         return Turn(self._videos)
 
     async def inspect(self, data: Range, *, key: bytes, video: bool, field: str) -> Inspection:
-        """Parses the header of encoded bytes, in a `turn`; raises InvalidInput where they cannot be read.
+        """Parses the header of encoded bytes, in a `turn`. A video's process keeps it open under `key`, until it has
+        another one to look at.
 
-        A video's process keeps it open under `key`, until it has another one to look at.
+        Raises InvalidInput where they cannot be read, and Unavailable where no process is there.
         """
         answer = await self._job(Inspect(key=key, video=video, offset=data.offset, size=data.size), field)
         if not isinstance(answer, Inspected):
@@ -107,7 +120,7 @@ class DecoderPool:
         field: str,
         on_frames: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Decodes the plan's frames into `pixels`, in a `turn`; raises InvalidInput where they cannot be read.
+        """Decodes the plan's frames into `pixels`, in a `turn`; raises as `inspect`.
 
         `on_frames` is told how many are there, as they come; where a process dies, they may come again, alike.
         """
@@ -128,7 +141,7 @@ class DecoderPool:
     ) -> FromDecoder:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                answer = await self._ask(await self._idle.get(job.key), job, on_frames)
+                answer = await self._ask(await self._process(job.key), job, on_frames)
             except ChildDied:
                 _log.warning("a decode process died", attempt=attempt)
                 continue
@@ -139,6 +152,14 @@ class DecoderPool:
                 raise _unreadable(field)
             return answer
         raise _unreadable(field)
+
+    async def _process(self, key: bytes) -> Child[FromDecoder]:
+        """An idle process. Those that have ended without a job are replaced: no media is to blame."""
+        while self.able:
+            if not (child := await self._idle.get(key)).has_ended:
+                return child
+            await self._replace(child)
+        raise _no_decoder()
 
     async def _ask(
         self, child: Child[FromDecoder], job: Inspect | Decode, on_frames: Callable[[int], None]
@@ -166,18 +187,18 @@ class DecoderPool:
         self._idle.put(child)
         return answer
 
-    async def _replace(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
+    async def _replace(self, child: Child[FromDecoder], *asked: asyncio.Future[FromDecoder]) -> None:
         """Kills a process and has another take its place; returns when it is gone, even if the caller is cancelled."""
         child.kill()
         self._idle.opened(child, b"")
         self.restarts += 1
-        await tasks.outlast(self._keep(self._bury(child, asked)))
+        await tasks.outlast(self._keep(self._bury(child, *asked)))
 
-    async def _bury(self, child: Child[FromDecoder], asked: asyncio.Future[FromDecoder]) -> None:
-        await asyncio.gather(asked, return_exceptions=True)
+    async def _bury(self, child: Child[FromDecoder], *asked: asyncio.Future[FromDecoder]) -> None:
+        await asyncio.gather(*asked, return_exceptions=True)
         await child.stop(grace=1.0)
         self._children.discard(child)
-        self._keep(self._revive())
+        self._keep(self._revive(child))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = tasks.start(work, "decode process")
@@ -185,15 +206,24 @@ class DecoderPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _revive(self) -> None:
+    async def _revive(self, gone: Child[FromDecoder]) -> None:
+        """Has another process take the place of one that is gone, as soon as one can be started."""
         pause = 0.0
         while True:
             await asyncio.sleep(pause)
             pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
             try:
-                return await self._add()
+                await self._add()
             except (ChildDied, OSError) as error:
                 _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
+                self._missing.add(gone)
+                if not self.able:
+                    self._idle.fail(_no_decoder())
+                self._on_change()
+            else:
+                self._missing.discard(gone)
+                self._on_change()
+                return
 
     async def _add(self) -> None:
         fds = (self._staging.fd,)
@@ -228,3 +258,7 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
 
 def _unreadable(field: str) -> TwinlensError:
     return InvalidInput("the media cannot be decoded", reason="MEDIA_UNREADABLE", field=field)
+
+
+def _no_decoder() -> TwinlensError:
+    return Unavailable("no decode process of the encoder is alive; one is being started", reason="NO_DECODER")

@@ -11,7 +11,6 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpcore2
@@ -19,6 +18,7 @@ import httpcore2
 from common import log
 from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
+from common.tasks import in_daemon
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, parse
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -55,7 +55,7 @@ class FetchConfig:
 
 
 class Fetcher:
-    """Fetches media. `resolve` and `tls` are there for tests; `close` is its owner's."""
+    """Fetches media. `resolve` and `tls` are there for tests."""
 
     def __init__(
         self, config: FetchConfig, *, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None
@@ -64,14 +64,9 @@ class Fetcher:
         self._seconds = config.fetch_seconds
         self._stall = config.fetch_stall_seconds
         self._slots = asyncio.Semaphore(config.max_fetches)
-        # Threads of its own: a look-up that hangs cannot be cancelled, and must not hold up what hashes and copies.
-        self._threads = ThreadPoolExecutor(config.max_fetches, thread_name_prefix="dns")
+        self._look_ups = asyncio.Semaphore(config.max_fetches)
         self._resolve = resolve or self._look_up
         self._tls = tls
-
-    def close(self) -> None:
-        """Lets go of the threads; look-ups that still hang end with the process."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, url: str, field: str) -> Address:
         """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden; looks nothing up."""
@@ -134,9 +129,11 @@ class Fetcher:
         return self._tls
 
     async def _look_up(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        answers = await loop.run_in_executor(self._threads, _addresses, host, port)
-        return list(dict.fromkeys(answers))
+        """One that hangs cannot be cancelled: it keeps its thread, and its place among those at once, until it ends."""
+        await self._look_ups.acquire()
+        looking = asyncio.wrap_future(in_daemon(_addresses, host, port))
+        looking.add_done_callback(lambda _: self._look_ups.release())
+        return list(dict.fromkeys(await asyncio.shield(looking)))
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):

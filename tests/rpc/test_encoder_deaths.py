@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import pictures
-from tests.launch import command_line, encoder_server
+from tests.launch import Service, command_line, encoder_server
 from tests.rpc.encoder_client import (
     DECODER,
     WORKER,
@@ -37,6 +43,37 @@ def test_a_killed_decode_process_costs_no_error(strict):
     assert len(follow(stream, "done").rows)
     until(lambda: service.children(DECODER) not in ([], [pid]), "it is replaced")
     assert client.one(image(new_picture())).error is None
+
+
+def test_where_no_decode_process_can_be_started_callers_and_probes_are_told_until_one_can(checkpoints):
+    with encoder_server(checkpoints("qwen2_vl"), decode_processes=1) as service, Client(service) as client:
+        data = new_picture()
+        kept = client.one(image(data))
+        health = health_pb2_grpc.HealthStub(client.channel)
+        check = health_pb2.HealthCheckRequest(service="twinlens.v1.EncoderService")
+        assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
+        with no_descriptor_left(service):
+            os.kill(service.children(DECODER)[0], signal.SIGKILL)
+            failed = client.one(image(new_picture()))
+            assert (failed.error.code, failed.error.reason) == (UNAVAILABLE, "NO_DECODER")
+            assert failed.error.HasField("retry_after_ms")
+            until(lambda: health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING, "probes are told")
+            assert np.array_equal(client.one(image(data)).rows, kept.rows), "what is here needs no decoding"
+        until(lambda: health.Check(check).status == health_pb2.HealthCheckResponse.SERVING, "it is replaced")
+        assert client.one(image(new_picture())).error is None
+
+
+@contextmanager
+def no_descriptor_left(service: Service) -> Iterator[None]:
+    """The service can open nothing, and so start no process, for the length of the block."""
+    numbers = {int(path.name) for path in Path(f"/proc/{service.pid}/fd").iterdir()}
+    free = next(number for number in itertools.count() if number not in numbers)
+    before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
 
 
 def test_a_stuck_decoder_is_the_media_s_fault_and_is_replaced(checkpoints):

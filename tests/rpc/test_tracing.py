@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -118,6 +119,19 @@ def test_nothing_is_traced_unless_the_environment_asks(monkeypatch: pytest.Monke
     assert tracing.wanted()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert not tracing.wanted()
+
+
+def test_a_collector_that_does_not_answer_holds_up_the_end_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, ended = threading.Event(), list[bool]()
+
+    def shutdown() -> None:
+        ended.append(go_on.wait(60))
+
+    monkeypatch.setattr(tracing, "LAST_SECONDS", 0.01)
+    tracing.use(SimpleNamespace(get_tracer=lambda _: None, shutdown=shutdown))
+    tracing.stop()
+    assert ended == []
+    go_on.set()
 
 
 def test_what_goes_out_continues_what_came_in() -> None:

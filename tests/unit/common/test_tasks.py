@@ -1,4 +1,4 @@
-"""Work that holds memory which is lent to it: nobody leaves before it has ended."""
+"""Work that holds memory which is lent to it: nobody leaves before it has ended. And work that nobody can wait for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from common.tasks import in_thread, outlast
+from common.tasks import in_daemon, in_thread, outlast
 
 
 async def turns(count: int = 10) -> None:
@@ -47,3 +47,29 @@ async def test_work_that_is_cancelled_itself_is_over():
     work.cancel()
     await outlast(work)
     assert work.cancelled()
+
+
+def test_what_a_daemon_thread_made_or_raised_comes_back():
+    assert in_daemon(int, "7").result(60) == 7
+    with pytest.raises(ValueError, match="seven"):
+        in_daemon(int, "seven").result(60)
+
+
+def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        in_daemon(int, "7").result(60)
+
+
+async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
+    go_on = threading.Event()
+    working = in_daemon(go_on.wait, 60)
+    waiting = asyncio.wrap_future(working)
+    waiting.cancel()
+    await turns()
+    assert not working.cancelled()
+    go_on.set()
+    assert working.result(60)

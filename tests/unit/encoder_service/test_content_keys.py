@@ -6,10 +6,12 @@ import asyncio
 import base64
 import dataclasses
 import itertools
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import identity
 from common.wire import DType
 from encoder_service.engine.content import Contents
 from encoder_service.item import Embedding, Grid, Item, Modality, Options, Pixels, Url
@@ -21,19 +23,11 @@ PICTURE = pictures.encoded(pictures.noise(8, 8))
 
 
 def key(item: Item, digest: str = "a tower") -> bytes:
-    fetcher = Fetcher(FetchConfig())
-    try:
-        return asyncio.run(Contents(fetcher, MediaLimits(), digest).key(item))
-    finally:
-        fetcher.close()
+    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), digest).key(item))
 
 
 def fetched(item: Item, mime_type: str = "") -> Item:
-    fetcher = Fetcher(FetchConfig())
-    try:
-        return asyncio.run(Contents(fetcher, MediaLimits(), "a tower").fetched(item, mime_type))
-    finally:
-        fetcher.close()
+    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), "a tower").fetched(item, mime_type))
 
 
 few = st.integers(0, 2)
@@ -116,3 +110,18 @@ def test_large_content_is_hashed_as_small_content_is():
         == key(Item(Modality.IMAGE, bytearray(data)))
         != key(Item(Modality.IMAGE, data + b"\0"))
     )
+
+
+def test_large_content_is_hashed_off_the_event_loop(monkeypatch):
+    hashed, content_key = list[bool](), identity.content_key
+
+    def watched(*args):
+        hashed.append(threading.current_thread() is threading.main_thread())
+        return content_key(*args)
+
+    monkeypatch.setattr(identity, "content_key", watched)
+    large = bytes(1 << 20)
+    rows = Embedding(large, DType.FLOAT32, 1, 1, 1, Grid(1, 2, 2))
+    for source in (large, bytearray(large), Pixels(large, 1, 1, 1), rows):
+        key(Item(Modality.IMAGE, source))
+    assert hashed == [False] * 4

@@ -160,6 +160,9 @@ async def test_runs_that_are_not_whole_slices_or_have_given_way_go_another_way(b
     assert [bench.choose(bench.run(*each)) for each in ((2, 12), (0, 6), (1, 2))] == [SHARED] * 3
     bench.place.copies[4].drop()
     assert [bench.choose(bench.run(*each)) for each in ((0, 4), (4, 8), (0, 12))] == [CUDA, SHARED, SHARED]
+    with pytest.raises(Precondition) as never:  # no reader who lets go brings them back
+        bench.link.choose([CUDA], bench.host, bench.run())
+    assert never.value.reason == "NO_COMMON_TRANSPORT"
 
 
 async def test_a_worker_s_death_ends_the_leases_on_its_pool_alone_and_the_stream_with_them(bench: Bench) -> None:

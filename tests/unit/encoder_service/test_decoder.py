@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from common.arena import Range, SharedBuffer
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.item import Inspection, Options
-from encoder_service.media import geometry
+from encoder_service.media import decoder, geometry
 from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.messages import Inspect
 from tests import pictures
 from tests.launch import command_line, descendants
 from tests.unit.encoder_service.fakes import turns
@@ -99,19 +100,77 @@ def _limit(pid: int, more: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
-async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file():
+async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(monkeypatch):
+    send = Child.send
+
+    def deadly(child: Child, message: object) -> None:
+        send(child, message)
+        if isinstance(message, Inspect):
+            child.kill()
+
     async with pool(processes=3) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         for pid in processes():
-            os.kill(pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
-        for pid in processes():
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(InvalidInput) as refused:
-            await job
+            os.kill(pid, signal.SIGSTOP)  # none may answer before it dies
+        with monkeypatch.context() as patched:
+            patched.setattr(Child, "send", deadly)
+            with pytest.raises(InvalidInput) as refused:
+                await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
         assert decoders.restarts == 2
+        for pid in processes():
+            os.kill(pid, signal.SIGCONT)
         assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+
+
+async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
+    async with pool(processes=3) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        for pid in processes():
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*(child.process.wait() for child in decoders._children))
+        async with asyncio.timeout(60):
+            while not all(child.has_ended for child in decoders._children):
+                await turns(1)
+            assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert decoders.restarts == 3
+
+
+async def test_where_no_process_can_be_started_jobs_are_told_at_once_until_one_can(monkeypatch):
+    monkeypatch.setattr(decoder, "_LONGEST_PAUSE", 0.0)
+    async with pool() as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        able = asyncio.Event()
+        monkeypatch.setattr(decoders, "_on_change", lambda: able.set() if decoders.able else able.clear())
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder, "MODULE", "encoder_service.no_such_module")
+            (pid,) = processes()
+            os.kill(pid, signal.SIGKILL)
+            jobs = (decoders.inspect(data, key=b"x", video=False, field="x") for _ in range(3))
+            found = await asyncio.gather(*jobs, return_exceptions=True)
+            assert [type(each) for each in found] == [Unavailable] * 3
+            assert {each.reason for each in found} == {"NO_DECODER"}
+            assert not decoders.able
+            late = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+            await turns(1)
+            assert late.done()
+            assert isinstance(late.exception(), Unavailable)
+        async with asyncio.timeout(60):
+            await able.wait()
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+
+
+async def test_a_job_that_takes_long_does_not_hold_up_the_next_one_where_there_are_two_processes():
+    async with pool(processes=2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        first, _ = processes()
+        os.kill(first, signal.SIGSTOP)
+        jobs = [asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x")) for _ in range(2)]
+        done, held = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        assert [await each for each in done] == [Inspection(50, 40)]
+        assert len(held) == 1
+        os.kill(first, signal.SIGCONT)
+        assert [await each for each in held] == [Inspection(50, 40)]
 
 
 async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
@@ -161,8 +220,10 @@ async def test_an_answer_that_came_while_the_service_stood_still_is_in_time():
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         (child,) = decoders._children
+        os.kill(child.process.pid, signal.SIGSTOP)  # or the answer might be here, and read, before we stand still
         job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
         await turns()
+        os.kill(child.process.pid, signal.SIGCONT)
         select.select([child._writer.get_extra_info("socket").fileno()], [], [])  # the event loop sees nothing of it
         time.sleep(0.3)  # noqa: ASYNC251
         assert await job == Inspection(50, 40)
@@ -243,7 +304,7 @@ async def test_a_process_that_hangs_at_its_start_is_ended(monkeypatch):
 
 async def test_a_process_that_does_not_start_is_not_kept(monkeypatch):
     async with pool() as (decoders, _, _stage):
-        monkeypatch.setattr("encoder_service.media.decoder.MODULE", "encoder_service.no_such_module")
+        monkeypatch.setattr(decoder, "MODULE", "encoder_service.no_such_module")
         with pytest.raises(ChildDied):
             await decoders._add()
         assert len(decoders._children) == 1

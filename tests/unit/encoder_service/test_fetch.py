@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from contextlib import contextmanager
+import subprocess
+import sys
+import threading
 
 import httpcore2
 import pytest
@@ -20,14 +22,9 @@ GOOD = bytes(range(256)) * 1000
 MOST = 1 << 20
 
 
-@contextmanager
-def fetcher(*private: str, public: tuple[str, ...] = (), resolve=None, tls=None, **limits: float):
+def fetcher(*private: str, public: tuple[str, ...] = (), resolve=None, tls=None, **limits: float) -> Fetcher:
     config = FetchConfig(allow_media_host=public, allow_private_media_host=private, **limits)
-    made = Fetcher(config, resolve=resolve, tls=tls)
-    try:
-        yield made
-    finally:
-        made.close()
+    return Fetcher(config, resolve=resolve, tls=tls)
 
 
 @pytest.fixture
@@ -58,28 +55,28 @@ async def refusal(made: Fetcher, url: str, most: int = MOST) -> TwinlensError:
 
 @pytest.mark.parametrize("path", ["/good", "/chunked", "/good?size=1"])
 async def test_an_allowed_host_gives_what_it_has(host, path):
-    with fetcher(host.authority) as made:
-        assert await made.fetch(host.url(path), MOST, "url") == GOOD
+    made = fetcher(host.authority)
+    assert await made.fetch(host.url(path), MOST, "url") == GOOD
 
 
 async def test_nothing_is_asked_of_a_host_that_is_not_allowed(host):
-    with fetcher("other.test") as made:
-        assert isinstance(await refusal(made, host.url("/good")), Forbidden)
+    made = fetcher("other.test")
+    assert isinstance(await refusal(made, host.url("/good")), Forbidden)
     assert not host.asked
 
 
 @pytest.mark.parametrize("spelling", ["localhost", "2130706433", "0x7f.1", "0177.0.0.1", "127.1", "[::ffff:127.0.0.1]"])
 async def test_this_machine_is_refused_in_every_spelling(host, spelling):
-    with fetcher(public=("*", f"*:{host.port}")) as made:
-        refused = await refusal(made, host.url("/good", spelling))
-        assert (type(refused), refused.reason) == (Forbidden, "FETCH_FORBIDDEN")
+    made = fetcher(public=("*", f"*:{host.port}"))
+    refused = await refusal(made, host.url("/good", spelling))
+    assert (type(refused), refused.reason) == (Forbidden, "FETCH_FORBIDDEN")
     assert not host.asked
 
 
 async def test_one_bad_answer_among_good_ones_is_enough(host):
     resolve = answering(cdn_test=[["93.184.216.34", "127.0.0.1"]])
-    with fetcher(public=(f"cdn.test:{host.port}",), resolve=resolve) as made:
-        assert isinstance(await refusal(made, host.url("/good", "cdn.test")), Forbidden)
+    made = fetcher(public=(f"cdn.test:{host.port}",), resolve=resolve)
+    assert isinstance(await refusal(made, host.url("/good", "cdn.test")), Forbidden)
     assert not host.asked
 
 
@@ -93,31 +90,31 @@ async def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch):
         raise httpcore2.ConnectError("no way there")
 
     monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
-    with fetcher(public=("cdn.test",), resolve=resolve) as made:
-        assert isinstance(await refusal(made, "http://cdn.test/x"), Unavailable)
+    made = fetcher(public=("cdn.test",), resolve=resolve)
+    assert isinstance(await refusal(made, "http://cdn.test/x"), Unavailable)
     assert (connected, resolve.asked) == (["93.184.216.34"], ["cdn.test"])
 
 
 async def test_a_private_host_that_turns_to_metadata_is_refused(host):
     resolve = answering(media_internal=[["127.0.0.1"], ["169.254.169.254"]])
-    with fetcher(f"media.internal:{host.port}", resolve=resolve) as made:
-        assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
-        assert isinstance(await refusal(made, host.url("/good", "media.internal")), Forbidden)
+    made = fetcher(f"media.internal:{host.port}", resolve=resolve)
+    assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
+    assert isinstance(await refusal(made, host.url("/good", "media.internal")), Forbidden)
 
 
 async def test_the_next_address_is_tried_where_one_does_not_answer(host):
     resolve = answering(media_internal=[["127.0.0.2", "127.0.0.1"]])
-    with fetcher(f"media.internal:{host.port}", resolve=resolve) as made:
-        assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
+    made = fetcher(f"media.internal:{host.port}", resolve=resolve)
+    assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
     assert host.headers["/good"]["host"] == f"media.internal:{host.port}"
 
 
 async def test_redirects_are_followed_three_times_and_each_is_checked(host):
     host.redirects |= {"/1": "/2", "/2": host.url("/3"), "/3": "good", "/0": "/1"}
-    with fetcher(host.authority) as made:
-        assert await made.fetch(host.url("/1"), MOST, "url") == GOOD
-        refused = await refusal(made, host.url("/0"))
-        assert (type(refused), refused.reason) == (InvalidInput, "TOO_MANY_REDIRECTS")
+    made = fetcher(host.authority)
+    assert await made.fetch(host.url("/1"), MOST, "url") == GOOD
+    refused = await refusal(made, host.url("/0"))
+    assert (type(refused), refused.reason) == (InvalidInput, "TOO_MANY_REDIRECTS")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +133,8 @@ async def test_redirects_are_followed_three_times_and_each_is_checked(host):
 async def test_a_redirect_may_lead_nowhere_that_the_caller_may_not_go(host, location, kind):
     host.redirects["/away"] = location
     resolve = answering(media_internal=[["127.0.0.1"]], localhost=[["127.0.0.1"]], cdn_test=[["93.184.216.34"]])
-    with fetcher(f"media.internal:{host.port}", public=("localhost", "cdn.test"), resolve=resolve) as made:
-        assert type(await refusal(made, host.url("/away", "media.internal"))) is kind
+    made = fetcher(f"media.internal:{host.port}", public=("localhost", "cdn.test"), resolve=resolve)
+    assert type(await refusal(made, host.url("/away", "media.internal"))) is kind
 
 
 @pytest.mark.parametrize(
@@ -161,15 +158,15 @@ async def test_a_redirect_may_lead_nowhere_that_the_caller_may_not_go(host, loca
 )
 async def test_a_host_that_fails_is_answered_by_its_own_fault(host, path, kind, reason):
     stalls = kind is DeadlineExceeded
-    with fetcher(host.authority, fetch_stall_seconds=0.3 if stalls else 60) as made:
-        refused = await refusal(made, host.url(path))
+    made = fetcher(host.authority, fetch_stall_seconds=0.3 if stalls else 60)
+    refused = await refusal(made, host.url(path))
     assert (type(refused), refused.reason) == (kind, reason)
     assert host.sent < MOST + (16 << 20)  # what the sockets' buffers hold, and no more
 
 
 async def test_a_download_is_bounded_in_time_as_a_whole(host):
-    with fetcher(host.authority, fetch_seconds=0.3) as made:
-        refused = await refusal(made, host.url("/endless"), 1 << 50)
+    made = fetcher(host.authority, fetch_seconds=0.3)
+    refused = await refusal(made, host.url("/endless"), 1 << 50)
     assert refused.reason == "MEDIA_HOST_SLOW"
 
 
@@ -177,37 +174,77 @@ async def test_a_host_that_is_not_there_is_unavailable():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with fetcher(f"127.0.0.1:{port}") as made:
-            assert isinstance(await refusal(made, f"http://127.0.0.1:{port}/"), Unavailable)
+        made = fetcher(f"127.0.0.1:{port}")
+        assert isinstance(await refusal(made, f"http://127.0.0.1:{port}/"), Unavailable)
 
 
 async def test_a_name_that_nobody_knows_is_a_precondition():
     async def resolve(name: str, port: int) -> list[str]:
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
-    with fetcher(public=("cdn.test",), resolve=resolve) as made:
-        assert (await refusal(made, "http://cdn.test/")).reason == "MEDIA_HOST_UNKNOWN"
+    made = fetcher(public=("cdn.test",), resolve=resolve)
+    assert (await refusal(made, "http://cdn.test/")).reason == "MEDIA_HOST_UNKNOWN"
+
+
+async def test_look_ups_that_hang_are_as_many_as_downloads_may_be_and_give_way_when_they_end(monkeypatch):
+    go_on, asked = threading.Event(), []
+
+    def hangs(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        go_on.wait(60)
+        return [(0, 0, 0, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    made = fetcher(public=("*",), max_fetches=2, fetch_seconds=0.1)
+    for number in range(4):
+        assert isinstance(await refusal(made, f"http://host-{number}.test/"), DeadlineExceeded)
+    assert asked == ["host-0.test", "host-1.test"]
+    go_on.set()
+    monkeypatch.setattr(made, "_seconds", 60.0)
+    assert isinstance(await refusal(made, "http://host-4.test/"), Forbidden)
+    assert asked[2:] == ["host-4.test"]
+
+
+HANGS = """
+import asyncio, socket, time
+from common.errors import DeadlineExceeded
+from encoder_service.media.fetch import FetchConfig, Fetcher
+
+async def main():
+    try:
+        await Fetcher(FetchConfig(allow_media_host=("*",), fetch_seconds=0.1)).fetch("http://a.test/", 1, "url")
+    except DeadlineExceeded:
+        print("it hangs")
+
+socket.getaddrinfo = lambda *_, **__: time.sleep(3600)
+asyncio.run(main())
+"""
+
+
+def test_a_look_up_that_hangs_does_not_keep_the_process_from_ending():
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "it hangs\n"
 
 
 async def test_no_cookie_proxy_or_password_is_used(host, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    with fetcher(host.authority) as made:
-        for _ in range(2):
-            await made.fetch(host.url("/good"), MOST, "url")
+    made = fetcher(host.authority)
+    for _ in range(2):
+        await made.fetch(host.url("/good"), MOST, "url")
     assert host.asked["/good"] == 2
     assert not host.headers["/good"].keys() & {"cookie", "authorization", "referer"}
     assert host.headers["/good"]["accept-encoding"] == "identity"
 
 
 async def test_at_most_so_many_downloads_go_on_at_once(host: MediaHost):
-    with fetcher(host.authority, max_fetches=2) as made:
-        waiting = [asyncio.create_task(made.fetch(host.url("/held"), MOST, "url")) for _ in range(5)]
-        await asyncio.to_thread(until, lambda: host.asked["/held"] == 2, "two downloads are under way")
-        assert (await asyncio.wait(waiting, timeout=0.2))[0] == set()
-        assert host.asked["/held"] == 2
-        host.held.set()
-        assert await asyncio.gather(*waiting) == [GOOD] * 5
+    made = fetcher(host.authority, max_fetches=2)
+    waiting = [asyncio.create_task(made.fetch(host.url("/held"), MOST, "url")) for _ in range(5)]
+    await asyncio.to_thread(until, lambda: host.asked["/held"] == 2, "two downloads are under way")
+    assert (await asyncio.wait(waiting, timeout=0.2))[0] == set()
+    assert host.asked["/held"] == 2
+    host.held.set()
+    assert await asyncio.gather(*waiting) == [GOOD] * 5
 
 
 async def test_the_certificate_must_be_the_name_s_and_not_the_address_s():
@@ -218,8 +255,8 @@ async def test_the_certificate_must_be_the_name_s_and_not_the_address_s():
     resolve = answering(media_internal=[["127.0.0.1"]], other_internal=[["127.0.0.1"]])
     with media_host(server, good=GOOD) as host:
         hosts = (f"media.internal:{host.port}", f"other.internal:{host.port}")
-        with fetcher(*hosts, resolve=resolve, tls=client) as made:
-            assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
-            assert isinstance(await refusal(made, host.url("/good", "other.internal")), Unavailable)
-        with fetcher(*hosts, resolve=resolve) as untrusting:
-            assert isinstance(await refusal(untrusting, host.url("/good", "media.internal")), Unavailable)
+        made = fetcher(*hosts, resolve=resolve, tls=client)
+        assert await made.fetch(host.url("/good", "media.internal"), MOST, "url") == GOOD
+        assert isinstance(await refusal(made, host.url("/good", "other.internal")), Unavailable)
+        untrusting = fetcher(*hosts, resolve=resolve)
+        assert isinstance(await refusal(untrusting, host.url("/good", "media.internal")), Unavailable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -71,8 +70,7 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
     theirs = encoders.item(media_message(read(message)), 0, salt, 0)
-    with closing(Fetcher(FetchConfig())) as fetcher:
-        known = asyncio.run(Contents(fetcher, MediaLimits(), DIGEST).key(theirs))
+    known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 
 
