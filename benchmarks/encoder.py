@@ -168,10 +168,10 @@ def main() -> None:
 
 def print_alone(found: dict[int, dict[str, float]]) -> None:
     """One picture at a time."""
-    print("| side | rows | transformers | twinlens | ratio | ViT : bare | ViT : theirs | decode | preprocess | ViT |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("| side | rows | transformers | twinlens | ratio | ViT : bare | ViT : theirs |", " | ".join(STAGES), "|")
+    print("|---:" * (7 + len(STAGES)) + "|")
     for side, each in found.items():
-        shares = " | ".join(f"{each[f'share_{stage}']:.1%}" for stage in STAGES[:3])
+        shares = " | ".join(f"{each[f'share_{stage}']:.1%}" for stage in STAGES)
         times = f"{each['theirs'] * 1e3:.1f} ms | {each['ours'] * 1e3:.1f} ms | {each['ratio']:.2f}"
         vit = f"{each['vit_to_bare']:.2f} | {each['vit_to_theirs']:.2f}"
         print(f"| {side} | {each['rows']:.0f} | {times} | {vit} | {shares} |")

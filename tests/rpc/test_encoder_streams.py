@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from common import local_link
 from tests import pictures
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import (
@@ -47,6 +48,20 @@ def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(ser
         assert found.progress
         assert not found.pieces
     assert len(follow(stream, "done", found).rows) == found.header.tokens
+
+
+def test_who_gives_a_lease_back_by_its_name_is_told_so_and_the_stream_goes_on(client):
+    offered = client.info().local_socket
+    link, handed = local_link.connect(offered.name, "", offered.secret)
+    with link, os.fdopen(handed.arena, "rb"), os.fdopen(handed.board, "rb"):
+        host = encoder_pb2.HostProof(grant=handed.grant)
+        stream = client.start([image(new_picture())], accepts=[encoder_pb2.TRANSPORT_SHARED_MEMORY], host=host)
+        lease = next(event.rows.handle.lease for event in stream if event.HasField("rows"))
+        assert client.load().leases == 1
+        assert client.stub.Release(encoder_pb2.ReleaseRequest(leases=[lease, "x"])).released == 1
+        assert [event.WhichOneof("event") for event in stream] == ["done"]
+        assert client.load().leases == 0
+        assert client.stub.Release(encoder_pb2.ReleaseRequest(leases=[lease])).released == 0
 
 
 def test_a_call_that_is_cancelled_drops_what_no_one_has_begun(service, client):
