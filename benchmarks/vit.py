@@ -1,20 +1,19 @@
 """`python -m benchmarks.vit`: the vision tower of Qwen3-VL-8B, random weights, on a GPU: eager against graph.
 
 For each mix of pictures and each attention back end: milliseconds of a pass, eagerly and replayed; what the host spends
-on it; and the share of the GPU's peak arithmetic. Passes take turns, so that clocks and heat fall on all alike.
+on it; and the share of the arithmetic in the GPU's data sheet. Passes take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from common.graphs import CudaCapture
+from benchmarks.device import about, measured, sheet, timed
+from common.graphs import Capture, CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models.choice import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
@@ -42,10 +41,10 @@ MIXES = {
 }
 
 
-def tower(device: torch.device, dtype: torch.dtype) -> Qwen3VLTower:
-    """The tower with weights whose sums stay around 1."""
+def tower(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Qwen3VLTower:
+    """A tower of this `vision_config`, with weights whose sums stay around 1."""
     with torch.device("meta"):
-        made = Qwen3VLTower(TOWER)
+        made = Qwen3VLTower(shape)
     made = made.to_empty(device=device).to(dtype)
     for parameter in made.parameters():
         parameter.requires_grad = False
@@ -56,70 +55,86 @@ def tower(device: torch.device, dtype: torch.dtype) -> Qwen3VLTower:
     return made
 
 
-def operations(grids: Sequence[Grid]) -> float:
+def operations(shape: Mapping[str, Any], grids: Sequence[Grid]) -> float:
     """Multiplications and additions of one pass."""
-    width, inner, out = TOWER["hidden_size"], TOWER["intermediate_size"], TOWER["out_hidden_size"]
+    width, inner, out = shape["hidden_size"], shape["intermediate_size"], shape["out_hidden_size"]
     patches = sum(grid.patches for grid in grids)
     layer = 2 * patches * (4 * width * width + 2 * width * inner)
     attention = sum(4 * grid.t * (grid.h * grid.w) ** 2 * width for grid in grids)
     joined = 4 * width
-    mergers = (1 + len(TOWER["deepstack_visual_indexes"])) * 2 * (patches // 4) * joined * (joined + out)
-    return float(TOWER["depth"]) * (layer + attention) + mergers + 2 * patches * 3 * 2 * 16 * 16 * width
+    mergers = (1 + len(shape["deepstack_visual_indexes"])) * 2 * (patches // 4) * joined * (joined + out)
+    total: float = shape["depth"] * (layer + attention) + mergers + 2 * patches * _inputs(shape) * width
+    return total
 
 
-def timed(passes: dict[str, Callable[[], object]], runs: int) -> dict[str, tuple[float, float]]:
-    """Medians in seconds, in turns: until the device is done, and until the host is."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
-    for _ in range(runs):
-        for name, run in passes.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            run()
-            queued = time.perf_counter()
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - started, queued - started))
-    return {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in found.items()}
+def _inputs(shape: Mapping[str, Any]) -> int:
+    """Numbers of one patch."""
+    return 3 * int(shape["temporal_patch_size"]) * int(shape["patch_size"]) ** 2
 
 
 @torch.inference_mode()
+def rows(
+    shape: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    backends: Sequence[str],
+    *,
+    runs: int,
+    peak: float,
+    budgets: Sequence[int] = LADDER,
+    capture: Callable[[], Capture] | None = None,
+) -> Iterator[str]:
+    """The table's rows; `peak` is the device's operations a second, `capture` None: without graphs."""
+    made = tower(shape, device, dtype)
+    for name in backends:
+        made.backend = made.captured = BACKENDS[name]()
+        graphs = None
+        if capture is not None and made.backend.stable(budgets[0], budgets[0], device) is not None:
+            graphs = GraphedTower(made, budgets, capture(), most_bytes=16 << 30, device=device, dtype=dtype)
+        for mix, grids in MIXES.items():
+            patches = sum(grid.patches for grid in grids)
+            inputs = torch.randn(patches, _inputs(shape), device=device, dtype=dtype)
+            found = timed(_passes(made, graphs, inputs, grids), runs, device)
+            eager, graph = found["eager"], found.get("graph", (float("nan"),) * 2)
+            share = operations(shape, grids) / min(whole for whole, _ in found.values()) / peak
+            times = f"{eager[0] * 1e3:.2f} ms | {graph[0] * 1e3:.2f} ms | {graph[0] / eager[0]:.2f}"
+            host = f"{eager[1] * 1e3:.2f} ms | {graph[1] * 1e3:.2f} ms"
+            yield f"| {mix} | {patches} | {name} | {times} | {host} | {share:.0%} |"
+
+
+def _passes(
+    made: Qwen3VLTower, graphs: GraphedTower | None, inputs: torch.Tensor, grids: list[Grid]
+) -> dict[str, Callable[[], object]]:
+    passes: dict[str, Callable[[], object]] = {"eager": lambda: made(inputs, grids)}
+    if graphs is not None:
+        passes["graph"] = lambda: graphs(inputs, grids)
+    return passes
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vit", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="passes of each kind; the median is shown")
-    parser.add_argument("--peak", type=float, default=989.0, help="the GPU's TFLOP/s in bfloat16; an H100's are 989")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU here")
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    made = tower(device, dtype)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+    here = measured(device, dtype)
+    peaks = sheet(torch.cuda.get_device_name(device)) or here
+    print(f"{about(device)}; peak {peaks.operations / 1e12:.0f} TFLOP/s, a product {here.operations / 1e12:.0f}\n")
     print("| pictures | patches | attention | eager | graph | ratio | host, eager | host, graph | of peak |")
     print("|---|---:|---|---:|---:|---:|---:|---:|---:|")
-    for name in candidates(device, dtype):
-        made.backend = made.captured = BACKENDS[name]()
-        graphs = None
-        if made.backend.stable(LADDER[0], LADDER[0], device) is not None:
-            graphs = GraphedTower(made, LADDER, CudaCapture(device), most_bytes=16 << 30, device=device, dtype=dtype)
-        for mix, grids in MIXES.items():
-            _row(mix, grids, name, made, graphs, given.runs, given.peak)
-
-
-def _row(
-    mix: str, grids: list[Grid], name: str, made: Qwen3VLTower, graphs: GraphedTower | None, runs: int, peak: float
-) -> None:
-    patches = sum(grid.patches for grid in grids)
-    inputs = torch.randn(patches, 3 * 2 * 16 * 16, device="cuda", dtype=torch.bfloat16)
-    passes: dict[str, Callable[[], object]] = {"eager": lambda: made(inputs, grids)}
-    if graphs is not None:
-        passes["graph"] = lambda: graphs(inputs, grids)
-    for run in passes.values():
-        run()
-    found = timed(passes, runs)
-    eager, graph = found["eager"], found.get("graph", (float("nan"),) * 2)
-    share = operations(grids) / min(eager[0], graph[0] if graphs else eager[0]) / 1e12 / peak
-    times = f"{eager[0] * 1e3:.2f} ms | {graph[0] * 1e3:.2f} ms | {graph[0] / eager[0]:.2f}"
-    host = f"{eager[1] * 1e3:.2f} ms | {graph[1] * 1e3:.2f} ms"
-    print(f"| {mix} | {patches} | {name} | {times} | {host} | {share:.0%} |", flush=True)
+    found = rows(
+        TOWER,
+        device,
+        dtype,
+        candidates(device, dtype),
+        runs=given.runs,
+        peak=peaks.operations,
+        capture=lambda: CudaCapture(device),
+    )
+    for row in found:
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
