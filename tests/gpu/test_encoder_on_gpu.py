@@ -14,7 +14,7 @@ from encoder_service.worker.patches import pixels_to_patches, resize
 from tests import pictures
 from tests.checkpoints import FAMILIES
 from tests.launch import encoder_server
-from tests.rpc.encoder_client import Client, image, video
+from tests.rpc.encoder_client import Client, film, image
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ def test_rows_are_those_of_the_cpu(family, checkpoints):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_service_runs_there_in_half_precision(family, checkpoints):
-    items = [image(pictures.encoded(pictures.photograph())), video(pictures.video(pictures.frames(30)))]
+    items = [image(pictures.encoded(pictures.photograph())), film(pictures.frames(30))]
     with encoder_server(checkpoints(family), device="cpu") as service, Client(service) as client:
         here = client.encode(*items)
     with encoder_server(checkpoints(family), device="cuda") as service, Client(service) as client:

@@ -16,7 +16,7 @@ from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
 from tests import pictures
 from tests.checkpoints import FAMILIES
 from tests.launch import encoder_server
-from tests.rpc.encoder_client import Client, image, video
+from tests.rpc.encoder_client import Client, film, image
 from tests.scrape import scrape
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +94,7 @@ def test_the_ladder_is_the_default(checkpoints):
 def test_the_service_replays_and_gives_the_same_rows(family, checkpoints):
     folder = checkpoints(family)
     items = [image(pictures.encoded(pictures.noise(*size, seed=3))) for size in ((64, 64), (200, 300), (90, 400))]
-    items.append(video(pictures.video(pictures.frames(30))))
+    items.append(film(pictures.frames(30)))
     found = {}
     for graphs in ("off", "256,1024"):
         flags = {"device": "cuda", "dtype": "float32", "graphs": graphs, "metrics_listen": "127.0.0.1:0"}

@@ -30,13 +30,13 @@ def drawn(count: int, heads: int, head: int, dtype: torch.dtype) -> list[torch.T
 @pytest.mark.parametrize("lengths", MIXES, ids=len)
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("head", [64, 72, 80, 128])
-def test_our_kernel_equals_torch_s_attention_in_float32(head, dtype, lengths):
+def test_our_kernel_equals_torch_s_attention_in_float64(head, dtype, lengths):
     parts = drawn(sum(lengths), 4, head, dtype)
     rows = tile_rows(max(lengths))
     table = torch.tensor(tiles(lengths, rows) + [(0, 0, 0)] * 50, dtype=torch.int32, device=GPU)
     ours = varlen_attention(*parts, table, rows)
-    expected = Sdpa().over(lengths, GPU)(*(part.float() for part in parts))
-    torch.testing.assert_close(ours.float(), expected, rtol=0, atol=NEAR[dtype])
+    expected = Sdpa().over(lengths, GPU)(*(part.double() for part in parts))
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=NEAR[dtype])
 
 
 def test_what_is_not_finite_stays_in_its_segment():

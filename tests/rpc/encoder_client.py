@@ -58,6 +58,13 @@ def video(data: bytes, **options: Any) -> media_pb2.Media:
     return media_pb2.Media(modality=VIDEO, data=data, options=media_pb2.MediaOptions(**options))
 
 
+def film(frames: np.ndarray, **options: Any) -> media_pb2.Media:
+    """A video whose frames [T, H, W, 3] uint8 are decoded already."""
+    count, height, width = frames.shape[:3]
+    block = media_pb2.PixelBlock(data=frames.tobytes(), frames=count, height=height, width=width)
+    return media_pb2.Media(modality=VIDEO, pixels=block, options=media_pb2.MediaOptions(**options))
+
+
 @dataclass
 class Encoded:
     """What one item's stream said: its header, its rows [tokens, levels, width], or its error."""
