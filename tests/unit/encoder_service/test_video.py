@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import av
 import msgspec._core
@@ -53,6 +54,32 @@ def test_every_frame_of_a_width_that_is_padded_is_shown_whole(width):
     with av.open(io.BytesIO(plain)) as file:
         expected = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
     assert np.abs(seen.astype(int) - expected).mean() < 3
+
+
+class Counting:
+    """A reader that knows which frames it was asked for."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+        self.asked: list[int] = []
+
+    def __getitem__(self, number: int) -> Any:
+        self.asked.append(number)
+        return self.reader[number]
+
+    def get_batch(self, numbers: list[int]) -> Any:
+        self.asked += numbers
+        return self.reader.get_batch(numbers)
+
+
+@pytest.mark.parametrize("width", [96, 256])
+def test_only_the_frames_that_are_wanted_are_decoded(width):
+    plain = pictures.video(pictures.frames(60, width, 96))
+    reader, wanted = Counting(video.open_reader(plain)), [*range(0, 60, 6), 59]
+    out = np.empty((len(wanted), 96, width, 3), np.uint8)
+    assert [*video.decode(reader, wanted, out)] == [8, 11]
+    assert reader.asked == wanted
+    assert np.array_equal(out, shown(plain)[wanted])
 
 
 def test_frames_that_stand_unevenly_are_counted_one_by_one():
