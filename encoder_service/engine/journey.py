@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import AsyncExitStack
 
 from common.arena import Range
-from common.errors import NotFound, TwinlensError
+from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
@@ -41,6 +41,8 @@ class Journey:
         header = _header(flight, plan)
         if not flight.header.done():
             flight.header.set_result(header)
+        elif flight.header.result() != header:  # it was told as another replica had it, whose limits differ from ours
+            raise Unavailable("the rows that were told of are lost, and ours are others", reason=MEDIA_CHANGED)
         await flight.wanted.wait()
         if tier is None:
             return await self._compute(flight, plan, header)

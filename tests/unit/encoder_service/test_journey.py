@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
-from encoder_service.item import Key, Url
+from encoder_service.item import Inspection, Key, Url
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 from tests.unit.encoder_service.test_encode import LAYOUT, PICTURES, SEEN, encoder, item, rows
@@ -126,6 +126,18 @@ async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monk
         assert (error.value.reason, worker.batches) == ("MEDIA_CHANGED", [])
         assert not await rows(made, item(source=address(4, key))), "the next one is right, and another item"
         assert await made.has([key], "") == [False]
+
+
+async def test_rows_that_are_made_otherwise_than_the_header_said_are_not_sent_behind_it(monkeypatch, server):
+    """Replicas with other limits, say, may share a store: the rows that were told of are lost, and ours are others."""
+    async with shared_picture(monkeypatch, server) as (made, _, key):
+        made.pipeline._decoders.seen = Inspection(112, 112)
+        with pytest.raises(Unavailable) as error:
+            await lost(made, server, address(3, key), key)
+        assert error.value.reason == "MEDIA_CHANGED"
+        async with made.ticket(item(3), "", rows=True) as ticket:
+            assert (await ticket.header()).tokens == 16
+            await ticket.ready()
 
 
 async def test_whoever_waits_for_another_s_address_hears_of_its_failure_by_a_place_of_its_own(monkeypatch, server):
