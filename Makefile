@@ -1,19 +1,22 @@
 # `make` lists the targets. Each works alone on a fresh clone: the environment in .venv is made when it is missing or old.
-# Give pip what it needs through its own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
+# Give pip what it needs through its own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). With
+# ENVIRONMENT=/opt/venv, an environment that is there already is used as it is, and nothing is installed.
 
 PYTHON ?= python3
 MODEL ?= models/demo
 ENCODERS ?= 1
 TP ?= 1
+ENVIRONMENT ?=
 ARGS ?=
 
 VENV := .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BIN := $(or $(ENVIRONMENT),$(VENV))/bin
+INSTALLED := $(VENV)/.installed
+STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint fmt type proto proto-check proto-lint bench gpu-check demo-model clean
+.PHONY: help setup demo up test lint fmt type proto proto-check proto-lint bench bench-gpu gpu-check demo-model clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -22,11 +25,11 @@ setup: $(STAMP)  ## make .venv with everything that is tested together
 
 # torchvision has no CPU build; the parity tests use the ordinary wheel beside a CPU torch, so its own wish for a torch is
 # not followed. Nothing else imports it.
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchvision
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --no-deps torchvision
 	@touch $@
 
 demo: $(STAMP)  ## start both services, ask about a picture and a video, show the times, stop
@@ -63,6 +66,11 @@ bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport;
 	$(BIN)/python -m benchmarks.encoder
 	$(BIN)/python -m benchmarks.transports
 	$(BIN)/python -m benchmarks.early_prefill
+
+bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport
+	$(BIN)/python -m benchmarks.vit
+	$(BIN)/python -m benchmarks.llm_device $(ARGS)
+	$(BIN)/python -m benchmarks.transports
 
 gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'

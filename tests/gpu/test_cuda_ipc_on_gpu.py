@@ -138,7 +138,7 @@ def pair_on(folder: Path, ranks: int, **llm_flags: object) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_stay_on_gpus_and_the_tokens_are_those_of_shared_memory(
+def test_rows_between_services_stay_on_gpus_and_the_tokens_are_those_of_shared_memory(
     ranks: int, checkpoints: Callable[..., Path]
 ) -> None:
     if torch.cuda.device_count() < ranks:

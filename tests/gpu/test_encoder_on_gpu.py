@@ -56,7 +56,7 @@ def test_the_service_runs_there_in_half_precision(family, checkpoints):
         assert cosine.min() > 0.97
 
 
-def test_batches_that_are_prepared_ahead_change_no_row(checkpoints):
+def test_batches_that_the_service_prepares_ahead_change_no_row(checkpoints):
     """Small batches and many pictures: each but the first is got ready while another is computed."""
     folder = checkpoints("qwen3_vl")
     items = [image(pictures.encoded(pictures.noise(320, 96 + 32 * seed, seed))) for seed in range(16)]

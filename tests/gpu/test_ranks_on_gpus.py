@@ -36,7 +36,7 @@ def llm(folder: Path, encoder: str, **flags: object) -> Iterator[LlmClient]:
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gpus_give_the_tokens_of_the_cpu(ranks: int, graphs: str, checkpoints: Callable[..., Path]) -> None:
+def test_the_service_gives_the_tokens_of_the_cpu(ranks: int, graphs: str, checkpoints: Callable[..., Path]) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip("there are too few GPUs")
     folder = checkpoints("qwen3_vl")
