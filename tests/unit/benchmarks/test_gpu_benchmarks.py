@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import llm_device, vit
+from benchmarks import llm_device, real_shape, vit
 from benchmarks.device import Peaks, measured, sheet, timed
+from common.checkpoint import Checkpoint
+from encoder_service.item import Grid
+from encoder_service.models import config, registry
 from llm_service.models.config import TextConfig
+from llm_service.models.loader import load_decoder
 
 CPU = torch.device("cpu")
 TEXT = {
@@ -63,8 +68,8 @@ def test_the_decoder_s_steps_are_timed_eagerly_and_replayed() -> None:
 
 
 def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, machine = text_config(), llm_device.Machine(CPU, torch.float32, Peaks(1e9, 1e9), runs=1)
-    runner = llm_device.make_runner(config, 8, machine, "torch")
+    shape, machine = text_config(), llm_device.Machine(CPU, torch.float32, Peaks(1e9, 1e9), runs=1)
+    runner = llm_device.make_runner(shape, 8, machine, "torch")
     products: list[int] = []
 
     def watched(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -73,25 +78,34 @@ def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
     runner.run(llm_device.prefill(40))
-    attention = 4 * config.layers * config.heads * config.head_dim * 40 * 41 / 2
-    assert sum(products) + attention == llm_device.prefill_operations(config, 40)
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * 40 * 41 / 2
+    assert sum(products) + attention == llm_device.prefill_operations(shape, 40)
     products.clear()
     runner.run(llm_device.decodes(1, 20))
-    assert sum(products) / 2 * 4 == llm_device.weight_bytes(config, 4)
+    assert sum(products) / 2 * 4 == llm_device.weight_bytes(shape, 4)
 
 
 def test_the_published_shape_has_as_many_weights_as_its_name_says() -> None:
-    config = TextConfig.of(llm_device.MODEL)
-    embeddings = config.vocab_size * config.hidden_size
-    assert round((llm_device.weight_bytes(config, 1) + embeddings) / 1e9, 1) == 8.2
+    shape = TextConfig.of(llm_device.MODEL)
+    embeddings = shape.vocab_size * shape.hidden_size
+    assert round((llm_device.weight_bytes(shape, 1) + embeddings) / 1e9, 1) == 8.2
 
 
 def test_the_tower_s_passes_are_timed_eagerly_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vit, "MIXES", {"one": [vit.Grid(1, 4, 6)], "two": [vit.Grid(1, 2, 2), vit.Grid(2, 4, 4)]})
+    monkeypatch.setattr(vit, "MIXES", {"one": [Grid(1, 4, 6)], "two": [Grid(1, 2, 2), Grid(2, 4, 4)]})
     given: dict[str, Any] = {"runs": 1, "peak": 1e9, "budgets": (32, 64), "capture": Again}
     rows = list(vit.rows(TOWER, CPU, torch.float32, ["triton", "sdpa"], **given))
     assert [row.split(" | ")[2] for row in rows] == ["triton", "triton", "sdpa", "sdpa"]
     assert ["nan" in row for row in rows] == [False, False, True, True], "torch's own attention has no graphs"
+
+
+def test_a_checkpoint_of_a_given_shape_is_loaded_by_both_services(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(real_shape.write(tmp_path / "made", TEXT, TOWER, CPU, shard=40_000))
+    assert len({info.file for info in checkpoint.tensors.values()}) > 3
+    assert load_decoder(checkpoint, torch.float32, CPU).config == text_config()
+    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    patches = torch.randn(24, 3 * 2 * 16 * 16)
+    assert tower(patches, [Grid(1, 4, 6)]).isfinite().all()
 
 
 def test_a_device_is_timed_until_it_is_done() -> None:
