@@ -87,7 +87,10 @@ class CallFrame(grpc.aio.ServerInterceptor):
         async def pump(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    try:
+                        await context.write(response)
+                    except grpc.aio.InternalError as error:  # gRPC may say this before it cancels the handler
+                        raise _CallerLeft from error
 
         async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await self._guarded(method, _read(body, read), context, pump)
@@ -116,6 +119,9 @@ class CallFrame(grpc.aio.ServerInterceptor):
             except errors.TwinlensError as error:
                 code = error.reason
                 await fail(context, error)
+            except _CallerLeft:
+                code = "CANCELLED"
+                raise asyncio.CancelledError from None
             except asyncio.CancelledError:
                 code = "CANCELLED"
                 task = asyncio.current_task()
@@ -136,6 +142,10 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 # Services look after each other twice a second, from before they have started.
                 housekeeping = method not in _TRACED and code in ("OK", "STARTING")
                 (_log.debug if housekeeping else _log.info)("call", outcome=code, seconds=seconds)
+
+
+class _CallerLeft(Exception):
+    """Nothing can be sent on a call any more."""
 
 
 def _or_raw(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
