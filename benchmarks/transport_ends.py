@@ -2,10 +2,11 @@
 
 `send` and `read` are the services' own code: the encoder's link over a store, the LLM service's stream into an arena.
 `send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without checksum,
-check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a
-size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer. Given
-a device, `send` has the rows in a pool there as well, `read-device` has them copied to a mirror there, and `read-pull`
-does the same and answers with the seconds of the copy and its checks alone.
+check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a size
+on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer. Of large
+sizes, `read-parts` has a part come by each of its `--connections`. Given a device, `send` has the rows in a pool there
+as well, `read-device` has them copied to a mirror there, and `read-pull` does the same and answers with the seconds of
+the copy and its checks alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -25,12 +27,14 @@ from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
 from common.grpc_calls import CallFrame
 from common.wire import CHUNK_BYTES, DType, RowLayout
+from encoder_service.convert import stretch
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
 from encoder_service.transports.base import Run
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
+from llm_service.encoders.parts import open_parts
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Key, MediaItem
@@ -66,7 +70,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> AsyncIterator[Any]:
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
-        run = Run(0, entry.place, 0, entry.header.tokens)
+        run = Run(0, entry.place, *stretch(request, 0, entry.header.tokens))
         transport = self._link.choose(request.accepts, request.host, run)
         async for chunk in transport.send(run, request.host):
             yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
@@ -129,7 +133,7 @@ async def _serve(server: grpc.aio.Server) -> None:
     await server.stop(None)
 
 
-async def read(address: str, *, shared: bool, device: str = "", pull_alone: bool = False) -> None:
+async def read(address: str, *, shared: bool, connections: int = 1, device: str = "", pull_alone: bool = False) -> None:
     """The LLM service's end; with a device, a rank's mirror is in this process as well."""
     keep_large_blocks()
     landing, mirrors = SharedBuffer.create("benchmark", max(SIZES)), None
@@ -137,7 +141,9 @@ async def read(address: str, *, shared: bool, device: str = "", pull_alone: bool
         from benchmarks.transport_devices import LocalMirrors
 
         mirrors = LocalMirrors(device, max(SIZES), LAYOUT)
-    settings = LinkSettings(digest=_DIGEST, layout=LAYOUT, shared_memory=shared, mirrors=mirrors)
+    settings = LinkSettings(
+        digest=_DIGEST, layout=LAYOUT, shared_memory=shared, connections=connections, mirrors=mirrors
+    )
     peer, changed = Peer(address, "", settings, Quarantine()), asyncio.Event()
     watcher = asyncio.create_task(peer.watch(changed))
     await changed.wait()
@@ -147,11 +153,16 @@ async def read(address: str, *, shared: bool, device: str = "", pull_alone: bool
 
     async def run(number: int) -> float | None:
         item = MediaItem(0, "image", Key(bytes([number]) * 32))
-        with peer.encode(item, Asking(request_id="", salt="", priority=0)) as stream:
+        asking = Asking(request_id="", salt="", priority=0)
+        with ExitStack() as first, ExitStack() as others:
+            stream = first.enter_context(peer.encode(item, asking))
             header = await stream.header()
+            parts = await open_parts(peer, item, asking, header, LAYOUT.row_bytes, others)
+            if parts is not None:
+                first.close()
             landed = 0
             target = landing.view[: header.tokens * LAYOUT.row_bytes]
-            async for count, _ in stream.rows(target, MirrorPlace(0, lambda: None)):
+            async for count, _ in (parts or stream).rows(target, MirrorPlace(0, lambda: None)):
                 landed += count
                 if landed == header.tokens:
                     break  # every row is there; what the stream still says, nobody waits for
@@ -193,10 +204,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transport_ends", description=__doc__)
     parser.add_argument(
         "end",
-        choices=("send", "send-plain", "read-shared", "read-chunks", "read-plain", "read-device", "read-pull"),
+        choices=(
+            "send",
+            "send-plain",
+            "read-shared",
+            "read-chunks",
+            "read-parts",
+            "read-plain",
+            "read-device",
+            "read-pull",
+        ),
     )
     parser.add_argument("address", nargs="?", default="", help="where the sender of a reader serves")
     parser.add_argument("--device", default="", help="where pools and mirrors are")
+    parser.add_argument("--connections", type=int, default=1, help="of read-parts")
     given = parser.parse_args()
     log.configure("error", service="benchmark")
     ends: dict[str, Callable[[], Any]] = {
@@ -204,6 +225,7 @@ def main() -> None:
         "send-plain": send_plain,
         "read-shared": lambda: read(given.address, shared=True),
         "read-chunks": lambda: read(given.address, shared=False),
+        "read-parts": lambda: read(given.address, shared=False, connections=given.connections),
         "read-device": lambda: read(given.address, shared=True, device=given.device),
         "read-pull": lambda: read(given.address, shared=True, device=given.device, pull_alone=True),
         "read-plain": lambda: read_plain(given.address),

@@ -1,9 +1,11 @@
 """`python -m benchmarks.transports`: rows from one process to another by each transport, in one run.
 
 What runs in the processes is said in `benchmarks.transport_ends`; *memcpy* is numpy's copy between two warm buffers of
-this one. The ways take turns. Beside the time stands the processors' time of both ends together, which says what a
-transfer costs a machine that is busy with other work. With a GPU (`--device`, by default the first one), *CUDA IPC* is
-the way from a pool there to a mirror there, and *the copy alone* what a rank's share of that is, checks included.
+this one. *Parts* are gRPC chunks over several connections at once. The ways take turns. Beside the time stands the
+processors' time of both ends together, which says what a transfer costs a machine that is busy with other work.
+`--round-trip-ms` puts a relay between both ends of what goes by gRPC, as if they stood far from each other. With a GPU
+(`--device`, by default the first one), *CUDA IPC* is the way from a pool there to a mirror there, and *the copy alone*
+what a rank's share of that is, checks included.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.relay import relay
 from benchmarks.transport_ends import SIZES
 from common.devices import cuda_device_count
 
-_NAMES = {"plain": "plain gRPC", "shared": "shared memory", "chunks": "gRPC chunks"}
+_NAMES = {"plain": "plain gRPC", "shared": "shared memory", "chunks": "gRPC chunks", "parts": "gRPC chunks in parts"}
+_AFAR = ("plain", "chunks", "parts")
 _DEVICE_NAMES = {"device": "CUDA IPC", "pull": "the copy alone"}
 
 
@@ -81,15 +85,20 @@ def _memcpy() -> Callable[[int], float]:
     return run
 
 
-def measure(runs: int, device: str) -> list[Way]:
-    """Every way, with `runs` rounds of each size; one more goes first, to warm up. `device` is empty for none."""
+def measure(runs: int, device: str, connections: int, round_trip: float) -> list[Way]:
+    """Every way, with `runs` rounds of each size; one more goes first, to warm up. `device` is empty for none; a
+    round trip takes so many milliseconds longer than the machine does."""
     ways = [Way("memcpy", _memcpy())]
     with ExitStack() as stack:
         ports = {end: stack.enter_context(_end(end, f"--device={device}")) for end in ("send", "send-plain")}
         for kind, name in (_NAMES | _DEVICE_NAMES if device else _NAMES).items():
             sender, port = ports["send-plain" if kind == "plain" else "send"]
+            if round_trip and kind in _AFAR:
+                port = stack.enter_context(relay(int(port), round_trip / 2e3))
             where = f"--device={device if kind in _DEVICE_NAMES else ''}"
-            reader, _ = stack.enter_context(_end(f"read-{kind}", f"127.0.0.1:{port}", where))
+            reader, _ = stack.enter_context(
+                _end(f"read-{kind}", f"127.0.0.1:{port}", where, f"--connections={connections}")
+            )
             ways.append(Way(name, _asked(reader), (sender.pid, reader.pid)))
         for number in range(len(SIZES)):
             for _ in range(runs + 1):
@@ -116,8 +125,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15, help="repetitions; the best is shown")
     first = "cuda:0" if cuda_device_count() else ""
     parser.add_argument("--device", default=first, help="where device pools are; empty: nowhere")
+    parser.add_argument("--connections", type=int, default=4, help="over which parts come")
+    parser.add_argument("--round-trip-ms", type=float, default=0.0, help="how much longer a round trip is to take")
     given = parser.parse_args()
-    _print(measure(given.runs, given.device))
+    _print(measure(given.runs, given.device, given.connections, given.round_trip_ms))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ OPTIONS = (
     # A window of four chunks from the first byte on, in place of one that is found by probing (docs/PERFORMANCE.md).
     ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share one connection
 )
 
 

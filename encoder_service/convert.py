@@ -45,20 +45,26 @@ def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
 
 
 def check_lists(request: encoder_pb2.EncodeRequest) -> None:
-    """Raises InvalidInput unless there is a first row for each item, or for none, and few of everything else."""
+    """Raises InvalidInput unless there are first and end rows for each item, or for none, and few of everything else."""
     for given, field in ((request.accepts, "accepts"), (request.host.gpu_uuids, "host.gpu_uuids")):
         if len(given) > _MOST_WAYS:
             raise InvalidInput(f"{field} may hold {_MOST_WAYS}", reason="TOO_MANY_TRANSPORTS", field=field)
     if len(request.first_rows) not in (0, len(request.items)):
         raise InvalidInput("there must be one first row for each item", reason="BAD_FIRST_ROW", field="first_rows")
+    if len(request.end_rows) not in (0, len(request.items)):
+        raise InvalidInput("there must be one end row for each item", reason="BAD_END_ROW", field="end_rows")
 
 
-def first_row(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> int:
-    """The first row of an item that the caller wants; raises InvalidInput for one that the item does not have."""
+def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tuple[int, int]:
+    """The first row of an item that the caller wants, and the one before which to stop; raises InvalidInput where the
+    item has no such stretch."""
     first = request.first_rows[index] if request.first_rows else 0
     if not 0 <= first <= tokens:
         raise InvalidInput("the item has no such row", reason="BAD_FIRST_ROW", field=f"first_rows[{index}]")
-    return first
+    end = (request.end_rows[index] if request.end_rows else 0) or tokens
+    if not first <= end <= tokens:
+        raise InvalidInput("the item's rows cannot end there", reason="BAD_END_ROW", field=f"end_rows[{index}]")
+    return first, end
 
 
 def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:

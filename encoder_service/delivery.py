@@ -72,16 +72,16 @@ class Delivery:
         yield encoder_pb2.EncodeResponse(done=done)
 
     async def _rows(self, ticket: Ticket, tokens: int) -> Events:
-        """Every row that the caller lacks; the first ones while a worker may still be computing the last."""
-        at = convert.first_row(self._request, self._index, tokens)
+        """Every row that the caller wants; the first ones while a worker may still be computing the last."""
+        at, end = convert.stretch(self._request, self._index, tokens)
         spans: list[tuple[str, float, float]] = []
-        while at < tokens:
+        while at < end:
             async with aclosing(self._waiting(ticket.more(at), ticket)) as events:
                 async for event in events:
                     yield event
             if (place := ticket.place) is None:  # the rest has failed since
                 continue
-            run, started = Run(self._index, place, at, ticket.landed), time.perf_counter()
+            run, started = Run(self._index, place, at, min(end, ticket.landed)), time.perf_counter()
             async with aclosing(self._sent(run)) as messages:
                 async for message in messages:
                     yield message

@@ -136,6 +136,9 @@ class LlmConfig(ServerConfig):
     encoder_wait_seconds: float = option(
         5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
     )
+    encoder_connections: int = option(
+        1, "connections to each encoder; with several, a large item's rows come over all of them", minimum=1, maximum=16
+    )
     shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
     local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")

@@ -131,6 +131,7 @@ def _link_settings(config: LlmConfig, digest: str, layout: RowLayout, mirrors: M
         security=config.link(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,
+        connections=config.encoder_connections,
         shared_memory=config.shared_memory,
         local_dir=config.local_dir,
         mirrors=mirrors,

@@ -20,6 +20,7 @@ from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.identity import Identity
 from llm_service.encoders.known import Known, KnownHeaders
 from llm_service.encoders.line import Place
+from llm_service.encoders.parts import Parts, open_parts
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
@@ -81,7 +82,7 @@ class Fetch:
         self._refusal: Exhausted | None = None
         self._failures = 0
         self._peer: Peer | None = None
-        self._stream: EncodeStream | None = None
+        self._stream: EncodeStream | Parts | None = None
         self._opened = 0.0
         self._holds = ExitStack()
         self._place = Place(links.pool.line, request.priority)
@@ -115,6 +116,7 @@ class Fetch:
         async def receive() -> None:
             if self._stream is None:
                 await self._open(entry.landed)
+            await self._part(entry.landed, store.layout.row_bytes)
             assert self._stream is not None
             began = time.perf_counter()
             try:
@@ -175,6 +177,17 @@ class Fetch:
         self._compare(header)
         self.header = header
         links.known.remember(self._names(header), header, self._salt, affinity)
+
+    async def _part(self, first: int, row_bytes: int) -> None:
+        """Has several streams bring the rows from `first` on in place of the one that is open, where that is better."""
+        assert self._peer is not None
+        assert self.header is not None
+        with ExitStack() as parts:
+            asking = dataclasses.replace(self._asking, first=first, broke=self._failures > 0)
+            opened = await open_parts(self._peer, self.item, asking, self.header, row_bytes, parts)
+            if opened is not None:
+                self._holds.close()
+                self._stream, self._holds = opened, parts.pop_all()
 
     def _names(self, header: MediaHeader) -> set[bytes]:
         """What the header is to be known by: its key, and what the item is recalled by, if that says the same."""

@@ -84,10 +84,11 @@ class Place:
         self._passing: asyncio.TimerHandle | None = None
 
     async def wait(self, encoders: Callable[[], Sequence[MayBeFull]], until: float) -> None:
-        """Returns when one of the encoders may have room and nobody is before this item, which is mostly at once; raises
-        TimeoutError at `until`, in monotonic seconds.
+        """Returns when one of the encoders may have room and nobody is before this item, which is mostly at once.
 
-        Who is refused again waits again, and is still the first.
+               Raises TimeoutError at `until`, in monotonic seconds.
+        Who is refused again waits again, and is
+               still the first.
         """
         line = self._line
         self._stop_passing()

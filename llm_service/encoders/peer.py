@@ -12,13 +12,14 @@ from typing import Any
 
 import grpc
 
-from common import log, tracing
-from common.grpc_channel import ChannelSecurity, open_channel
+from common import log
+from common.grpc_channel import ChannelSecurity
 from common.wire import RowLayout
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.convert import media_message
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
-from llm_service.encoders.stream import Call, EncodeStream, read_event
+from llm_service.encoders.lanes import Lanes
+from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.inline import Inline
@@ -26,14 +27,12 @@ from llm_service.encoders.transports.shared_memory import Region
 from llm_service.engine.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
-from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
 _MAP_AGAIN_SECONDS = 30.0
 """From one try to share an encoder's memory to the next: on another host it cannot work, and where descriptors or
 threads were short for a moment, on either side, it does later."""
-_ENCODE = "/twinlens.v1.EncoderService/Encode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,8 @@ class LinkSettings:
     """How this service deals with encoders.
 
     `digest` is what theirs must be; `timeout` bounds a stream and `silence` the time between its events, in seconds;
-    `local_dir` is the folder of local sockets that are files. `mirrors` are those that ranks keep of the row arena.
+    `connections` is how many there are to each; `local_dir` is the folder of local sockets that are files. `mirrors`
+    are those that ranks keep of the row arena.
     """
 
     digest: str
@@ -49,6 +49,7 @@ class LinkSettings:
     security: ChannelSecurity = field(default_factory=ChannelSecurity)
     timeout: float = 120.0
     silence: float = 2.5
+    connections: int = 1
     shared_memory: bool = True
     local_dir: str = ""
     mirrors: Mirrors | None = None
@@ -56,13 +57,14 @@ class LinkSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What is told to an encoder with an item: whose it is, from which row on it is wanted, and how often before. After
-    a stream of the item `broke`, not every way is tried."""
+    """What is told to an encoder with an item: whose it is, from which row on it is wanted and before which one to stop
+    (0: none), and how often before. After a stream of the item `broke`, not every way is tried."""
 
     request_id: str
     salt: str
     priority: int
     first: int = 0
+    end: int = 0
     attempt: int = 0
     broke: bool = False
 
@@ -96,13 +98,7 @@ class Peer:
         self._on_room = on_room
         self._inline = Inline(settings.layout.dtype)
         self._metadata = settings.security.metadata
-        self._channel = open_channel(address, settings.security, name=name)
-        self._stub = EncoderServiceStub(self._channel)
-        self._encode = self._channel.unary_stream(
-            _ENCODE,
-            request_serializer=encoder_pb2.EncodeRequest.SerializeToString,
-            response_deserializer=read_event,
-        )
+        self._lanes = Lanes(address, name, settings.security, settings.connections)
 
     @property
     def usable(self) -> bool:
@@ -138,10 +134,10 @@ class Peer:
     async def _check(self) -> Verdict:
         began = time.monotonic()
         try:
-            info: Any = await self._stub.GetInfo(
+            info: Any = await self._lanes.stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
-            load: Any = await self._stub.GetLoad(
+            load: Any = await self._lanes.stub.GetLoad(
                 encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
@@ -221,6 +217,11 @@ class Peer:
             return [self.region, self._inline]
         return [self.device, self.region, self._inline]
 
+    @property
+    def most_parts(self) -> int:
+        """By how many streams at a time an item's rows may come; where memory is shared, one is enough."""
+        return len(self._lanes) if self.region is None else 1
+
     @contextmanager
     def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
@@ -233,34 +234,35 @@ class Peer:
             priority=asking.priority,
             accepts=[transport.number for transport in transports],
             first_rows=[asking.first] if asking.first else [],
+            end_rows=[asking.end] if asking.end else [],
             attempt=asking.attempt,
             digest=settings.digest,
         )
         for transport in transports:
             transport.prove(request.host)
-        call: Call = self._encode(request, timeout=settings.timeout, metadata=(*self._metadata, *tracing.outgoing()))
-        stream = EncodeStream(
-            call,
-            transports,
-            settings.layout,
-            field=item.field,
-            first=asking.first,
-            silence=settings.silence,
-            on_event=self.health.hear,
-        )
-        self._streams.add(stream)
-        self._openings -= 1
-        try:
-            yield stream
-        finally:
-            self._streams.discard(stream)
-            call.cancel()
-            self._openings += 1
-            self._on_room()
+        with self._lanes.encode(request, settings.timeout) as call:
+            stream = EncodeStream(
+                call,
+                transports,
+                settings.layout,
+                field=item.field,
+                first=asking.first,
+                end=asking.end,
+                silence=settings.silence,
+                on_event=self.health.hear,
+            )
+            self._streams.add(stream)
+            self._openings -= 1
+            try:
+                yield stream
+            finally:
+                self._streams.discard(stream)
+                self._openings += 1
+                self._on_room()
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the channel; calls under way have `grace` seconds to end."""
+        """Closes the connections; calls under way have `grace` seconds to end."""
         try:
-            await self._channel.close(grace)
+            await self._lanes.close(grace)
         finally:
             self._unmap()

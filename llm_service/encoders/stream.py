@@ -38,8 +38,10 @@ def read_event(message: bytes) -> Event:
 
 
 class EncodeStream:
-    """An item's stream from row `first` on, which its opener closes. `silence` seconds without an event end it: an
-    encoder that is merely busy says every second that it is. `on_event` is called for each event.
+    """An item's stream from row `first` on, to the one before `end` where that is not 0; its opener closes it.
+
+    `silence` seconds without an event end it: an encoder that is merely busy says every second that it is. `on_event`
+    is called for each event.
 
     `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute. After
     the last row, `timings` holds the encoder's own seconds by stage.
@@ -53,6 +55,7 @@ class EncodeStream:
         *,
         field: str,
         first: int,
+        end: int = 0,
         silence: float,
         on_event: Callable[[], None] = lambda: None,
     ) -> None:
@@ -61,6 +64,7 @@ class EncodeStream:
         self._layout = layout
         self._field = field
         self._first = first
+        self._end = end
         self._silence = silence
         self._on_event = on_event
         self.heard = False
@@ -86,18 +90,18 @@ class EncodeStream:
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
-        """Brings the rest of an item's rows to `target`, which has room for all of them, or to their place in the
-        ranks' mirrors; yields how many more are there, and the number of the transport that brought them.
+        """Brings the stream's rows to their place in `target`, which has room for all of the item's, or in the ranks'
+        mirrors; yields how many more are there, and the number of the transport that brought them.
 
         Runs must come in order and without a gap. Raises DataLoss for any that is not as it was announced.
         """
         size = self._layout.row_bytes
-        expected, total = self._first, len(target) // size
+        expected, end = self._first, self._end or len(target) // size
         async with aclosing(self._events()) as events:
             async for event in events:
                 if (run := _run(event)) is None:
                     continue
-                if run.first != expected or run.count < 1 or run.first + run.count > total:
+                if run.first != expected or run.count < 1 or run.first + run.count > end:
                     raise DataLoss("rows came out of order, or more of them than the header said")
                 place = target[run.first * size : (run.first + run.count) * size]
                 if mirror is not None:
@@ -109,7 +113,7 @@ class EncodeStream:
                         landed += piece
                         yield whole, transport.number
                 expected += run.count
-        if expected != total:
+        if expected != end:
             raise Unavailable("the encoder ended the stream before the last row")
 
     def _transport(self, run: Run) -> Transport:

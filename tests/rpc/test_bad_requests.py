@@ -134,6 +134,8 @@ CALLS = {
     "a flood of transports": ({"accepts": [1] * 1_000_000}, INVALID_ARGUMENT),
     "a flood of GPUs": ({"host": encoder_pb2.HostProof(gpu_uuids=["x"] * 100_000)}, INVALID_ARGUMENT),
     "a flood of first rows": ({"first_rows": [0] * 1_000_000}, INVALID_ARGUMENT),
+    "too many end rows": ({"end_rows": [0, 0]}, INVALID_ARGUMENT),
+    "a flood of end rows": ({"end_rows": [0] * 1_000_000}, INVALID_ARGUMENT),
     "transports that are not offered": ({"accepts": [3]}, grpc.StatusCode.FAILED_PRECONDITION),
     "transports that are not known": ({"accepts": [77]}, grpc.StatusCode.FAILED_PRECONDITION),
 }

@@ -72,6 +72,26 @@ def test_rows_are_sent_from_the_first_that_is_wanted(qwen3: Pair) -> None:
     assert refused.status.reason == "BAD_FIRST_ROW"
 
 
+def test_rows_are_sent_up_to_the_one_that_is_named(qwen3: Pair) -> None:
+    item = image(pictures.encoded(pictures.noise(96, 128, 9_981)))
+
+    def events(first: int, end: int) -> list[v1.EncodeResponse]:
+        return list(qwen3.media.encode(v1.EncodeRequest(items=[item], first_rows=[first], end_rows=[end])))
+
+    def rows(first: int, end: int) -> list[tuple[int, int, bytes]]:
+        found = [event.rows for event in events(first, end) if event.HasField("rows")]
+        return [(each.first_row, each.count, each.data) for each in found]
+
+    ((_, count, data),) = rows(0, 0)
+    assert rows(0, count) == [(0, count, data)]
+    size = len(data) // count
+    assert rows(2, 5) == [(2, 3, data[2 * size : 5 * size])]
+    assert rows(5, 5) == []
+    assert events(5, 5)[-1].HasField("done")
+    for first, end in ((5, 4), (0, count + 1), (0, -1)):
+        assert events(first, end)[-1].error.status.reason == "BAD_END_ROW"
+
+
 def test_another_encoder_than_the_one_that_is_meant_gives_nothing(qwen3: Pair) -> None:
     item = image(pictures.encoded(pictures.noise(96, 128, 9_985)))
     meant = v1.EncodeRequest(items=[item], digest=qwen3.media.get_info().digest)

@@ -6,17 +6,24 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from common.wire import DType, RowLayout
+from llm_service.encoders import parts
+from llm_service.encoders.landing import Landing
+from llm_service.encoders.peer import LinkSettings
+from llm_service.encoders.pool import EncoderPool
+from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
+from llm_service.rows import RowStore
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
 from tests.scrape import scrape
 from tests.waiting import until
-from twinlens import EncoderClient, LlmClient, user, v1
+from twinlens import EncoderClient, LlmClient, image, user, v1
 
 FILES = [pictures.encoded(pictures.noise(96, 64 + 32 * n, 9_000 + n)) for n in range(4)]
 
@@ -54,6 +61,41 @@ def test_on_one_host_rows_are_read_from_shared_memory_and_the_tokens_are_the_sam
         assert inline.text.get_load().rows_shared == 0
         assert received(inline.llm) == {"inline": load.rows_received, "shared_memory": 0, "cuda_ipc": 0}
         assert set(by_transport(inline.media)) == {v1.TRANSPORT_INLINE}
+
+
+async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(
+    inline: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the LLM service's own link in this process, for which 16 rows are large: new to the encoder, then not."""
+    file, info = pictures.encoded(pictures.noise(256, 256, 9_050)), inline.media.get_info()
+    layout = RowLayout(info.levels, info.width, DType.FLOAT32)
+    monkeypatch.setattr(parts, "_LEAST_BYTES", 16 * layout.row_bytes)
+    settings = LinkSettings(digest=info.digest, layout=layout, shared_memory=False, connections=3)
+    pool = EncoderPool([inline.encoder.address], settings)
+    with closing(RowStore(64 * layout.row_bytes, layout)) as store:
+        await pool.start()
+        try:
+            landing, before = Landing(pool, store, 5.0), inline.media.get_load()
+            item = MediaItem(0, "image", Encoded(file), field="picture")
+            wanted = Request("parts", TextPrompt("x"), (item,), Sampling(max_tokens=1))
+            brought = []
+            for _ in range(2):
+                (entry,) = await landing.acquire(await landing.introduce(wanted))
+                assert entry.filler is not None
+                await entry.filler
+                assert entry.error is None
+                brought.append(bytes(store.place(entry)))
+                landing.release(entry)
+                store.flush()
+        finally:
+            await pool.stop()
+    sent = [
+        event.rows for event in inline.media.encode(v1.EncodeRequest(items=[image(file)])) if event.HasField("rows")
+    ]
+    assert brought == [b"".join(rows.data for rows in sent)] * 2
+    after = inline.media.get_load()
+    assert after.vit_calls == before.vit_calls + 1
+    assert after.store_hits - before.store_hits == 2 * 3 + 1 + 1, "not every part was asked for by itself"
 
 
 def test_an_encoder_that_offers_no_memory_sends_rows_inline(checkpoint: Path, inline: Pair) -> None:

@@ -20,7 +20,7 @@ TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_CUDA_IPC: Transport
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt", "digest")
+    __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt", "digest", "end_rows")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class EncodeRequest(_message.Message):
     FIRST_ROWS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    END_ROWS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     items: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
     cache_salt: str
@@ -41,7 +42,8 @@ class EncodeRequest(_message.Message):
     first_rows: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
     digest: str
-    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    end_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., end_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HostProof(_message.Message):
     __slots__ = ("boot_id", "namespace", "gpu_uuids", "grant")

@@ -185,7 +185,7 @@ def request(*files: bytes, deadline: float | None = None, salt: str = "salt") ->
 
 @asynccontextmanager
 async def bench(
-    *encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0, patience: float = 1.0
+    *encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0, patience: float = 1.0, connections: int = 1
 ) -> AsyncIterator[Bench]:
     """Starts servers for the encoders; asserts at the end that no call and no place was left."""
     async with AsyncExitStack() as stack:
@@ -198,7 +198,7 @@ async def bench(
             stack.push_async_callback(server.stop, None)
         store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(store.close)
-        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0, silence=silence)
+        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0, silence=silence, connections=connections)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)

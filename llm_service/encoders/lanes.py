@@ -1,0 +1,66 @@
+"""The connections to one encoder: calls about itself go over the first, streams over the one that has the fewest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common import tracing
+from common.grpc_channel import ChannelSecurity, open_channel
+from llm_service.encoders.stream import Call, Event, read_event
+from twinlens.v1 import encoder_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
+
+_ENCODE = "/twinlens.v1.EncoderService/Encode"
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One connection, and how many streams are open on it."""
+
+    channel: grpc.aio.Channel
+    encode: grpc.aio.UnaryStreamMultiCallable[encoder_pb2.EncodeRequest, Event]
+    open: int = 0
+
+
+class Lanes:
+    """At least one long-lived connection to the encoder at `address`, whose certificate must have `name`.
+
+    Raises OSError where the files of a certificate cannot be read.
+    """
+
+    def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
+        self._metadata = security.metadata
+        self._lanes = [_lane(open_channel(address, security, name=name)) for _ in range(count)]
+        self.stub = EncoderServiceStub(self._lanes[0].channel)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    @contextmanager
+    def encode(self, request: encoder_pb2.EncodeRequest, timeout: float) -> Iterator[Call]:
+        """Opens a stream, with `timeout` in seconds; it is cancelled when the block is left early."""
+        lane = min(self._lanes, key=lambda lane: lane.open)
+        call: Call = lane.encode(request, timeout=timeout, metadata=(*self._metadata, *tracing.outgoing()))
+        lane.open += 1
+        try:
+            yield call
+        finally:
+            lane.open -= 1
+            call.cancel()
+
+    async def close(self, grace: float | None) -> None:
+        """Closes all connections; calls under way have `grace` seconds to end."""
+        await asyncio.gather(*(lane.channel.close(grace) for lane in self._lanes))
+
+
+def _lane(channel: grpc.aio.Channel) -> _Lane:
+    encode: Any = channel.unary_stream(
+        _ENCODE, request_serializer=encoder_pb2.EncodeRequest.SerializeToString, response_deserializer=read_event
+    )
+    return _Lane(channel, encode)

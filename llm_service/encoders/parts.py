@@ -1,0 +1,118 @@
+"""An item's rows over several streams at the same time, each of which brings a stretch of them.
+
+It is for links on which one connection is the bottleneck: whose round trips are long for its window, or which are
+faster than one connection is served. Elsewhere parts take as long as one stream, or longer (docs/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from itertools import pairwise
+
+from common.errors import TwinlensError
+from llm_service.encoders.peer import Asking, Peer
+from llm_service.encoders.stream import EncodeStream
+from llm_service.encoders.transports.base import MirrorPlace
+from llm_service.request import Key, MediaHeader, MediaItem
+
+_LEAST_BYTES = 8 << 20
+"""Of a part; below it, opening one more stream takes longer than it can save."""
+
+
+class Parts:
+    """Streams of one item whose stretches follow each other; it has what `EncodeStream` has for who reads rows."""
+
+    def __init__(self, streams: Sequence[EncodeStream], stretches: Sequence[tuple[int, int]]) -> None:
+        self._streams = streams
+        self._lengths = [end - first for first, end in stretches]
+
+    @property
+    def heard(self) -> bool:
+        """Whether the encoder has begun on the item."""
+        return any(stream.heard for stream in self._streams)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """After the last row, the encoder's own seconds by stage, of the slowest stream for each."""
+        stages = {stage for stream in self._streams for stage in stream.timings}
+        return {stage: max(stream.timings.get(stage, 0.0) for stream in self._streams) for stage in stages}
+
+    async def rows(
+        self, target: memoryview, mirror: MirrorPlace | None = None
+    ) -> AsyncGenerator[tuple[int, int], None]:
+        """As `EncodeStream.rows`: what is yielded counts rows without a gap, whatever has landed behind them."""
+        news: asyncio.Queue[tuple[int, int, int] | None] = asyncio.Queue()
+
+        async def read(part: int) -> None:
+            try:
+                async with aclosing(self._streams[part].rows(target, mirror)) as runs:
+                    async for rows, transport in runs:
+                        news.put_nowait((part, rows, transport))
+            finally:
+                news.put_nowait(None)
+
+        readers = [asyncio.create_task(read(part), name="read a part") for part in range(len(self._streams))]
+        landed, told = [0] * len(readers), 0
+        try:
+            for _ in readers:
+                while (each := await news.get()) is not None:
+                    part, rows, transport = each
+                    landed[part] += rows
+                    if more := self._without_gap(landed) - told:
+                        told += more
+                        yield more, transport
+                for ended in filter(asyncio.Task.done, readers):
+                    ended.result()
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    def _without_gap(self, landed: Sequence[int]) -> int:
+        """How many rows have landed before the first one that has not."""
+        whole = 0
+        for rows, length in zip(landed, self._lengths, strict=True):
+            whole += rows
+            if rows < length:
+                break
+        return whole
+
+
+async def open_parts(
+    peer: Peer, item: MediaItem, asking: Asking, header: MediaHeader, row_bytes: int, holds: ExitStack
+) -> Parts | None:
+    """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them.
+
+    They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
+    have the key. Whatever they fail with, that stream can still bring all rows.
+    """
+    stretches = _stretches(asking.first, header.tokens, row_bytes, peer.most_parts)
+    if len(stretches) < 2:
+        return None
+    by_key = dataclasses.replace(item, source=Key(header.key))
+    with ExitStack() as opened:
+        streams = [
+            opened.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
+            for first, end in stretches
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                found = [group.create_task(stream.header()) for stream in streams]
+        except ExceptionGroup as failures:
+            if failures.split(TwinlensError)[1] is not None:
+                raise
+            return None
+        if any(each.result().tokens != header.tokens for each in found):
+            return None
+        holds.push(opened.pop_all())
+    return Parts(streams, stretches)
+
+
+def _stretches(first: int, tokens: int, row_bytes: int, most: int) -> list[tuple[int, int]]:
+    """Rows [first, tokens) in at most so many parts, each as its first row and its end."""
+    missing = tokens - first
+    count = max(1, min(missing * row_bytes // _LEAST_BYTES, most))
+    return list(pairwise(first + missing * part // count for part in range(count + 1)))
