@@ -18,7 +18,8 @@ from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.item import Inspection, Options
-from encoder_service.media import decoder, geometry
+from encoder_service.media import geometry
+from encoder_service.media import processes as module
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.messages import Inspect
 from tests import pictures
@@ -117,7 +118,7 @@ async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(
             with pytest.raises(InvalidInput) as refused:
                 await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
-        assert decoders.restarts == 2
+        assert decoders.processes.restarts == 2
         for pid in processes():
             os.kill(pid, signal.SIGCONT)
         assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
@@ -128,22 +129,22 @@ async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         for pid in processes():
             os.kill(pid, signal.SIGKILL)
-        await asyncio.gather(*(child.process.wait() for child in decoders._children))
+        await asyncio.gather(*(child.process.wait() for child in decoders.processes.children))
         async with asyncio.timeout(60):
-            while not all(child.has_ended for child in decoders._children):
+            while not all(child.has_ended for child in decoders.processes.children):
                 await turns(1)
             assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
-        assert decoders.restarts == 3
+        assert decoders.processes.restarts == 3
 
 
 async def test_where_no_process_can_be_started_jobs_are_told_at_once_until_one_can(monkeypatch):
-    monkeypatch.setattr(decoder, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.0)
     async with pool() as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         able = asyncio.Event()
-        monkeypatch.setattr(decoders, "_on_change", lambda: able.set() if decoders.able else able.clear())
+        monkeypatch.setattr(decoders.processes, "_on_change", lambda: able.set() if decoders.able else able.clear())
         with monkeypatch.context() as patched:
-            patched.setattr(decoder, "MODULE", "encoder_service.no_such_module")
+            patched.setattr(module, "MODULE", "encoder_service.no_such_module")
             (pid,) = processes()
             os.kill(pid, signal.SIGKILL)
             jobs = (decoders.inspect(data, key=b"x", video=False, field="x") for _ in range(3))
@@ -219,7 +220,7 @@ async def test_a_job_that_takes_too_long_is_the_media_s_fault():
 async def test_an_answer_that_came_while_the_service_stood_still_is_in_time():
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        (child,) = decoders._children
+        (child,) = decoders.processes.children
         os.kill(child.process.pid, signal.SIGSTOP)  # or the answer might be here, and read, before we stand still
         job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
         await turns()
@@ -256,13 +257,13 @@ async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_
         (pid,) = processes()
         os.kill(pid, signal.SIGKILL)
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", video=True, field="x")
-        assert decoders.restarts == 1
+        assert decoders.processes.restarts == 1
 
 
 async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_meanwhile(monkeypatch):
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        (child,) = decoders._children
+        (child,) = decoders.processes.children
         ending, go_on, stop = asyncio.Event(), asyncio.Event(), child.stop
 
         async def slow_stop(grace: float) -> None:
@@ -282,7 +283,7 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
         with pytest.raises(asyncio.CancelledError):
             await job
         async with asyncio.timeout(60):
-            await decoders._idle.get(b"x")
+            await decoders.processes.take(b"x")
 
 
 async def test_a_process_that_hangs_at_its_start_is_ended(monkeypatch):
@@ -295,16 +296,16 @@ async def test_a_process_that_hangs_at_its_start_is_ended(monkeypatch):
             return started[0]
 
         monkeypatch.setattr(Child, "start", frozen)
-        monkeypatch.setattr(decoders, "_start_seconds", 0.05)
+        monkeypatch.setattr(decoders.processes, "_start_seconds", 0.05)
         with pytest.raises(ChildDied, match=r"within 0\.05 seconds"):
-            await decoders._add()
+            await decoders.processes.add()
         assert started[0].process.returncode is not None
-        assert len(decoders._children) == 1
+        assert len(decoders.processes.children) == 1
 
 
 async def test_a_process_that_does_not_start_is_not_kept(monkeypatch):
     async with pool() as (decoders, _, _stage):
-        monkeypatch.setattr(decoder, "MODULE", "encoder_service.no_such_module")
+        monkeypatch.setattr(module, "MODULE", "encoder_service.no_such_module")
         with pytest.raises(ChildDied):
-            await decoders._add()
-        assert len(decoders._children) == 1
+            await decoders.processes.add()
+        assert len(decoders.processes.children) == 1

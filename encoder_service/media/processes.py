@@ -1,0 +1,144 @@
+"""The decode processes: which are free, and another one for each that ends. What they do is `decoder`'s business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from common import log, tasks
+from common.errors import TwinlensError, Unavailable
+from common.processes import Child, ChildDied
+from encoder_service.media.messages import Begin, FromDecoder, Ready
+from encoder_service.media.turns import Idle
+
+MODULE = "encoder_service.media"
+_LONGEST_PAUSE = 30.0
+
+_log = log.get("decode processes")
+
+
+class DecodeProcesses:
+    """`count` processes that inherit the descriptor `fd` and are told to `begin`; each is ready within `start_seconds`.
+    `start` and `stop` are their owner's.
+
+    One that is gone is replaced. Where that has failed for all of them, they are not `able`: who wants one is told so
+    at once, until one is there again. `on_change` is called whenever that may have changed.
+    """
+
+    def __init__(
+        self, fd: int, begin: Begin, count: int, *, start_seconds: float, on_change: Callable[[], None]
+    ) -> None:
+        self._fd = fd
+        self._begin = begin
+        self._count = count
+        self._start_seconds = start_seconds
+        self._on_change = on_change
+        self._idle = Idle()
+        self._missing: set[Child[FromDecoder]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.children: set[Child[FromDecoder]] = set()
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Starts every process; raises ChildDied where one cannot start."""
+        await asyncio.gather(*(self.add() for _ in range(self._count)))
+
+    async def stop(self) -> None:
+        """Ends every process and waits until they are gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(child.stop(grace=1.0) for child in self.children))
+        self.children.clear()
+
+    @property
+    def able(self) -> bool:
+        """A process is there, or is being started and may well be soon."""
+        return len(self._missing) < self._count
+
+    async def take(self, key: bytes) -> Child[FromDecoder]:
+        """An idle process, best the one that has the video of this key open. Raises Unavailable where there is none.
+
+        Those that have ended without a job are replaced: no media is to blame. Whoever takes one gives it back with
+        `put` or `replace`.
+        """
+        while self.able:
+            if not (child := await self._idle.get(key)).has_ended:
+                return child
+            await self.replace(child)
+        raise _no_decoder()
+
+    def put(self, child: Child[FromDecoder]) -> None:
+        """A process has done its job."""
+        self._idle.put(child)
+
+    def opened(self, child: Child[FromDecoder], key: bytes) -> None:
+        """A process now has this video open; with an empty key, none that is worth waiting for."""
+        self._idle.opened(child, key)
+
+    async def replace(self, child: Child[FromDecoder], *asked: asyncio.Future[FromDecoder]) -> None:
+        """Kills a process, of which an answer may have been `asked`, and has another take its place; returns when it is
+        gone, even if the caller is cancelled."""
+        child.kill()
+        self._idle.opened(child, b"")
+        self.restarts += 1
+        await tasks.outlast(self._keep(self._bury(child, *asked)))
+
+    async def add(self) -> None:
+        """Starts a process. Raises ChildDied where it cannot work, or says nothing, and OSError where none can be had."""
+        child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._fd,), exposed=True)
+        self.children.add(child)
+        child.send(self._begin)
+        try:
+            await self._ready(child)
+        except ChildDied:
+            child.kill()
+            await child.stop(grace=1.0)
+            self.children.discard(child)
+            raise
+        self._idle.put(child)
+
+    async def _bury(self, child: Child[FromDecoder], *asked: asyncio.Future[FromDecoder]) -> None:
+        await asyncio.gather(*asked, return_exceptions=True)
+        await child.stop(grace=1.0)
+        self.children.discard(child)
+        self._keep(self._revive(child))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = tasks.start(work, "decode process")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _revive(self, gone: Child[FromDecoder]) -> None:
+        """Has another process take the place of one that is gone, as soon as one can be started."""
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+            try:
+                await self.add()
+            except (ChildDied, OSError) as error:
+                _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
+                self._missing.add(gone)
+                if not self.able:
+                    self._idle.fail(_no_decoder())
+                self._on_change()
+            else:
+                self._missing.discard(gone)
+                self._on_change()
+                return
+
+    async def _ready(self, child: Child[FromDecoder]) -> None:
+        """Returns when a process can work; raises ChildDied where it cannot, or says nothing."""
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                if not isinstance(await child.receive(), Ready):
+                    raise ChildDied("a decode process did not start")
+        except TimeoutError:
+            raise ChildDied(f"a decode process has not started within {self._start_seconds:g} seconds") from None
+
+
+def _no_decoder() -> TwinlensError:
+    return Unavailable("no decode process of the encoder is alive; one is being started", reason="NO_DECODER")
