@@ -86,7 +86,7 @@ class DecodeProcesses:
         await tasks.outlast(self._keep(self._bury(child, *asked)))
 
     async def add(self) -> None:
-        """Starts a process. Raises ChildDied where it cannot work, or says nothing, and OSError where none can be had."""
+        """Starts a process; raises ChildDied where it cannot work or says nothing, OSError where none can be had."""
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._fd,), exposed=True)
         self.children.add(child)
         child.send(self._begin)
