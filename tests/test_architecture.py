@@ -54,6 +54,7 @@ UNSAFE_MODULES = {
     "multiprocessing",
 }
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load"}
+UNSAFE_ENDINGS = ("_object", "_object_list")  # collectives that pickle, such as dist.broadcast_object_list
 UNSAFE_FLAGS = {"allow_pickle", "trust_remote_code"}
 
 
@@ -162,7 +163,7 @@ def _unsafe_calls(module: Module) -> list[str]:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             flags = {keyword.arg for keyword in node.keywords if not _is_false(keyword.value)}
-            if name in UNSAFE_CALLS or flags & UNSAFE_FLAGS:
+            if name in UNSAFE_CALLS or name.endswith(UNSAFE_ENDINGS) or flags & UNSAFE_FLAGS:
                 found.append(f"{module.name}:{node.lineno} {name}")
     return found
 
@@ -235,6 +236,7 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (nothing_unsafe, {"common/a": "from multiprocessing import Queue"}),
         (nothing_unsafe, {"common/a": "x = torch.load(path)"}),
         (nothing_unsafe, {"common/a": "eval(text)"}),
+        (nothing_unsafe, {"llm_service/worker/a": "dist.broadcast_object_list([plan], 0)"}),
         (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=flag)"}),
     ],
 )

@@ -145,10 +145,15 @@ class Scheduler:
         for sequence, count in choice.work.items():
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
+        if self._matching:
+            self._fail_dead_ends(step)
+        return step, started
+
+    def _fail_dead_ends(self, step: Step) -> None:
+        """They are in the step, whose tokens for them are dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
             if not sequence.over and (error := dead_end(sequence, draw)):
-                self._fail(sequence.id, error)  # it is in the step, whose token for it is dropped
-        return step, started
+                self._fail(sequence.id, error)
 
     def _announce(self, sequence: Sequence) -> Started | None:
         if sequence.started:

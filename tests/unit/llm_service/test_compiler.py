@@ -70,6 +70,17 @@ async def test_a_refusal_for_time_alone_does_not_last(compiler: Compiler, monkey
     assert await compiler.grammar(structure)
 
 
+async def test_no_more_answers_are_remembered_than_the_bound(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llm_service.grammar.compiler._REMEMBERED", 3)
+    asked = [Structure("regex", f"{letter}+") for letter in "abcdef"]
+    for structure in asked:
+        await compiler.grammar(structure)
+    assert list(compiler._known) == asked[-3:]
+    assert await compiler.grammar(asked[0]), "one that was forgotten is compiled again"
+
+
 async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compiler) -> None:
     for pattern in ("x+", "y+", "z+"):
         leaving = asyncio.create_task(compiler.grammar(Structure("regex", pattern)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash
@@ -50,6 +51,36 @@ def test_half_precision(name: str) -> None:
     """The interpreter has no products in bfloat16: those are tried on a GPU."""
     shape = shape_of()
     Case.random(shape, (1, 1, 70), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (40,), (1, 20)])
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_no_step_copies_more_of_the_cache_than_its_own_sequences_and_numba_decodes_copy_nothing(
+    name: str, counts: tuple[int, ...]
+) -> None:
+    shape = replace(shape_of(), blocks=4000)
+    case = Case.random(shape, counts, torch.float32, 3)
+    query, key, value = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    batch = choose(name, shape, torch.float32, CPU).batch(case.chunks)
+    read = [chunk for chunk in case.chunks if name == "torch" or chunk.count > 1]
+    longest = max((chunk.context + chunk.count for chunk in read), default=0)
+    with Made() as made:
+        batch.attend(query, key, value, case.cache[0])
+    assert made.largest <= max(query.numel(), longest * shape.heads * shape.head_dim)
+
+
+class Made(TorchDispatchMode):
+    """Watches the sizes of what torch computes: `largest` tensor, in elements, that is a view of nothing else."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for each in out if isinstance(out, tuple) else (out,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, each.numel())
+        return out
 
 
 @pytest.mark.parametrize("splits", [1, 4, 16])
