@@ -235,7 +235,7 @@ class Encoder:
         try:
             entry = await self._journey.go(flight)
         except TwinlensError as error:
-            self.counts["failed"] += 1
+            self.counts["failed"] += not isinstance(error, NotFound)  # of a key alone nothing was to be encoded
             flight.fail(error)
         else:
             flight.arrive(entry)

@@ -95,7 +95,10 @@ def test_rows_that_were_computed_elsewhere_are_kept_under_a_key(client):
     by_key = client.one(media_pb2.Media(modality=IMAGE, key=given.header.key))
     assert np.array_equal(made.rows, given.rows)
     assert np.array_equal(made.rows, by_key.rows)
-    assert client.load().vit_calls == before.vit_calls
+    after = client.load()
+    assert after.vit_calls == before.vit_calls
+    assert (after.encoded_items, after.store_misses) == (before.encoded_items, before.store_misses)
+    assert after.store_hits == before.store_hits + 1
 
 
 def test_a_frame_with_too_many_patches_is_refused(checkpoints):

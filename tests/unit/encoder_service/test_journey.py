@@ -119,6 +119,14 @@ async def test_rows_of_an_address_that_are_lost_after_the_header_are_fetched_and
         assert await made.has([key], "") == [True]
 
 
+async def test_a_key_that_is_nowhere_is_no_item_that_failed(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, _, _key):
+        with pytest.raises(NotFound):
+            await rows(made, item(source=Key(b"x" * 32)))
+        assert not await rows(made, item(source=address(4, b"y" * 32)))
+        assert (made.counts["failed"], made.counts["encoded"]) == (0, 1)
+
+
 async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monkeypatch, server):
     async with shared_picture(monkeypatch, server) as (made, worker, key):
         with pytest.raises(Unavailable) as error:
