@@ -29,6 +29,8 @@ OPTIONS = {
 }
 OF_OTHERS = {"--help", *(f"--{name}" for name in ("build", "build-arg", "network", "remove-orphans", "scale"))}
 OF_OTHERS |= {"--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
+OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
+OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
