@@ -61,11 +61,12 @@ proto-check:  ## fail if the committed stubs are not what proto/ says
 proto-lint:  ## buf's standard rules for the contract; needs npm
 	npx --yes @bufbuild/buf@1.75.0 lint proto
 
-bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport; early prefill
+bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport; early prefill; deaths
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.encoder
 	$(BIN)/python -m benchmarks.transports
 	$(BIN)/python -m benchmarks.early_prefill
+	$(BIN)/python -m benchmarks.failures
 
 bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport
 	$(BIN)/python -m benchmarks.vit
