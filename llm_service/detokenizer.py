@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+_PATIENCE = 16
+"""Tokens in a row that give no text, after which the stream is begun anew: with each further one it would decode all of
+them again. A character has four tokens at most, but special tokens may stand in it, and bytes may be no character."""
+
 
 class Detokenizer:
     """The text of one choice. After `stopped` is set, no more text comes; before `least` tokens it never is, and a stop
@@ -18,6 +22,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._least = least
         self._ids: list[int] = []
+        self._open: list[int] = []
         self._decoded = 0
         self._held = ""
         self.stopped: str | None = None
@@ -25,15 +30,40 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Takes a token; the text that is now certain, often empty."""
         self._ids.append(token)
+        self._open.append(token)
         new = self._stream.step(self._tokenizer, token) or ""
+        if new:
+            self._open.clear()
+        elif len(self._open) % _PATIENCE == 0:
+            new = self._begin_anew()
         return self._release(new)
+
+    def _begin_anew(self) -> str:
+        """What is certain of the tokens that have given no text: all but a � at the end, which may still become a
+        character, and of whose tokens alone the new stream has to know.
+
+        Nothing, and no new stream, where that one begins inside a token.
+        """
+        text = self._decode(self._open)
+        certain, rest = (text[:-1], "�") if text.endswith("�") else (text, "")
+        for end in range(len(self._open), -1, -1):
+            if (self._decode(self._open[:end]), self._decode(self._open[end:])) == (certain, rest):
+                self._open = [token for token in self._open[end:] if self._decode([token])]
+                self._stream = DecodeStream(skip_special_tokens=True)
+                for token in self._open:
+                    self._stream.step(self._tokenizer, token)
+                return certain
+        return ""
 
     def finish(self) -> str:
         """What is left when a choice ends by itself: text held back, and the rest of an unfinished character (as �)."""
         if self.stopped is not None:
             return ""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return self._release(whole[self._decoded :], last=True)
+        return self._release(self._decode(self._ids)[self._decoded :], last=True)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _release(self, new: str, *, last: bool = False) -> str:
         self._decoded += len(new)

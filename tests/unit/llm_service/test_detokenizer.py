@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from llm_service.detokenizer import Detokenizer
 from llm_service.prompt import PromptBuilder
@@ -54,6 +55,55 @@ def test_a_character_cut_off_by_the_end_is_shown_as_damaged(builder: PromptBuild
     assert "".join(out).startswith("ab")
     assert "".join(out).endswith("�")
     assert "�" not in "".join(out[:-1])
+
+
+END = SPECIAL_IDS["<|im_end|>"]
+
+
+def test_a_character_is_whole_though_many_tokens_without_text_stand_inside_it(builder: PromptBuilder) -> None:
+    first, *others = builder.encode("👩")
+    assert len(others) > 1
+    for gap in (1, 15, 16, 17, 200):
+        out, _ = pieces(builder, [*builder.encode("a"), first, *[END] * gap, *others, *builder.encode("b")])
+        assert "".join(out) == "a👩b"
+        assert not any("�" in piece for piece in out)
+
+
+# Bytes of ☃ (E2 98 83) and of � (EF BF BD) as tokens, one by one and across the ends of characters.
+BYTES = ["â", "ĺ", "ĥ", "ĥâ", "ĺĥâĺ", "ĺĥ", "ï¿½", "ï", "½ï", "a", "ĥa", "<end>"]
+
+
+def of_bytes() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(BYTES)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=4), st.integers(1, 30)), max_size=8
+    )
+)
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_long_runs_that_give_no_whole_character_join_to_the_decoded_whole(runs: list[tuple[list[int], int]]) -> None:
+    tokenizer, out = of_bytes(), ""
+    ids = [token for run, times in runs for token in run * times]
+    detokenizer = Detokenizer(tokenizer)
+    for token in ids:
+        out += detokenizer.push(token)
+    assert out + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("text", ["", "☃"])
+def test_a_token_without_text_is_not_decoded_again_with_each_that_follows(builder: PromptBuilder, text: str) -> None:
+    """An end token that is ignored comes again and again; and so may a byte that is no character."""
+    token = builder.encode(text)[1] if text else END
+    detokenizer, out = Detokenizer(builder.tokenizer), ""
+    for _ in range(1000):
+        out += detokenizer.push(token)
+        assert len(detokenizer._open) <= 16
+    assert len(out) >= 980 * bool(text)
 
 
 def test_special_tokens_are_not_text(builder: PromptBuilder) -> None:
