@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from llm_service.engine.blocks import BlockTable
 from llm_service.request import Sampling
 from tests import reference
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
@@ -64,6 +65,24 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
             assert [outcome.tokens for outcome in outcomes] == [*alone, alone[0], alone[1]], given
         if "blocks" in given:
             assert engine.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_whose_cached_tail_was_evicted_up_to_inside_a_picture_goes_on_with_the_rows_from_there(
+    directory: Path, overlap: bool
+) -> None:
+    prompt, sampling = make_prompt(directory, PARTS[2]), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+    (alone,) = LocalEngine(directory).run([prompt], sampling)
+    engine = LocalEngine(directory, blocks=200, block_size=1, prefix_cache=True, overlap=overlap)
+    engine.run([prompt], sampling)
+    manager, span = engine.scheduler.blocks, prompt.laid.spans[1]
+    assert span.end - span.start > 4
+    for kept in (span.end - 1, span.start + 3, span.start + 1, span.start):
+        taken = BlockTable()
+        assert manager.grow(taken, manager.total - kept), "all but the head is taken by another"
+        manager.free(taken)
+        (again,) = engine.run([prompt], sampling)
+        assert (again.cached, again.tokens) == (kept, alone.tokens)
 
 
 @pytest.mark.parametrize("step_tokens", [4096, 16])
