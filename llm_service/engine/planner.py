@@ -3,7 +3,8 @@
 Decodes come first, one token each. What the token budget has left goes to prefill: half of it in order of rank, so
 that nobody is overtaken for ever, the other half to those with the fewest tokens left, so that a short prompt does not
 stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
-in rank cannot be, nobody is. A chunk never passes the rows that have landed.
+in rank cannot be, nobody is. A chunk never passes the rows that have landed; one that can only wait for its next row
+keeps its place among those that run as long as nobody else can use it.
 
 When blocks run out, the last sequence in rank that the step does not use gives its blocks back and is computed again
 later. No sequence can want more blocks than there are, so the first in rank always gets on: there is no deadlock.
@@ -80,8 +81,8 @@ class Planner:
     def _by_rank(self, choice: Choice, prefills: list[Sequence], budget: int) -> int:
         """Spends half of the budget in order of rank; what is left of all of it."""
         half = budget - budget // 2
-        open_places = len(self._queues.running) < self._limits.max_running
-        waiting = tuple(self._queues.waiting) if open_places else ()
+        choice.closed = self._is_crowded() and self._idle(choice) is None
+        waiting = () if choice.closed else tuple(self._queues.waiting)
         for sequence in heapq.merge(prefills, waiting, key=rank):
             if half <= 0:
                 break
@@ -116,8 +117,8 @@ class Planner:
 
     def _admit(self, sequence: Sequence, choice: Choice, most: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
-        full = choice.closed or len(self._queues.running) >= self._limits.max_running
-        if full or sequence.starved or sequence.asking or sequence.blocked or sequence.held or not sequence.formed():
+        stuck = sequence.starved or sequence.asking or sequence.blocked or sequence.held
+        if choice.closed or stuck or not sequence.formed():
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
@@ -133,13 +134,14 @@ class Planner:
         if not self._blocks.can_hold(identities[:hits], len(sequence.tokens)):
             choice.closed = True
             return 0
-        if count:
-            self._blocks.adopt(sequence.table, identities[:hits])
-            self._blocks.grow(sequence.table, begin + count)
-            sequence.computed = begin
-            self._queues.start(sequence)
-            choice.started.append(sequence)
-            choice.work[sequence] = count
+        if not count or not self._find_place(choice):
+            return 0
+        self._blocks.adopt(sequence.table, identities[:hits])
+        self._blocks.grow(sequence.table, begin + count)
+        sequence.computed = begin
+        self._queues.start(sequence)
+        choice.started.append(sequence)
+        choice.work[sequence] = count
         return count
 
     def _chunk(self, sequence: Sequence, begin: int, most: int) -> int:
@@ -158,8 +160,32 @@ class Planner:
                     break
             else:
                 return False
-            self._queues.put_back(last)
-            self._blocks.free(last.table, last.session, last.root)
-            last.computed = 0
+            self._put_back(last)
             choice.preempted.append(last)
         return True
+
+    def _put_back(self, sequence: Sequence) -> None:
+        self._queues.put_back(sequence)
+        self._blocks.free(sequence.table, sequence.session, sequence.root)
+        sequence.computed = 0
+
+    def _find_place(self, choice: Choice) -> bool:
+        """Whether one more may run: in the place, if need be, of one that can only wait."""
+        if not self._is_crowded():
+            return True
+        idle = self._idle(choice)
+        if idle is None:
+            choice.closed = True
+            return False
+        self._put_back(idle)
+        idle.starved = True
+        return True
+
+    def _is_crowded(self) -> bool:
+        return len(self._queues.running) >= self._limits.max_running
+
+    def _idle(self, choice: Choice) -> Sequence | None:
+        """The last in rank of those that run and can compute nothing before another row lands."""
+        spared = (sequence for sequence in reversed(self._queues.running) if sequence not in choice.work)
+        most = self._limits.max_step_tokens
+        return next((each for each in spared if not each.full and not self._chunk(each, each.computed, most)), None)

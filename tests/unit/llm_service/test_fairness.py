@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.llm_service.hashed import Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
@@ -76,6 +78,40 @@ def test_a_request_whose_rows_are_late_holds_nobody_up() -> None:
     assert not engine.outcomes[late].over
     engine.land_all(late)
     run_until_over(engine, late)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("more", [{}, {"prefix_cache": False}, {"keep_media_whole": True}], ids=str)
+def test_requests_that_wait_for_rows_in_the_middle_of_their_prompt_keep_no_place_from_others(
+    more: dict[str, bool], overlap: bool
+) -> None:
+    engine = simulation(max_running=2, overlap=overlap, **more)
+    late = [engine.submit(order(text(12, name), [Picture(name, 4, 6)])) for name in (1, 2)]
+    engine.step()
+    engine.step()
+    assert engine.scheduler.state().running == 2, "the text before the pictures is computed"
+    for seed in range(3, 6):
+        run_until_over(engine, engine.submit(order(text(12, seed))))
+    engine.land(late[1], 0, 2)
+    engine.step()
+    run_until_over(engine, engine.submit(order(text(12, 6))))
+    assert not any(engine.outcomes[id].over for id in late)
+    assert engine.scheduler.counters.preemptions == 0, "blocks did not run out"
+    engine.drain()
+
+
+def test_nobody_gives_a_place_up_for_one_that_could_not_run_in_it() -> None:
+    engine = simulation(blocks=16, max_running=2)
+    engine.submit(order(text(40, 1), [Picture(1, 36, 2)], max_tokens=20))
+    engine.submit(order(text(8, 2), [Picture(2, 4, 2)]))
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.state().running == 2
+    engine.submit(order(text(50, 3)))  # too large beside the first
+    engine.submit(order(text(12, 4), [Picture(3, 0, 4)]))  # has no row yet
+    assert engine.step() is None
+    assert engine.scheduler.state().running == 2
+    engine.drain()
 
 
 def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
