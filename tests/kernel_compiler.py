@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels import int8_gpu, varlen_attention
+from common.kernels import int8_gpu, rows_gpu, varlen_attention
 from llm_service.layers.attention import kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.paged import _Shape
@@ -26,7 +26,9 @@ from llm_service.layers.attention.tables import TILE
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")
-_ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k")
+_POINTERS = ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
+_POINTERS += ("gain", "query_gain", "key_gain")
+_ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
 
 Bytes = tuple[int, int]
 """Of shared memory, and of one thread's stack."""
@@ -45,11 +47,10 @@ def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, 
             signature[name] = "*i8"
         elif name in wide:
             signature[name] = "*fp32"
-        elif name == "scale":
+        elif name in ("scale", "eps"):
             signature[name] = "fp32"
         else:
-            pointer = name in ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x")
-            signature[name] = f"*{_NAMES[dtype]}" if pointer else "i32"
+            signature[name] = f"*{_NAMES[dtype]}" if name in _POINTERS else "i32"
     aligned = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in _ALIGNED]
     source = ASTSource(
         fn=kernel,
@@ -98,12 +99,23 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
     }
 
 
+def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
+    """As the decoder launches them, 4096 wide."""
+    turn = {"NORM": True, "HEAD": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
+    return {
+        "norm": compiled(capability, rows_gpu.norm_kernel, dtype, BLOCK=4096, num_warps=8),
+        "turn": compiled(capability, rows_gpu.turn_kernel, dtype, **turn, num_warps=4),
+        "gate": compiled(capability, rows_gpu.gate_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
+    }
+
+
 def main(capability: int) -> dict[str, Bytes]:
     """All kernels, in the types and sizes of head that models have."""
     found: dict[str, Bytes] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
         made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
+        made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}

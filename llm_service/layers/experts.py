@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from common.int8 import Int8Weight
 from common.linear import Linear
+from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Stored
 
@@ -50,8 +51,8 @@ class Experts(nn.Module):
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
-        gate, up = functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return functional.grouped_mm(functional.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        inner = gated(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+        return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
     def round(self) -> None:
         """Rounds all weights, which are final, to 8 bits. For CPUs: `run_grouped` needs the plain ones."""
@@ -66,10 +67,8 @@ class Experts(nn.Module):
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
         if self._int8:
             gate_up, down = self._int8[expert]
-            gate, up = gate_up.product(x).chunk(2, dim=-1)
-            return down.product(functional.silu(gate) * up)
-        gate, up = functional.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+            return down.product(gated(gate_up.product(x)))
+        return functional.linear(gated(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
 
 
 class SparseMLP(nn.Module):

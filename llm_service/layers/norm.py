@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.layers.gate import has_kernels
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension; computed in float32, returned in the dtype of x."""
@@ -21,6 +23,10 @@ class RMSNorm(nn.Module):
             from common.kernels.norm_cpu import rms_norm  # numba is of use to CPUs alone
 
             return rms_norm(x, self.weight, self.eps)
+        if x.dim() == 2 and has_kernels(x):
+            from common.kernels import rows_gpu
+
+            return rows_gpu.rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normal = functional.rms_norm(x.float(), self.weight.shape, None, self.eps)

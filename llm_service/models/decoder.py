@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import SparseMLP
+from llm_service.layers.gate import gated, has_kernels
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
@@ -68,7 +68,18 @@ class Attention(nn.Module):
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if has_kernels(x):
+            return *self._turned(heads, rotary).split([self.heads, self.kv_heads], dim=1), value
         return rotate(self.q_norm(query), *rotary), rotate(self.k_norm(key), *rotary), value
+
+    def _turned(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries and keys [n, heads + kv_heads, head_dim] of [n, heads + 2 · kv_heads, head_dim], in one kernel."""
+        from common.kernels import rows_gpu
+
+        gains, eps = None, 0.0
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        return rows_gpu.turned(heads[:, : self.heads + self.kv_heads], *rotary, self.heads, gains, eps)
 
     def join(self, attended: Tensor) -> Tensor:
         """All ranks' heads [n, heads · head_dim] → [n, hidden]."""
@@ -87,8 +98,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self._group.sum(self.down(functional.silu(gate) * up))
+        return self._group.sum(self.down(gated(self.gate_up(x))))
 
 
 def feed_forward(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> nn.Module:

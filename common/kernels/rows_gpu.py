@@ -1,0 +1,140 @@
+"""What a decoder does to its rows between two products, in Triton, one kernel each.
+
+A GPU ends a step of few tokens faster than it can begin its kernels, even in a graph, so their number counts. Every
+intermediate result is rounded to the rows' own type where torch's operators would round it, so that it makes no
+difference which of them compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS, _GATES = 8, 1024
+"""What one program takes: heads of a token; places of a row."""
+
+
+@triton.jit
+def _rounded(x, like):
+    """float32, with no more digits than a pointer's elements have."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def norm_kernel(out, x, gain, row, size, eps, BLOCK: tl.constexpr):
+    """A row over the root of its mean square, times `gain`. Grid [rows]; those of x are `row` apart, out is whole."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < size
+    own = tl.load(x + token * row + place, inside, 0.0).to(tl.float32)
+    normal = _rounded(own * tl.rsqrt(tl.sum(own * own, 0) / size + eps), x)
+    result = normal * tl.load(gain + place, inside, 0.0).to(tl.float32)
+    tl.store(out + token * size + place, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def turn_kernel(
+    out,
+    x,
+    cosine,
+    sine,
+    query_gain,
+    key_gain,
+    row,
+    queries,
+    heads,
+    eps,
+    NORM: tl.constexpr,
+    HEAD: tl.constexpr,
+    DIMS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Norms heads, where NORM says so, and turns them by their token's angles. Grid [tokens, heads / PART].
+
+    Tokens of x are `row` apart, their heads lie together, the first `queries` of them queries, the rest keys; out
+    [tokens, heads, HEAD], cosine and sine [tokens, HEAD].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * PART + tl.arange(0, PART)
+    dim = tl.arange(0, DIMS)
+    pair = (dim + HEAD // 2) % HEAD  # the other one of a pair that is turned together
+    real = dim < HEAD
+    inside = (head < heads)[:, None] & real[None, :]
+    base = x + token * row + head[:, None] * HEAD
+    own = tl.load(base + dim[None, :], inside, 0.0).to(tl.float32)
+    other = tl.load(base + pair[None, :], inside, 0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(own * own, 1) / HEAD + eps)[:, None]
+        query = (head < queries)[:, None]
+        gain = tl.where(query, query_gain, key_gain)
+        own = _rounded(_rounded(own * scale, x) * tl.load(gain + dim[None, :], inside, 0.0).to(tl.float32), x)
+        other = _rounded(_rounded(other * scale, x) * tl.load(gain + pair[None, :], inside, 0.0).to(tl.float32), x)
+    turned = tl.where((dim < HEAD // 2)[None, :], -other, other)
+    cos = tl.load(cosine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
+    sin = tl.load(sine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
+    result = _rounded(own * cos, x) + _rounded(turned * sin, x)
+    place = (token * heads + head[:, None]) * HEAD + dim[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def gate_kernel(out, x, inner, BLOCK: tl.constexpr):
+    """silu(first half) · second half of each row. Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < inner
+    gate = tl.load(x + token * 2 * inner + place, inside, 0.0).to(tl.float32)
+    up = tl.load(x + token * 2 * inner + inner + place, inside, 0.0).to(tl.float32)
+    result = _rounded(gate * tl.sigmoid(gate), x) * up
+    tl.store(out + token * inner + place, result.to(out.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size]."""
+    n, size = x.shape
+    out = torch.empty((n, size), dtype=x.dtype, device=x.device)
+    norm_kernel[(n,)](
+        out, x, gain, x.stride(0), size, eps, BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4
+    )
+    return out
+
+
+def turned(
+    x: Tensor, cosine: Tensor, sine: Tensor, queries: int, gains: tuple[Tensor, Tensor] | None, eps: float
+) -> Tensor:
+    """Heads x [n, heads, head_dim], first queries and then keys, by the angles of each token: the same shape.
+
+    cosine and sine are [n, 1, head_dim] in the type of x. With `gains`, [head_dim] for queries and for keys, each head
+    is first normed.
+    """
+    n, heads, head_dim = x.shape
+    out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
+    query_gain, key_gain = gains or (cosine, cosine)
+    turn_kernel[(n, triton.cdiv(heads, _HEADS))](
+        out,
+        x,
+        cosine,
+        sine,
+        query_gain,
+        key_gain,
+        x.stride(0),
+        queries,
+        heads,
+        eps,
+        NORM=gains is not None,
+        HEAD=head_dim,
+        DIMS=triton.next_power_of_2(head_dim),
+        PART=_HEADS,
+        num_warps=4,
+    )
+    return out
+
+
+def gated(x: Tensor) -> Tensor:
+    """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+    n, inner = x.shape[0], x.shape[1] // 2
+    out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
+    gate_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, BLOCK=_GATES, num_warps=4)
+    return out

@@ -1,0 +1,33 @@
+"""The decoder's small kernels, compiled, against torch's operators. `make gpu-check`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import row_cases
+
+pytestmark = pytest.mark.gpu
+
+each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
+
+
+@each_type
+@pytest.mark.parametrize(("rows", "size"), row_cases.NORMS)
+def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
+    row_cases.check_norm(rows, size, dtype, "cuda")
+
+
+@each_type
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("queries", "keys", "head"), row_cases.HEADS)
+def test_queries_and_keys_are_normed_and_turned_as_by_torch(
+    queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
+) -> None:
+    row_cases.check_turn(queries, keys, head, dtype, "cuda", normed=normed)
+
+
+@each_type
+@pytest.mark.parametrize("inner", row_cases.GATES)
+def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
+    row_cases.check_gate(inner, dtype, "cuda")

@@ -1,0 +1,70 @@
+"""The decoder's small kernels in Triton's interpreter: each against torch, and whole decoders with and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from common.kernels import rows_gpu
+from llm_service.layers import gate, norm
+from llm_service.layers.norm import RMSNorm
+from llm_service.models import decoder
+from llm_service.request import Sampling
+from tests import pictures, row_cases
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, make_prompt
+
+each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
+
+
+@each_type
+@pytest.mark.parametrize(("rows", "size"), row_cases.NORMS)
+def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
+    row_cases.check_norm(rows, size, dtype, "cpu")
+
+
+@each_type
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("queries", "keys", "head"), row_cases.HEADS)
+def test_queries_and_keys_are_normed_and_turned_as_by_torch(
+    queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
+) -> None:
+    row_cases.check_turn(queries, keys, head, dtype, "cpu", normed=normed)
+
+
+@each_type
+@pytest.mark.parametrize("inner", row_cases.GATES)
+def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
+    row_cases.check_gate(inner, dtype, "cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_decoders_give_the_same_tokens_with_the_kernels(
+    family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints(family)
+    prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
+    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    expected = LocalEngine(folder).run(prompts, greedy)
+    used: set[str] = set()
+    for name in ("rms_norm", "turned", "gated"):
+        monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
+    for module in (gate, norm, decoder):
+        monkeypatch.setattr(module, "has_kernels", lambda x: True)
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: rows_gpu.rms_norm(x, self.weight, self.eps))
+    assert LocalEngine(folder).run(prompts, greedy) == expected
+    assert used == {"rms_norm", "turned", "gated"}
+
+
+def _noted(name: str, kernel: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        used.add(name)
+        return kernel(*given)
+
+    return call
