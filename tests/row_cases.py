@@ -50,7 +50,8 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def _same(given: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for the last digit, since sums are in another order, and the interpreter cuts off where others round."""
+    """But for the last digits: sums are in another order, roots are approximate, and the interpreter cuts off where a GPU
+    rounds."""
     assert given.dtype == expected.dtype
-    near = 3 * torch.finfo(given.dtype).eps
+    near = (16 if given.dtype == torch.float32 else 3) * torch.finfo(given.dtype).eps
     torch.testing.assert_close(given, expected, rtol=near, atol=8 * near)
