@@ -45,7 +45,7 @@ def in_daemon(work: Callable[..., T], *args: Any) -> Future[T]:
             future.set_result(result)
 
     try:
-        threading.Thread(target=run, name=work.__name__, daemon=True).start()
+        threading.Thread(target=run, name="daemon", daemon=True).start()
     except RuntimeError as error:  # no thread can be had
         future.set_exception(error)
     return future
