@@ -50,7 +50,7 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def _same(given: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for the last digits: sums are in another order, roots are approximate, and the interpreter cuts off where a GPU
+    """But for the last digits: sums are in another order, roots approximate, and the interpreter cuts off where a GPU
     rounds."""
     assert given.dtype == expected.dtype
     near = (16 if given.dtype == torch.float32 else 3) * torch.finfo(given.dtype).eps
