@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
-from tests.launch import Service
-from tests.rpc.pairs import Pair, answer, asked, pair
+from tests.launch import Service, llm_server
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, pair, tokens, usable
 from tests.waiting import until
-from twinlens import image, user, v1
+from twinlens import LlmClient, image, user, v1
 
 BLOCK = 16
 
@@ -73,3 +73,20 @@ def test_the_first_pictures_are_prefilled_while_the_last_is_encoded(both: Pair) 
     assert spans[3].start >= spans[2].start + 16
     both.text.flush_cache()
     assert answer(both.text, question).choices[0].token_ids == early
+
+
+def test_requests_that_wait_for_their_pictures_keep_no_text_from_being_answered(both: Pair) -> None:
+    with (
+        llm_server(both.checkpoint, both.encoder.address, **{**LLM_FLAGS, "max_running": 2}) as service,
+        LlmClient(service.address) as client,
+    ):
+        until(lambda: usable(client, 1), "the encoder is usable")
+        good = tokens(client, asked(user("hello")))
+        questions = [asked(user("What is it? ", picture(9_830 + n), "Say it.")) for n in range(2)]
+        with no_row_is_computed(both.encoder):
+            streams = [client.generate(question, timeout=180) for question in questions]
+            until(lambda: client.get_load().running == 2, "the text of both is prefilled")
+            assert tokens(client, asked(user("hello"))) == good
+        early = [[token for event in stream for token in event.delta.token_ids] for stream in streams]
+        client.flush_cache()
+        assert [tokens(client, question) for question in questions] == early
