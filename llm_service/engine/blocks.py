@@ -9,7 +9,7 @@ session (see `warm`) last of all.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -106,10 +106,14 @@ class BlockManager:
             table.blocks.append(block.number)
             table.identities.append(identity)
 
-    def can_hold(self, identities: Seq[bytes], tokens: int) -> bool:
-        """Whether an empty table that adopts these identities could then grow to `tokens` tokens."""
-        idle = sum(self._blocks[self._by_identity[identity]].refs == 0 for identity in identities)
-        return self.blocks_for(tokens) - len(identities) + idle <= self.free_blocks
+    def can_hold(self, identities: Seq[bytes], tokens: int, without: Seq[BlockTable] = ()) -> bool:
+        """Whether an empty table that adopts these identities could then grow to `tokens` tokens, once the tables of
+        `without` are given back."""
+        given = Counter(number for table in without for number in table.blocks)
+        free = self.free_blocks + sum(self._blocks[number].refs == count for number, count in given.items())
+        hits = [self._by_identity[identity] for identity in identities]
+        idle = sum(self._blocks[number].refs == given[number] for number in hits)
+        return self.blocks_for(tokens) - len(identities) + idle <= free
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""

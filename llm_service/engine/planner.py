@@ -3,8 +3,11 @@
 Decodes come first, one token each. What the token budget has left goes to prefill: half of it in order of rank, so
 that nobody is overtaken for ever, the other half to those with the fewest tokens left, so that a short prompt does not
 stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
-in rank cannot be, nobody is. A chunk never passes the rows that have landed; one that can only wait for its next row
-keeps its place among those that run as long as nobody else can use it.
+in rank cannot be, nobody is.
+
+A chunk never passes the rows that have landed. A sequence that runs and can only wait for its next row keeps its place
+and its blocks until one that has all of its rows needs them. One that waits for a place or blocks and has not all of
+its rows may be overtaken.
 
 When blocks run out, the last sequence in rank that the step does not use gives its blocks back and is computed again
 later. No sequence can want more blocks than there are, so the first in rank always gets on: there is no deadlock.
@@ -81,7 +84,7 @@ class Planner:
     def _by_rank(self, choice: Choice, prefills: list[Sequence], budget: int) -> int:
         """Spends half of the budget in order of rank; what is left of all of it."""
         half = budget - budget // 2
-        choice.closed = self._is_crowded() and self._idle(choice) is None
+        choice.closed = self._is_crowded() and not self._idle(choice)
         waiting = () if choice.closed else tuple(self._queues.waiting)
         for sequence in heapq.merge(prefills, waiting, key=rank):
             if half <= 0:
@@ -127,14 +130,14 @@ class Planner:
             if self._queues.ask(sequence):  # it holds no block while it waits, so that no two can hold each other up
                 choice.asking.append(sequence)
             return 0
-        if not sequence.ready(begin):
-            sequence.starved = True  # until its next row lands; others may go first
+        ready, count = sequence.ready(begin), self._chunk(sequence, begin, most)
+        complete = begin + ready == len(sequence.tokens)
+        idle = self._idle(choice) if complete and count else []
+        if not ready or not self._find_room(sequence, identities[:hits], idle):
+            choice.closed = complete
+            sequence.starved = not complete  # until its next row lands; others may go first
             return 0
-        count = self._chunk(sequence, begin, most)
-        if not self._blocks.can_hold(identities[:hits], len(sequence.tokens)):
-            choice.closed = True
-            return 0
-        if not count or not self._find_place(choice):
+        if not count:
             return 0
         self._blocks.adopt(sequence.table, identities[:hits])
         self._blocks.grow(sequence.table, begin + count)
@@ -151,41 +154,48 @@ class Planner:
         return count
 
     def _make_room(self, sequence: Sequence, count: int, choice: Choice) -> bool:
-        """Grows a running sequence's table by `count` tokens, at the cost of those behind it that the step spares."""
+        """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
+        its rows, else of those behind it that the step spares."""
         while not self._blocks.grow(sequence.table, sequence.computed + count):
-            for last in reversed(self._queues.running):
-                if last.order <= sequence.order:
-                    return False
-                if last not in choice.work:
-                    break
-            else:
+            complete = sequence.ready(sequence.computed) == sequence.pending
+            idle = self._idle(choice) if complete else []
+            if (last := idle[-1] if idle else self._last_behind(sequence, choice)) is None:
                 return False
             self._put_back(last)
+            last.starved = bool(idle)
             choice.preempted.append(last)
         return True
+
+    def _last_behind(self, sequence: Sequence, choice: Choice) -> Sequence | None:
+        for last in reversed(self._queues.running):
+            if last.order <= sequence.order:
+                return None
+            if last not in choice.work:
+                return last
+        return None
 
     def _put_back(self, sequence: Sequence) -> None:
         self._queues.put_back(sequence)
         self._blocks.free(sequence.table, sequence.session, sequence.root)
         sequence.computed = 0
 
-    def _find_place(self, choice: Choice) -> bool:
-        """Whether one more may run: in the place, if need be, of one that can only wait."""
-        if not self._is_crowded():
-            return True
-        idle = self._idle(choice)
-        if idle is None:
-            choice.closed = True
+    def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
+        """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""
+        tokens = len(sequence.tokens)
+        if self._is_crowded() and not idle:
             return False
-        self._put_back(idle)
-        idle.starved = True
+        if not self._blocks.can_hold(hits, tokens, without=[each.table for each in idle]):
+            return False
+        while self._is_crowded() or not self._blocks.can_hold(hits, tokens):
+            last = idle.pop()
+            self._put_back(last)
+            last.starved = True
         return True
 
     def _is_crowded(self) -> bool:
         return len(self._queues.running) >= self._limits.max_running
 
-    def _idle(self, choice: Choice) -> Sequence | None:
-        """The last in rank of those that run and can compute nothing before another row lands."""
-        spared = (sequence for sequence in reversed(self._queues.running) if sequence not in choice.work)
-        most = self._limits.max_step_tokens
-        return next((each for each in spared if not each.full and not self._chunk(each, each.computed, most)), None)
+    def _idle(self, choice: Choice) -> list[Sequence]:
+        """Those that run and can compute nothing before another row lands, in order of rank."""
+        spared = [each for each in self._queues.running if each not in choice.work and not each.full]
+        return [each for each in spared if not self._chunk(each, each.computed, self._limits.max_step_tokens)]

@@ -100,17 +100,37 @@ def test_requests_that_wait_for_rows_in_the_middle_of_their_prompt_keep_no_place
     engine.drain()
 
 
-def test_nobody_gives_a_place_up_for_one_that_could_not_run_in_it() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_wait_for_rows_keep_no_blocks_from_others(overlap: bool) -> None:
+    """All but what somebody needs stays theirs: they go on from there."""
+    engine = simulation(blocks=16, overlap=overlap)
+    first, second = (engine.submit(order(text(28, name), [Picture(name, 24, 3)])) for name in (1, 2))
+    engine.step()
+    engine.step()
+    assert engine.scheduler.blocks.used == 12
+    run_until_over(engine, engine.submit(order(text(16, 3))))
+    engine.step()
+    assert engine.scheduler.blocks.used == 6, "the first one keeps its own"
+    engine.land_all(second)
+    step = engine.step()
+    assert step is not None
+    assert (step.work[0][0].id, step.work[0][1]) == (second, 28 - 20)
+    engine.land_all(first)
+    engine.drain()
+
+
+def test_nobody_gives_up_what_would_not_do_or_for_one_that_would_only_wait_in_its_turn() -> None:
     engine = simulation(blocks=16, max_running=2)
-    engine.submit(order(text(40, 1), [Picture(1, 36, 2)], max_tokens=20))
-    engine.submit(order(text(8, 2), [Picture(2, 4, 2)]))
-    for _ in range(3):
-        engine.step()
-    assert engine.scheduler.state().running == 2
-    engine.submit(order(text(50, 3)))  # too large beside the first
+    talking = engine.submit(order(text(20, 1), max_tokens=30))
+    late = engine.submit(order(text(8, 2), [Picture(2, 4, 2)]))
+    engine.step()
     engine.submit(order(text(12, 4), [Picture(3, 0, 4)]))  # has no row yet
-    assert engine.step() is None
-    assert engine.scheduler.state().running == 2
+    engine.submit(order(text(12, 5), [Picture(4, 4, 4)]))  # has the text before its picture alone
+    engine.submit(order(text(50, 3)))  # too large beside the first
+    while not engine.outcomes[talking].over:
+        engine.step()
+        running = {sequence.id for sequence in engine.scheduler._queues.running}
+        assert running | {talking} == {talking, late}
     engine.drain()
 
 

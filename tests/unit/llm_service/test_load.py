@@ -8,17 +8,22 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.attention import flash
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.qwen3 import Qwen3Decoder
+from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
+from llm_service.worker.memory import Gauge
+from llm_service.worker.runner import Runner
 from tests.parity.local_engine import LocalEngine
 
 SECOND = torch.device("cuda:1")
@@ -43,6 +48,32 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError) as caught:
         load.load_runner(SETTINGS, SECOND, ALONE, -1)
     assert str(caught.value) == "the GPU's memory is too small: CUDA out of memory. Tried to allocate 9 GiB."
+
+
+def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, seen = checkpoints("qwen3_vl"), list[Any]()
+    run = Runner.run
+
+    def watched(runner: Runner, plan: StepPlan) -> StepResult:
+        seen.append((plan.tokens, len(plan.draws)))
+        return run(runner, plan)
+
+    def free(_: Gauge) -> int:
+        seen.append("measured")
+        return 50 << 20
+
+    monkeypatch.setattr(Runner, "run", watched)
+    monkeypatch.setattr(Gauge, "free", free)
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
+    settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_memory_share=0.5, threads=1)
+    memory = SharedBuffer.create("test-rows", 1 << 20)
+    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert seen == [(64, 8), "measured"]
+    shape = runner._shape
+    assert runner.blocks == (25 << 20) // (shape.block_elements * 4) < 8 * 4096 // 16
 
 
 def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints: Callable[..., Path]) -> None:
