@@ -55,6 +55,33 @@ def test_blocks_are_free_or_held_whatever_is_taken_and_given_back(acts: list[tup
     assert manager.used == 0
 
 
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 5)), max_size=4), st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_what_could_be_held_once_others_give_back_can_be_held_when_they_have(
+    wants: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    manager = BlockManager(12, 4)
+    tables: list[BlockTable] = []
+    for name, count in wants:
+        table, wanted = BlockTable(), chain(name, count)
+        hits = manager.match(wanted)
+        manager.adopt(table, wanted[:hits])
+        if manager.grow(table, count * 4):
+            for identity in wanted[hits:]:
+                manager.commit(table, identity)
+        tables.append(table)
+    name, count = data.draw(st.sampled_from("abc")), data.draw(st.integers(1, 12))
+    hits = chain(name, count)[: manager.match(chain(name, count))]
+    given_back = [table for table in tables if data.draw(st.booleans())]
+    could = manager.can_hold(hits, count * 4, without=given_back)
+    for table in given_back:
+        manager.free(table)
+    assert manager.can_hold(hits, count * 4) == could
+    new = BlockTable()
+    manager.adopt(new, hits)
+    assert manager.grow(new, count * 4) == could
+
+
 def test_the_longest_unused_goes_first_and_a_tail_before_its_head() -> None:
     manager = BlockManager(6, 4)
     for name in ("old", "new"):

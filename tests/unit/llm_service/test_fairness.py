@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.unit.llm_service.hashed import Picture
@@ -116,6 +118,37 @@ def test_requests_that_wait_for_rows_keep_no_blocks_from_others(overlap: bool) -
     assert step is not None
     assert (step.work[0][0].id, step.work[0][1]) == (second, 28 - 20)
     engine.land_all(first)
+    engine.drain()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_engine_never_rests_while_a_request_has_all_of_its_rows(seed: int) -> None:
+    """Whatever comes, over caches that are too tight for all, where many rows never land until the end."""
+    rng, pictures = random.Random(seed), 0
+    engine = simulation(
+        blocks=rng.randrange(6, 30),
+        block_size=rng.choice([1, 2, 4]),
+        max_running=rng.randrange(1, 5),
+        step_tokens=rng.randrange(6, 24),
+        overlap=rng.random() < 0.5,
+        prefix_cache=rng.random() < 0.7,
+        keep_media_whole=rng.random() < 0.3,
+    )
+    for _ in range(60):
+        if rng.random() < 0.5:
+            length, start, rows = rng.randrange(1, engine.limits.max_context - 1), rng.randrange(8), rng.randrange(1, 6)
+            shown = [Picture(pictures := pictures + 1, start, rows)] if rng.random() < 0.6 else []
+            prompt = text(max(length, start + rows) if shown else length, rng.randrange(3))
+            if len(prompt) < engine.limits.max_context:
+                engine.submit(order(prompt, shown, max_tokens=rng.randrange(1, 8), priority=rng.randrange(2)))
+        for id, outcome in engine.outcomes.items():
+            for picture in outcome.order.pictures:
+                if not outcome.over and rng.random() < 0.03:
+                    engine.land(id, 0, rng.randrange(picture.rows + 1))
+        for _ in range(rng.randrange(6)):
+            if engine.step() is None:
+                queues = engine.scheduler._queues
+                assert not [each for each in (*queues.waiting, *queues.running) if each.ready(0) == len(each.tokens)]
     engine.drain()
 
 
