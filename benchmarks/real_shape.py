@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.checkpoint import PIXELS
-from benchmarks.llm_device import MODEL
-from benchmarks.vit import TOWER
+from benchmarks.shapes import MODEL, TOWER
 from common.devices import default_device
 from tests.checkpoints import make_checkpoint
 

@@ -13,24 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.device import about, measured, sheet, timed
+from benchmarks.shapes import TOWER, patch_numbers, tower_operations
 from common.graphs import Capture, CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models.choice import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
 from encoder_service.worker.graphs import LADDER, GraphedTower
 
-TOWER: dict[str, Any] = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "out_hidden_size": 4096,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
 MIXES = {
     "256 × 256": [Grid(1, 16, 16)],
     "512 × 512": [Grid(1, 32, 32)],
@@ -55,23 +44,6 @@ def tower(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
     return made
 
 
-def operations(shape: Mapping[str, Any], grids: Sequence[Grid]) -> float:
-    """Multiplications and additions of one pass."""
-    width, inner, out = shape["hidden_size"], shape["intermediate_size"], shape["out_hidden_size"]
-    patches = sum(grid.patches for grid in grids)
-    layer = 2 * patches * (4 * width * width + 2 * width * inner)
-    attention = sum(4 * grid.t * (grid.h * grid.w) ** 2 * width for grid in grids)
-    joined = 4 * width
-    mergers = (1 + len(shape["deepstack_visual_indexes"])) * 2 * (patches // 4) * joined * (joined + out)
-    total: float = shape["depth"] * (layer + attention) + mergers + 2 * patches * _inputs(shape) * width
-    return total
-
-
-def _inputs(shape: Mapping[str, Any]) -> int:
-    """Numbers of one patch."""
-    return 3 * int(shape["temporal_patch_size"]) * int(shape["patch_size"]) ** 2
-
-
 @torch.inference_mode()
 def rows(
     shape: Mapping[str, Any],
@@ -93,10 +65,10 @@ def rows(
             graphs = GraphedTower(made, budgets, capture(), most_bytes=16 << 30, device=device, dtype=dtype)
         for mix, grids in MIXES.items():
             patches = sum(grid.patches for grid in grids)
-            inputs = torch.randn(patches, _inputs(shape), device=device, dtype=dtype)
+            inputs = torch.randn(patches, patch_numbers(shape), device=device, dtype=dtype)
             found = timed(_passes(made, graphs, inputs, grids), runs, device)
             eager, graph = found["eager"], found.get("graph", (float("nan"),) * 2)
-            share = operations(shape, grids) / min(whole for whole, _ in found.values()) / peak
+            share = tower_operations(shape, grids) / min(whole for whole, _ in found.values()) / peak
             times = f"{eager[0] * 1e3:.2f} ms | {graph[0] * 1e3:.2f} ms | {graph[0] / eager[0]:.2f}"
             host = f"{eager[1] * 1e3:.2f} ms | {graph[1] * 1e3:.2f} ms"
             yield f"| {mix} | {patches} | {name} | {times} | {host} | {share:.0%} |"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import llm_device, real_shape, vit
+from benchmarks import llm_device, real_shape, shapes, vit
 from benchmarks.device import Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
 from encoder_service.item import Grid
@@ -31,7 +31,7 @@ TEXT = {
     "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
 }
 TOWER = {
-    **vit.TOWER,
+    **shapes.TOWER,
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ class Again:
 
 
 def text_config() -> TextConfig:
-    return TextConfig.of({**llm_device.MODEL, "text_config": TEXT})
+    return TextConfig.of({**shapes.MODEL, "text_config": TEXT})
 
 
 def test_the_decoder_s_steps_are_timed_eagerly_and_replayed() -> None:
@@ -62,9 +62,9 @@ def test_the_decoder_s_steps_are_timed_eagerly_and_replayed() -> None:
         text_config(), machine, sequences=(1, 3), context=20, tokens=(16, 40), attention="triton"
     )
     assert [many for many, _ in found["decode"]] == [1, 3]
-    assert all(list(times) == ["eager", "graph"] for kind in found.values() for _, times in kind)
+    assert all(list(times) == ["eager", "graph", "replay"] for kind in found.values() for _, times in kind)
     table = llm_device.report(text_config(), machine, 20, found).splitlines()
-    assert [row.count("|") for row in table] == [7] * 4 + [0] + [6] * 4
+    assert [row.count("|") for row in table] == [8] * 4 + [0] + [7] * 4
 
 
 def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,16 +79,16 @@ def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
     runner.run(llm_device.prefill(40))
     attention = 4 * shape.layers * shape.heads * shape.head_dim * 40 * 41 / 2
-    assert sum(products) + attention == llm_device.prefill_operations(shape, 40)
+    assert sum(products) + attention == shapes.prefill_operations(shape, 40)
     products.clear()
     runner.run(llm_device.decodes(1, 20))
-    assert sum(products) / 2 * 4 == llm_device.weight_bytes(shape, 4)
+    assert sum(products) / 2 * 4 == shapes.weight_bytes(shape, 4)
 
 
 def test_the_published_shape_has_as_many_weights_as_its_name_says() -> None:
-    shape = TextConfig.of(llm_device.MODEL)
+    shape = TextConfig.of(shapes.MODEL)
     embeddings = shape.vocab_size * shape.hidden_size
-    assert round((llm_device.weight_bytes(shape, 1) + embeddings) / 1e9, 1) == 8.2
+    assert round((shapes.weight_bytes(shape, 1) + embeddings) / 1e9, 1) == 8.2
 
 
 def test_the_tower_s_passes_are_timed_eagerly_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
