@@ -23,7 +23,7 @@ class DecodeProcesses:
     `start` and `stop` are their owner's.
 
     One that is gone is replaced. Where that has failed for all of them, they are not `able`: who wants one is told so
-    at once, until one is there again. `on_change` is called whenever that may have changed.
+    at once, until one is there again. `on_change` is called whenever that has changed.
     """
 
     def __init__(
@@ -121,14 +121,18 @@ class DecodeProcesses:
                 await self.add()
             except (ChildDied, OSError) as error:
                 _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
-                self._missing.add(gone)
-                if not self.able:
-                    self._idle.fail(_no_decoder())
-                self._on_change()
+                self._note(self._missing | {gone})
             else:
-                self._missing.discard(gone)
-                self._on_change()
+                self._note(self._missing - {gone})
                 return
+
+    def _note(self, missing: set[Child[FromDecoder]]) -> None:
+        """These are gone, and could not be replaced so far."""
+        before, self._missing = self.able, missing
+        if not self.able:
+            self._idle.fail(_no_decoder())
+        if self.able != before:
+            self._on_change()
 
     async def _ready(self, child: Child[FromDecoder]) -> None:
         """Returns when a process can work; raises ChildDied where it cannot, or says nothing."""
