@@ -45,7 +45,7 @@ def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
 
 
 def check_lists(request: encoder_pb2.EncodeRequest) -> None:
-    """Raises InvalidInput unless there are first and end rows for each item, or for none, and few of everything else."""
+    """Raises InvalidInput unless there are first and end rows for each item or for none, and few of everything else."""
     for given, field in ((request.accepts, "accepts"), (request.host.gpu_uuids, "host.gpu_uuids")):
         if len(given) > _MOST_WAYS:
             raise InvalidInput(f"{field} may hold {_MOST_WAYS}", reason="TOO_MANY_TRANSPORTS", field=field)
