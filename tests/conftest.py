@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common.devices import cuda_device_count
+from tests import triton_interpreter
 
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
 # other processes spin against each other. The services that tests start inherit it.
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
     if not cuda_device_count():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        if triton_interpreter.is_too_old():
+            triton_interpreter.mend()
 
 
 # How long an example takes says nothing on a machine that does other things as well.
