@@ -157,7 +157,12 @@ class RowStore:
         return taken
 
     def _make_room(self, size: int) -> Range | None:
-        while (place := self._ranges.allocate(size)) is None and self._idle:
+        """A place, for which cached entries are dropped one by one; None, and none of them, where it is not enough."""
+        cached = {self._entries[key].place.offset for key in self._idle}
+        kept = [place for place in self._ranges.given_out if place.offset not in cached]
+        if not self._ranges.could_allocate(size, kept):
+            return None
+        while (place := self._ranges.allocate(size)) is None:
             self._drop(self._entries[self._coldest()])
         return place
 

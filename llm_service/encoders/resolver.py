@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common import log
 from common.config import is_port
+from common.tasks import in_daemon
 
 _log = log.get("encoders")
 
@@ -54,7 +56,8 @@ async def _read(source: str) -> dict[str, str]:
 
 async def _look_up(name: str) -> dict[str, str]:
     host, _, port = name.rpartition(":")
-    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    looking = asyncio.wrap_future(in_daemon(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)))
+    answers = await asyncio.shield(looking)
     return {f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}": host for *_, (ip, *_) in answers}
 
 

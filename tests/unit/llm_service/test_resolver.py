@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,25 @@ async def test_a_name_that_no_thread_can_look_up_just_now_stands_for_what_it_las
     before = await resolver.resolve()
     assert before
 
-    async def no_thread(*_: Any, **__: Any) -> None:
+    def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert await resolver.resolve() == before
+
+
+async def test_a_look_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> list[Any]:
+        begun.set()
+        over.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    looking = asyncio.create_task(Resolver(["dns:///localhost:7001"]).resolve())
+    await asyncio.to_thread(begun.wait)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
+    over.set()

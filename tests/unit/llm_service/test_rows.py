@@ -124,6 +124,19 @@ async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: 
     store.release(entry)
 
 
+async def test_nothing_is_evicted_in_vain(store: RowStore) -> None:
+    await cache(store, ("a", 4))
+    (held,) = await store.acquire([header("b", 4)])
+    await cache(store, ("c", 4))
+    late = waiting(store, header("d", 12))
+    await settle()
+    assert [store.knows(header(name, 4).key) for name in "abc"] == [True, True, True]
+    fill(store, held)
+    store.release(held)
+    (entry,) = await late
+    store.release(entry)
+
+
 async def test_those_who_wait_are_served_first_come_first_served(store: RowStore) -> None:
     (held,) = await store.acquire([header("a", 10)])
     large = waiting(store, header("large", 16))
