@@ -36,12 +36,19 @@ _log = log.get("rpc")
 
 class CallFrame(grpc.aio.ServerInterceptor):
     """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
-    health checks excepted."""
+    health checks excepted, and once it is `closed` all of them."""
 
     def __init__(self, token: str, most_calls: int = 1024) -> None:
         self._token = token.encode()
         self._most_calls = most_calls
         self.open_calls = 0
+        self.closed = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def empty(self) -> None:
+        """Returns when no call is open, health checks excepted."""
+        await self._empty.wait()
 
     async def intercept_service(
         self,
@@ -106,8 +113,11 @@ class CallFrame(grpc.aio.ServerInterceptor):
     ) -> Any:
         started, code = time.perf_counter(), "OK"
         self.open_calls += 1
+        self._empty.clear()
         with log.bound(method=method, request_id=_name(request)):
             try:
+                if self.closed:
+                    raise errors.Unavailable("the service stops", reason="STOPPING")
                 if self.open_calls > self._most_calls:
                     raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
                 _check(request, context)
@@ -138,6 +148,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 await fail(context, errors.Internal("the service failed to handle this call"))
             finally:
                 self.open_calls -= 1
+                if not self.open_calls:
+                    self._empty.set()
                 seconds = round(time.perf_counter() - started, 4)
                 # Services look after each other twice a second, from before they have started.
                 housekeeping = method not in _TRACED and code in ("OK", "STARTING")

@@ -11,6 +11,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from common.config import is_port, option, size
 from common.grpc_calls import CallFrame
 
 _log = log.get("server")
+
+_LAST_WORDS_SECONDS = 0.5
+"""For statuses of calls that have just ended to be sent; it ends sooner where nobody watches health."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +170,17 @@ class GrpcServer:
         return self._stop.is_set()
 
     async def drain(self) -> None:
-        """Health turns NOT_SERVING, new calls are refused, running ones get the grace time; then the port is closed."""
+        """Health turns NOT_SERVING, new calls are refused, running ones get the grace time; then the port is closed.
+
+        It is not gRPC that refuses: of calls that come at that moment it cancels some, without a word of why.
+        """
         _log.info("draining", grace_seconds=self._config.grace_seconds, open_calls=self._frame.open_calls)
+        self._frame.closed = True
         await self._health.enter_graceful_shutdown()
-        await self.server.stop(self._config.grace_seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_seconds):
+                await self._frame.empty()
+        await self.server.stop(_LAST_WORDS_SECONDS)
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self._config

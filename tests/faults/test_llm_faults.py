@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -202,7 +203,9 @@ def test_two_hundred_at_once_are_answered_or_refused_and_none_is_lost(checkpoint
 
 
 def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path) -> None:
-    with llm_server(checkpoint, **LLM_FLAGS) as service, LlmClient(service.address) as client:
+    with ExitStack() as stack:
+        service = stack.enter_context(llm_server(checkpoint, **LLM_FLAGS))
+        client = stack.enter_context(LlmClient(service.address))
         with grpc.insecure_channel(service.address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
             assert next(watch).status == SERVING
@@ -210,9 +213,11 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
             assert next(stream).HasField("started")
             service.process.send_signal(signal.SIGTERM)
             assert next(watch).status == NOT_SERVING
-            with LlmClient(service.address) as late, pytest.raises(TwinlensError) as error:
-                answer(late, asked(user("me too")))
-            assert error.value.code is grpc.StatusCode.UNAVAILABLE
+            for late in (client, stack.enter_context(LlmClient(service.address))):
+                with pytest.raises(TwinlensError) as error:
+                    answer(late, asked(user("me too")))
+                assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STOPPING")
+                assert error.value.retry_after
             events = list(stream)
         assert events[-1].finished.usage.completion_tokens == 1500
         assert service.process.wait(60) == 0
