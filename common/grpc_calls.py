@@ -151,8 +151,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 if not self.open_calls:
                     self._empty.set()
                 seconds = round(time.perf_counter() - started, 4)
-                # Services look after each other twice a second, from before they have started.
-                housekeeping = method not in _TRACED and code in ("OK", "STARTING")
+                # Services look after each other twice a second, before they have started and while they stop.
+                housekeeping = method not in _TRACED and code in ("OK", "STARTING", "STOPPING")
                 (_log.debug if housekeeping else _log.info)("call", outcome=code, seconds=seconds)
 
 

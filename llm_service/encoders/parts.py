@@ -84,7 +84,8 @@ class Parts:
 async def open_parts(
     peer: Peer, item: MediaItem, asking: Asking, header: MediaHeader, row_bytes: int, holds: ExitStack
 ) -> Parts | None:
-    """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them.
+    """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them,
+    and `holds` is to be closed.
 
     They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
     have the key. Whatever they fail with, that stream can still bring all rows.
@@ -93,21 +94,19 @@ async def open_parts(
     if len(stretches) < 2:
         return None
     by_key = dataclasses.replace(item, source=Key(header.key))
-    with ExitStack() as opened:
-        streams = [
-            opened.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
-            for first, end in stretches
-        ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                found = [group.create_task(stream.header()) for stream in streams]
-        except ExceptionGroup as failures:
-            if failures.split(TwinlensError)[1] is not None:
-                raise
-            return None
-        if any(each.result().tokens != header.tokens for each in found):
-            return None
-        holds.push(opened.pop_all())
+    streams = [
+        holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
+        for first, end in stretches
+    ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            found = [group.create_task(stream.header()) for stream in streams]
+    except ExceptionGroup as failures:
+        if failures.split(TwinlensError)[1] is not None:
+            raise
+        return None
+    if any(each.result().tokens != header.tokens for each in found):
+        return None
     return Parts(streams, stretches)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.gate import has_kernels
+from llm_service.layers.kernels import has_kernels
 
 
 class RMSNorm(nn.Module):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import SparseMLP
-from llm_service.layers.gate import gated, has_kernels
+from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.kernels import has_kernels
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
 from llm_service.layers.rotary import MultimodalRotary, rotate
