@@ -97,7 +97,7 @@ def main() -> None:
         encoder = stack.enter_context(process("encoder_service", *model, "--batch-items", "1"))
         llm = ("llm_service", *model, "--encoders", encoder, "--kv-cache-bytes", "1GiB")
         early = stack.enter_context(process(*llm))
-        late = stack.enter_context(process(*llm, "--early-prefill", "no"))
+        late = stack.enter_context(process(*llm, "--early-prefill-tokens", "0"))
         asyncio.run(_measure(early, late, given.runs))
 
 

@@ -99,6 +99,9 @@ class LlmConfig(ServerConfig):
     keep_media_whole: bool = option(
         False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
     )
+    early_prefill_tokens: int = option(
+        64, "prefill a prompt whose rows are not all here by at least so many tokens; 0: wait for all rows", minimum=0
+    )
     overlap: str = option(
         "auto",
         "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
@@ -129,7 +132,6 @@ class LlmConfig(ServerConfig):
     max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
-    early_prefill: bool = option(True, "prefill up to the first row that is missing; off: wait for all rows")
     encoder_silence_seconds: float = option(
         2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
     )

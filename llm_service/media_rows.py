@@ -25,13 +25,11 @@ from llm_service.rows import RowEntry, Watcher
 class MediaRows:
     """Made and left by the request's task; `release` is called by the engine, once it was given the request.
 
-    Entries come back with `release`; streams with `leave`, or with the last reference to what they bring. Where the
-    landing is not `early`, the engine hears of no row before all are here; benchmarks compare with that.
+    Entries come back with `release`; streams with `leave`, or with the last reference to what they bring.
     """
 
     def __init__(self, landing: Landing, request: Request) -> None:
         self._landing = landing
-        self._early = landing.early
         self._request = request
         self._fetches: list[Fetch] = []
         self._unused: list[Fetch] = []
@@ -104,24 +102,16 @@ class MediaRows:
             if entry.error is not None:
                 ticket.fail(entry.error_at(field))
                 return
-            if self._early:
-                engine.landed(ticket.id, number, entry.landed)
-            if self._complete:
-                for span, (_, landed) in enumerate(self._places(laid) if not self._early else ()):
-                    engine.landed(ticket.id, span, landed)
+            engine.landed(ticket.id, number, entry.landed)
+            if all(other.complete for other in self._entries.values()):
                 on_complete()
 
         return tell
 
-    @property
-    def _complete(self) -> bool:
-        return all(entry.complete for entry in self._entries.values())
-
     def _places(self, laid: Laid) -> list[tuple[int, int]]:
         """(offset, rows that have landed) of each span's item."""
-        told = self._early or self._complete
         entries = [self._entries.get(span.item) for span in laid.spans]
-        return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed * told) for entry in entries]
+        return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed) for entry in entries]
 
     async def _place(self) -> None:
         """Takes places for all items together; the engine has forgotten those that it knew."""

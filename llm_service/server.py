@@ -71,7 +71,7 @@ async def serve(config: LlmConfig) -> None:
         engine.mirrors.on_lost = rows.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None
         pool = EncoderPool(config.encoders, _link_settings(config, digest, layout, mirrors))
-        landing = Landing(pool, rows, config.encoder_wait_seconds, early=config.early_prefill)
+        landing = Landing(pool, rows, config.encoder_wait_seconds)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
         admission = Admission(
             max_requests=config.max_requests,
@@ -175,6 +175,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         max_step_tokens=config.max_step_tokens,
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
+        early_prefill_tokens=config.early_prefill_tokens,
         overlap=config.overlap == "yes" or (config.overlap == "auto" and device != "cpu"),
         session_share=config.session_share,
         row_bytes=config.row_cache_bytes,

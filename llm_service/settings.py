@@ -32,6 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_step_tokens: int
     prefix_cache: bool
     keep_media_whole: bool
+    early_prefill_tokens: int
     overlap: bool
     session_share: float
     row_bytes: int

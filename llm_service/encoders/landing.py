@@ -22,11 +22,9 @@ from llm_service.rows import RowEntry, RowStore
 
 
 class Landing:
-    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders;
-    `early` says whether prefill may begin before all rows of a request are here."""
+    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders."""
 
-    def __init__(self, pool: EncoderPool, store: RowStore, patience: float, *, early: bool = True) -> None:
-        self.early = early
+    def __init__(self, pool: EncoderPool, store: RowStore, patience: float) -> None:
         self._links = Links(pool, patience)
         self._store = store
         self._others: dict[RowEntry, Fetch | None] = {}

@@ -5,9 +5,10 @@ that nobody is overtaken for ever, the other half to those with the fewest token
 stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
 in rank cannot be, nobody is.
 
-A chunk never passes the rows that have landed. A sequence that runs and can only wait for its next row keeps its place
-and its blocks until one that has all of its rows needs them. One that waits for a place or blocks and has not all of
-its rows may be overtaken.
+A chunk never passes the rows that have landed, and while rows are missing none is computed that is too short: it would
+read all weights for what the next chunk gets nearly for nothing, and take their time from an encoder on the same cores.
+A sequence that runs and can only wait for its next row keeps its place and its blocks until one that has all of its
+rows needs them. One that waits for a place or blocks and has not all of its rows may be overtaken.
 
 When blocks run out, the last sequence in rank that the step does not use gives its blocks back and is computed again
 later. No sequence can want more blocks than there are, so the first in rank always gets on: there is no deadlock.
@@ -30,12 +31,14 @@ _LOOK_AHEAD = 64
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
-    not end inside a run of media rows that fits into a step beside all the decodes that there may be."""
+    not end inside a run of media rows that fits into a step beside all the decodes that there may be. A prompt whose
+    rows are not all here goes on where at least `early_tokens` can be computed; 0: not before they are."""
 
     max_running: int
     max_step_tokens: int
     max_context: int
     keep_media_whole: bool = False
+    early_tokens: int = 1
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ class Planner:
             if self._queues.ask(sequence):  # it holds no block while it waits, so that no two can hold each other up
                 choice.asking.append(sequence)
             return 0
-        ready, count = sequence.ready(begin), self._chunk(sequence, begin, most)
+        ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, most)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(choice) if complete and count else []
         if not ready or not self._find_room(sequence, identities[:hits], idle):
@@ -147,8 +150,17 @@ class Planner:
         choice.work[sequence] = count
         return count
 
+    def _ready(self, sequence: Sequence, begin: int) -> int:
+        """How many tokens from `begin` on are worth computing before the next row lands."""
+        ready = sequence.ready(begin)
+        if begin + ready == len(sequence.tokens):
+            return ready
+        if self._limits.keep_media_whole:
+            ready = sequence.whole(begin, ready, self._longest_whole)
+        return ready if 0 < self._limits.early_tokens <= ready else 0
+
     def _chunk(self, sequence: Sequence, begin: int, most: int) -> int:
-        count = min(sequence.ready(begin), most)
+        count = min(self._ready(sequence, begin), most)
         if self._limits.keep_media_whole and count:
             return sequence.whole(begin, count, self._longest_whole)
         return count

@@ -13,7 +13,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, pair, tokens, usable
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy, pair, tokens, usable
 from tests.waiting import until
 from twinlens import LlmClient, image, user, v1
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def both(checkpoints: Callable[..., Path]) -> Iterator[Pair]:
-    with pair(checkpoints("qwen3_vl"), max_step_tokens=256) as services:
+    with pair(checkpoints("qwen3_vl"), max_step_tokens=256, early_prefill_tokens=1) as services:
         yield services
 
 
@@ -77,7 +77,9 @@ def test_the_first_pictures_are_prefilled_while_the_last_is_encoded(both: Pair) 
 
 def test_requests_that_wait_for_their_pictures_keep_no_text_from_being_answered(both: Pair) -> None:
     with (
-        llm_server(both.checkpoint, both.encoder.address, **{**LLM_FLAGS, "max_running": 2}) as service,
+        llm_server(
+            both.checkpoint, both.encoder.address, **{**LLM_FLAGS, "max_running": 2, "early_prefill_tokens": 1}
+        ) as service,
         LlmClient(service.address) as client,
     ):
         until(lambda: usable(client, 1), "the encoder is usable")
@@ -90,3 +92,21 @@ def test_requests_that_wait_for_their_pictures_keep_no_text_from_being_answered(
         early = [[token for event in stream for token in event.delta.token_ids] for stream in streams]
         client.flush_cache()
         assert [tokens(client, question) for question in questions] == early
+
+
+def test_a_little_text_before_a_picture_waits_for_the_picture(both: Pair) -> None:
+    """It would be a step of its own that takes as long as a larger one."""
+    with (
+        llm_server(both.checkpoint, both.encoder.address, **LLM_FLAGS) as service,
+        LlmClient(service.address) as client,
+    ):
+        until(lambda: usable(client, 1), "the encoder is usable")
+        before = client.get_load()
+        with no_row_is_computed(both.encoder):
+            stream = client.generate(asked(user("What is this?", picture(9_840), "Say it.")), timeout=120)
+            until(lambda: client.get_load().waiting == 1, "all but the rows is here")
+            assert len(tokens(client, asked(user("hello"), greedy(1)))) == 1
+            until(lambda: client.get_load().steps > before.steps, "the step is counted")
+            load = client.get_load()
+            assert (load.steps - before.steps, load.waiting) == (1, 1)
+        assert len([event for event in stream if event.HasField("finished")]) == 1

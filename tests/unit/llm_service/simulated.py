@@ -46,7 +46,7 @@ def order(
 
 
 def simulation(
-    *, blocks: int = 64, block_size: int = 4, max_running: int = 8, step_tokens: int = 32, **more: bool
+    *, blocks: int = 64, block_size: int = 4, max_running: int = 8, step_tokens: int = 32, **more: int
 ) -> Simulation:
     return Simulation(blocks=blocks, block_size=block_size, max_running=max_running, step_tokens=step_tokens, **more)
 
@@ -91,8 +91,9 @@ class Simulation:
         prefix_cache: bool = True,
         keep_media_whole: bool = False,
         overlap: bool = False,
+        early_tokens: int = 1,
     ) -> None:
-        self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole)
+        self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole, early_tokens)
         manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, alternating)
         self.executor = HashExecutor(block_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.llm_service.hashed import Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
@@ -53,6 +55,51 @@ def test_a_chunk_ends_before_the_first_row_that_has_not_landed() -> None:
         counts.append(step.plan.tokens if step else 0)
     assert counts == [4, 2, 6]
     assert len(engine.outcomes[id].tokens[0]) == 1
+
+
+def test_a_prompt_that_waits_for_rows_goes_on_where_enough_of_it_can_be_computed() -> None:
+    engine = simulation(early_tokens=4)
+    id = engine.submit(order(text(14), [Picture(1, 3, 8)]))
+    counts = []
+    for landed in (0, 1, 4, 5, 8):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [0, 4, 0, 4, 6]
+    assert len(engine.outcomes[id].tokens[0]) == 1
+
+
+@pytest.mark.parametrize("early", [0, 100])
+def test_a_prompt_may_wait_for_all_of_its_rows(early: int) -> None:
+    engine = simulation(early_tokens=early)
+    id = engine.submit(order(text(20), [Picture(1, 10, 4)]))
+    assert engine.step() is None
+    engine.land(id, 0, 3)
+    assert engine.step() is None
+    engine.land(id, 0, 4)
+    step = engine.step()
+    assert step is not None
+    assert step.plan.tokens == 20
+
+
+def test_what_is_left_of_a_prompt_whose_rows_are_here_may_be_short() -> None:
+    engine = simulation(step_tokens=8, early_tokens=6)
+    id = engine.submit(order(text(9), [Picture(1, 2, 4)]))
+    engine.land_all(id)
+    steps = [engine.step(), engine.step()]
+    assert [step.plan.tokens for step in steps if step] == [8, 1]
+
+
+def test_media_kept_whole_are_not_preceded_by_a_chunk_that_is_too_short() -> None:
+    """The text is, without the rows of the picture that are here and have to wait for the others."""
+    engine = simulation(early_tokens=6, keep_media_whole=True)
+    id = engine.submit(order(text(14), [Picture(1, 4, 6)]))
+    engine.land(id, 0, 5)
+    assert engine.step() is None
+    engine.land_all(id)
+    step = engine.step()
+    assert step is not None
+    assert step.plan.tokens == 14
 
 
 def test_rows_of_a_second_item_do_not_help_past_the_first() -> None:

@@ -133,6 +133,7 @@ def test_an_engine_never_rests_while_a_request_has_all_of_its_rows(seed: int) ->
         overlap=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.7,
         keep_media_whole=rng.random() < 0.3,
+        early_tokens=rng.choice([0, 1, 1, 4]),
     )
     for _ in range(60):
         if rng.random() < 0.5:

@@ -66,8 +66,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         keep_media_whole=st.booleans(),
         overlap=st.booleans(),
+        early_tokens=st.sampled_from([1, 1, 0, 4]),
     )
-    def begin(self, blocks: int, block_size: int, max_running: int, extra: int, **more: bool) -> None:
+    def begin(self, blocks: int, block_size: int, max_running: int, extra: int, **more: int) -> None:
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
