@@ -67,8 +67,8 @@ async def _measure(address: str, runs: int, tokens: int) -> dict[str, float]:
         for many in CONCURRENT:
             rates = []
             for n in range(max(1, runs // 3)):
-                started = time.perf_counter()
                 pictures = [jpeg(photograph(200 + 20 * n + k)) for k in range(many)]
+                started = time.perf_counter()
                 done = await asyncio.gather(*(ask(stub, picture, QUESTION, tokens) for picture in pictures))
                 rates.append(sum(t.tokens for t in done) / (time.perf_counter() - started))
             figures[f"tokens_per_second_{many}"] = statistics.median(rates)

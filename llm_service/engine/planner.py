@@ -5,8 +5,10 @@ that nobody is overtaken for ever, the other half to those with the fewest token
 stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
 in rank cannot be, nobody is.
 
-A chunk never passes the rows that have landed, and while rows are missing none is computed that is too short: it would
-read all weights for what the next chunk gets nearly for nothing, and take their time from an encoder on the same cores.
+A chunk never passes the rows that have landed. While rows are missing none is computed that is too short, and none that
+ends inside a run of media rows, whose others follow at once, if they fit a step: it would read all weights for what the
+next chunk gets nearly for nothing, and take its time from an encoder on the same cores.
+
 A sequence that runs and can only wait for its next row keeps its place and its blocks until one that has all of its
 rows needs them. One that waits for a place or blocks and has not all of its rows may be overtaken.
 
@@ -155,8 +157,7 @@ class Planner:
         ready = sequence.ready(begin)
         if begin + ready == len(sequence.tokens):
             return ready
-        if self._limits.keep_media_whole:
-            ready = sequence.whole(begin, ready, self._longest_whole)
+        ready = sequence.whole(begin, ready, self._longest_whole)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
     def _chunk(self, sequence: Sequence, begin: int, most: int) -> int:

@@ -45,27 +45,30 @@ def test_a_picture_that_needs_nearly_the_whole_step_is_not_kept_out_by_decodes()
     run_until_over(engine, id, 20)
 
 
-def test_a_chunk_ends_before_the_first_row_that_has_not_landed() -> None:
-    engine = simulation()
+@pytest.mark.parametrize(
+    ("step_tokens", "chunks"), [(16, [4, 0, 8]), (8, [4, 2, 6])], ids=["that fits a step", "longer than a step"]
+)
+def test_a_chunk_ends_before_a_picture_of_which_rows_are_missing(step_tokens: int, chunks: list[int]) -> None:
+    engine = simulation(max_running=4, step_tokens=step_tokens)
     id = engine.submit(order(text(12), [Picture(1, 4, 6)]))
     counts = []
     for landed in (0, 2, 6):
         engine.land(id, 0, landed)
         step = engine.step()
         counts.append(step.plan.tokens if step else 0)
-    assert counts == [4, 2, 6]
+    assert counts == chunks
     assert len(engine.outcomes[id].tokens[0]) == 1
 
 
 def test_a_prompt_that_waits_for_rows_goes_on_where_enough_of_it_can_be_computed() -> None:
     engine = simulation(early_tokens=4)
-    id = engine.submit(order(text(14), [Picture(1, 3, 8)]))
+    id = engine.submit(order(text(16), [Picture(1, 3, 8, (1, 3, 4))]))
     counts = []
     for landed in (0, 1, 4, 5, 8):
         engine.land(id, 0, landed)
         step = engine.step()
         counts.append(step.plan.tokens if step else 0)
-    assert counts == [0, 4, 0, 4, 6]
+    assert counts == [0, 5, 4, 0, 7]
     assert len(engine.outcomes[id].tokens[0]) == 1
 
 
@@ -90,9 +93,8 @@ def test_what_is_left_of_a_prompt_whose_rows_are_here_may_be_short() -> None:
     assert [step.plan.tokens for step in steps if step] == [8, 1]
 
 
-def test_media_kept_whole_are_not_preceded_by_a_chunk_that_is_too_short() -> None:
-    """The text is, without the rows of the picture that are here and have to wait for the others."""
-    engine = simulation(early_tokens=6, keep_media_whole=True)
+def test_rows_that_wait_for_others_do_not_make_a_short_text_worth_a_step() -> None:
+    engine = simulation(early_tokens=6)
     id = engine.submit(order(text(14), [Picture(1, 4, 6)]))
     engine.land(id, 0, 5)
     assert engine.step() is None
@@ -119,4 +121,4 @@ def test_a_video_whose_runs_stand_apart_lands_run_by_run() -> None:
         engine.land(id, 0, landed)
         step = engine.step()
         counts.append(step.plan.tokens if step else 0)
-    assert counts == [6, 1, 7]
+    assert counts == [6, 0, 8]
