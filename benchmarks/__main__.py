@@ -1,16 +1,19 @@
 """`python -m benchmarks`: one photograph and a question, here and through transformers and vLLM, in one run.
 
-All get the same random checkpoint of about 250 M parameters in float32 and the same cores, one after the other. vLLM is
-measured where `--vllm` names its program, in an environment of its own. A ratio (ours to the peer's) below 1 for times,
-above 1 for rates, is in our favour.
+All get the same random checkpoint of about 250 M parameters in float32 and the same cores, one after the other; with
+`--starts` several times in turns, since what memory a process gets is decided when it starts. vLLM is measured where
+`--vllm` names its program, in an environment of its own. A ratio (ours to the peer's) below 1 for times, above 1 for
+rates, is in our favour.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import twinlens_side, vllm_side
@@ -26,7 +29,8 @@ _ROWS = (
     ("per_token", "time per output token"),
     *((f"tokens_per_second_{many}", f"tokens/s at {many} concurrent") for many in CONCURRENT),
 )
-_SIDES = ("transformers", "vllm", "twinlens")
+_NAMES = {"transformers": "transformers", "vllm": "vLLM", "twinlens": "Twinlens"}
+_SIDES = tuple(_NAMES)
 
 
 def main() -> None:
@@ -34,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
+    parser.add_argument("--starts", type=int, default=1, help="times that each side is started; the median is shown")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
     parser.add_argument("--vllm", type=Path, help="vLLM's program, such as /opt/vllm/bin/vllm")
     parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
@@ -42,13 +47,24 @@ def main() -> None:
     wanted = [given.only] if given.only else [side for side in _SIDES if side != "vllm" or given.vllm]
     if "vllm" in wanted and given.vllm is None:
         parser.error("--only vllm needs --vllm")
-    peers: dict[str, Figures] = {}
-    if "transformers" in wanted:
-        peers["transformers"] = _transformers(folder, given.runs, given.tokens)
-    if "vllm" in wanted:
-        peers["vLLM"] = vllm_side.main(given.vllm, folder, given.runs, given.tokens)
-    ours = twinlens_side.main(folder, given.runs, given.tokens) if "twinlens" in wanted else {}
-    _print(peers, ours)
+    measure: dict[str, Callable[[], Figures]] = {
+        "transformers": lambda: _transformers(folder, given.runs, given.tokens),
+        "vllm": lambda: vllm_side.main(given.vllm, folder, given.runs, given.tokens),
+        "twinlens": lambda: twinlens_side.main(folder, given.runs, given.tokens),
+    }
+    starts: dict[str, list[Figures]] = {side: [] for side in wanted}
+    for _ in range(given.starts):
+        for side in wanted:
+            starts[side].append(measure[side]())
+    sides = {side: _medians(figures) for side, figures in starts.items()}
+    ours = sides.pop("twinlens", {})
+    _print({_NAMES[side]: figures for side, figures in sides.items()}, ours)
+    if given.starts > 1:
+        _print_spread(starts)
+
+
+def _medians(starts: Sequence[Figures]) -> Figures:
+    return {name: statistics.median(figures[name] for figures in starts) for name in starts[0]}
 
 
 def _transformers(folder: Path, runs: int, tokens: int) -> Figures:
@@ -70,6 +86,17 @@ def _print(peers: dict[str, Figures], ours: Figures) -> None:
     if stages:
         told = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in stages.items())
         print(f"\nStages of a new picture: {told}")
+
+
+def _print_spread(starts: dict[str, list[Figures]]) -> None:
+    """How much the first row and the time of a token depend on the start."""
+    print("\nFrom start to start:")
+    for side, measured in starts.items():
+        told = []
+        for name in ("ttft_cold", "per_token"):
+            values = [figures[name] for figures in measured]
+            told.append(f"{dict(_ROWS)[name]} {_figure(min(values), False)} to {_figure(max(values), False)}")
+        print(f"{_NAMES[side]}: {', '.join(told)}")
 
 
 def _figure(value: float, rate: bool) -> str:
