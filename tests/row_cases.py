@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from common.kernels import rows_gpu
+from llm_service.layers.kernels import RowKernels
 from llm_service.layers.rotary import rotate
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -15,30 +15,40 @@ HEADS = ((4, 2, 16), (9, 3, 80), (1, 1, 128))
 GATES = (24, 1500)
 
 
-def check_norm(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+def check_norm(kernels: RowKernels, rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     """Of rows that are a part of longer ones."""
     x, gain = _drawn(rows, size + 16, dtype, device)[:, :size], _drawn(1, size, dtype, device, 1)[0]
-    _same(rows_gpu.rms_norm(x, gain, 1e-6), _norm(x, gain))
+    _same(kernels.rms_norm(x, gain, 1e-6), _norm(x, gain))
 
 
-def check_turn(queries: int, keys: int, head: int, dtype: torch.dtype, device: str, *, normed: bool) -> None:
+def check_turn(
+    kernels: RowKernels,
+    queries: int,
+    keys: int,
+    head: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    normed: bool,
+    tokens: int = 5,
+) -> None:
     """Of heads that lie before the values."""
-    x = _drawn(5, (queries + 2 * keys) * head, dtype, device).view(5, -1, head)[:, : queries + keys]
-    angles = _drawn(5, head // 2, torch.float32, device, 1).repeat(1, 2).unsqueeze(1)
+    x = _drawn(tokens, (queries + 2 * keys) * head, dtype, device).view(tokens, queries + 2 * keys, head)
+    angles = _drawn(tokens, head // 2, torch.float32, device, 1).repeat(1, 2).unsqueeze(1)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    query, key = x.split([queries, keys], dim=1)
+    query, key, _ = x.split([queries, keys, keys], dim=1)
     gains = None
     if normed:
         gains = (_drawn(1, head, dtype, device, 2)[0], _drawn(1, head, dtype, device, 3)[0])
         query, key = _norm(query, gains[0]), _norm(key, gains[1])
     expected = torch.cat([rotate(query, cosine, sine), rotate(key, cosine, sine)], dim=1)
-    _same(rows_gpu.turned(x, cosine, sine, queries, gains, 1e-6), expected)
+    _same(kernels.turned(x, cosine, sine, queries, keys, gains, 1e-6), expected)
 
 
-def check_gate(inner: int, dtype: torch.dtype, device: str) -> None:
+def check_gate(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str) -> None:
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
-    _same(rows_gpu.gated(x), torch.nn.functional.silu(first) * second)
+    _same(kernels.gated(x), torch.nn.functional.silu(first) * second)
 
 
 def _drawn(rows: int, size: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

@@ -102,14 +102,15 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def turned(
-    x: Tensor, cosine: Tensor, sine: Tensor, queries: int, gains: tuple[Tensor, Tensor] | None, eps: float
+    x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
-    """Heads x [n, heads, head_dim], first queries and then keys, by the angles of each token: the same shape.
+    """The first heads of x [n, queries + keys or more, head_dim], by the angles of each token: [n, queries + keys,
+    head_dim].
 
     cosine and sine are [n, 1, head_dim] in the type of x. With `gains`, [head_dim] for queries and for keys, each head
     is first normed.
     """
-    n, heads, head_dim = x.shape
+    n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
     query_gain, key_gain = gains or (cosine, cosine)
     turn_kernel[(n, triton.cdiv(heads, _HEADS))](

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from llm_service.layers.kernels import has_kernels
+from llm_service.layers.kernels import row_kernels
 
 
 def gated(x: Tensor) -> Tensor:
     """[n, 2 · inner] → silu(first half) · second half, [n, inner]."""
-    if has_kernels(x):
-        from common.kernels import rows_gpu
-
-        return rows_gpu.gated(x)
+    if kernels := row_kernels(x):
+        return kernels.gated(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

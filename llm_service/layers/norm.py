@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.kernels import has_kernels
+from llm_service.layers.kernels import row_kernels
 
 
 class RMSNorm(nn.Module):
@@ -19,14 +19,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, size] or [n, heads, size] → the same."""
-        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
-            from common.kernels.norm_cpu import rms_norm  # numba is of use to CPUs alone
-
-            return rms_norm(x, self.weight, self.eps)
-        if x.dim() == 2 and has_kernels(x):
-            from common.kernels import rows_gpu
-
-            return rows_gpu.rms_norm(x, self.weight, self.eps)
+        if x.dim() == 2 and (kernels := row_kernels(x)):
+            return kernels.rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normal = functional.rms_norm(x.float(), self.weight.shape, None, self.eps)

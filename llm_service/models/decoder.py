@@ -15,7 +15,7 @@ from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.kernels import has_kernels
+from llm_service.layers.kernels import row_kernels
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
 from llm_service.layers.rotary import MultimodalRotary, rotate
@@ -69,18 +69,16 @@ class Attention(nn.Module):
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if has_kernels(x):
-            return *self._turned(heads, rotary).split([self.heads, self.kv_heads], dim=1), value
+        if kernels := row_kernels(x):
+            turned = kernels.turned(heads, *rotary, self.heads, self.kv_heads, *self._norms())
+            return *turned.split([self.heads, self.kv_heads], dim=1), value
         return rotate(self.q_norm(query), *rotary), rotate(self.k_norm(key), *rotary), value
 
-    def _turned(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries and keys [n, heads + kv_heads, head_dim] of [n, heads + 2 · kv_heads, head_dim], in one kernel."""
-        from common.kernels import rows_gpu
-
-        gains, eps = None, 0.0
+    def _norms(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
+        """The gains of queries and of keys, None where they are not normed, and epsilon."""
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        return rows_gpu.turned(heads[:, : self.heads + self.kv_heads], *rotary, self.heads, gains, eps)
+            return (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        return None, 0.0
 
     def join(self, attended: Tensor) -> Tensor:
         """All ranks' heads [n, heads · head_dim] → [n, hidden]."""

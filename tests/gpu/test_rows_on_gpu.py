@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from common.kernels import rows_gpu
 from tests import row_cases
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +18,7 @@ each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
 @each_type
 @pytest.mark.parametrize(("rows", "size"), row_cases.NORMS)
 def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
-    row_cases.check_norm(rows, size, dtype, "cuda")
+    row_cases.check_norm(rows_gpu, rows, size, dtype, "cuda")
 
 
 @each_type
@@ -24,10 +27,10 @@ def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    row_cases.check_turn(queries, keys, head, dtype, "cuda", normed=normed)
+    row_cases.check_turn(rows_gpu, queries, keys, head, dtype, "cuda", normed=normed)
 
 
 @each_type
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
-    row_cases.check_gate(inner, dtype, "cuda")
+    row_cases.check_gate(rows_gpu, inner, dtype, "cuda")

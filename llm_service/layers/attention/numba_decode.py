@@ -55,7 +55,7 @@ _kernel = compiled(_decode)
 
 
 def decode(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> None:
-    """See `plain.Decode`; float32."""
+    """See `plain.Decode`; float32. Numbers that do not lie together would not be computed with as vectors."""
     scale = np.float32(query.shape[-1] ** -0.5)
-    tensors = (out, query, keys, values, table, lengths)
+    tensors = (out, query.contiguous(), keys, values, table, lengths)
     _kernel(*(tensor.numpy() for tensor in tensors), scale)

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from common.kernels import rows_gpu
 from llm_service.layers import gate, norm
-from llm_service.layers.norm import RMSNorm
 from llm_service.models import decoder
 from llm_service.request import Sampling
 from tests import pictures, row_cases
@@ -26,7 +25,7 @@ each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
 @each_type
 @pytest.mark.parametrize(("rows", "size"), row_cases.NORMS)
 def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
-    row_cases.check_norm(rows, size, dtype, "cpu")
+    row_cases.check_norm(rows_gpu, rows, size, dtype, "cpu")
 
 
 @each_type
@@ -35,13 +34,13 @@ def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    row_cases.check_turn(queries, keys, head, dtype, "cpu", normed=normed)
+    row_cases.check_turn(rows_gpu, queries, keys, head, dtype, "cpu", normed=normed)
 
 
 @each_type
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
-    row_cases.check_gate(inner, dtype, "cpu")
+    row_cases.check_gate(rows_gpu, inner, dtype, "cpu")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -56,8 +55,7 @@ def test_decoders_give_the_same_tokens_with_the_kernels(
     for name in ("rms_norm", "turned", "gated"):
         monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
     for module in (gate, norm, decoder):
-        monkeypatch.setattr(module, "has_kernels", lambda x: True)
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: rows_gpu.rms_norm(x, self.weight, self.eps))
+        monkeypatch.setattr(module, "row_kernels", lambda x: rows_gpu)
     assert LocalEngine(folder).run(prompts, greedy) == expected
     assert used == {"rms_norm", "turned", "gated"}
 
