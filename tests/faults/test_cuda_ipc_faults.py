@@ -159,6 +159,7 @@ def test_an_encoder_that_is_killed_while_its_rows_are_copied_is_let_go(checkpoin
         assert both.mapped_pools() == [1, 1]
         with both.on_the_way(new_picture()) as answer:
             both.encoder.process.kill()
+            until(lambda: not usable(both.text, 1), "it is known to be gone")
         with pytest.raises(TwinlensError) as error:
             answer()
         assert error.value.code.name == "UNAVAILABLE"
