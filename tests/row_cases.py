@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from llm_service.layers.kernels import RowKernels
 from llm_service.layers.rotary import rotate
+from llm_service.request import Sampling
+from tests import pictures
+from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORMS = ((1, 64), (3, 96), (2, 4096))
@@ -49,6 +54,12 @@ def check_gate(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str)
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
     _same(kernels.gated(x), torch.nn.functional.silu(first) * second)
+
+
+def greedy_tokens(folder: Path) -> list[Outcome]:
+    """What a whole decoder says of a picture."""
+    prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
+    return LocalEngine(folder).run(prompts, Sampling(max_tokens=6, temperature=0.0, ignore_eos=True))
 
 
 def _drawn(rows: int, size: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

@@ -13,7 +13,10 @@ _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 
 
 def compiled(function: Callable[..., None], *, parallel: bool = True) -> Any:
-    """Compiled at its first call, and kept on disk where a folder for that can be written."""
+    """Compiled at its first call, and kept on disk where a folder for that can be written.
+
+    One function is compiled one way: what is kept does not say whether it is `parallel`, and is taken for both.
+    """
     options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(**options, cache=True)(function)

@@ -11,10 +11,8 @@ import torch
 from common.kernels import rows_cpu
 from llm_service.layers import gate, kernels, norm
 from llm_service.models import decoder
-from llm_service.request import Sampling
-from tests import pictures, row_cases
+from tests import row_cases
 from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 
 @pytest.mark.parametrize(("rows", "size"), [*row_cases.NORMS, (0, 64), (300, 128)])
@@ -46,9 +44,7 @@ def test_decoders_give_the_same_tokens_without_them(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
-    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
-    with_them = LocalEngine(folder).run(prompts, greedy)
+    with_them = row_cases.greedy_tokens(folder)
     for module in (gate, norm, decoder):
         monkeypatch.setattr(module, "row_kernels", lambda x: None)
-    assert LocalEngine(folder).run(prompts, greedy) == with_them
+    assert row_cases.greedy_tokens(folder) == with_them

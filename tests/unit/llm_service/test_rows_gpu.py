@@ -14,10 +14,8 @@ pytest.importorskip("triton")
 from common.kernels import rows_gpu
 from llm_service.layers import gate, norm
 from llm_service.models import decoder
-from llm_service.request import Sampling
-from tests import pictures, row_cases
+from tests import row_cases
 from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
 
@@ -48,15 +46,13 @@ def test_decoders_give_the_same_tokens_with_the_kernels(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
-    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
-    expected = LocalEngine(folder).run(prompts, greedy)
+    expected = row_cases.greedy_tokens(folder)
     used: set[str] = set()
     for name in ("rms_norm", "turned", "gated"):
         monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
     for module in (gate, norm, decoder):
         monkeypatch.setattr(module, "row_kernels", lambda x: rows_gpu)
-    assert LocalEngine(folder).run(prompts, greedy) == expected
+    assert row_cases.greedy_tokens(folder) == expected
     assert used == {"rms_norm", "turned", "gated"}
 
 
