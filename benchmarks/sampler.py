@@ -60,8 +60,9 @@ def _batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(index: int, history: Tensor, settings: dict[str, Any]) -> Draw:
-    before = history.int().numpy().tobytes() if "repetition_penalty" in settings else b""
-    return Draw(at=index, temperature=0.8, uniform=(index + 0.5) / 64, history=before, output_from=500, **settings)
+    asked = "repetition_penalty" in settings
+    prompt, output = (some.int().numpy().tobytes() if asked else b"" for some in history.split(len(history) // 2))
+    return Draw(at=index, temperature=0.8, uniform=(index + 0.5) / 64, prompt=prompt, output=output, **settings)
 
 
 def _peer(rows: Tensor, history: Tensor, settings: dict[str, Any]) -> Tensor:

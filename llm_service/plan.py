@@ -35,10 +35,11 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     """How to choose one token from the logits at place `at` of the flattened batch.
 
     `uniform` in [0, 1) decides the draw; the scheduler makes it, so that every rank, and a repeated run with the same
-    seed, choose alike. Tokens in `banned` cannot be chosen. `history` and `output_from` (where in it the output begins)
-    are given only where a penalty needs them. `logprobs`: how many of the likeliest to report, -1 for none at all.
-    `allowed`: where it is given, a token whose bit (little-endian) is not set cannot be chosen. `carried`: the last
-    token of `history` is the one that this draw of the plan before chose, -1 where all are known.
+    seed, choose alike. Tokens in `banned` cannot be chosen. `prompt` are the distinct tokens of the prompt and `output`
+    all that were chosen so far, int32 as bytes, each given only where a penalty needs it. `logprobs`: how many of the
+    likeliest to report, -1 for none at all. `allowed`: where it is given, a token whose bit (little-endian) is not set
+    cannot be chosen. `carried`: the last token of `output` is the one that this draw of the plan before chose, -1 where
+    all are known.
     """
 
     at: int
@@ -52,8 +53,8 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    history: bytes = b""
-    output_from: int = 0
+    prompt: bytes = b""
+    output: bytes = b""
     logprobs: int = -1
     allowed: bytes = b""
     carried: int = -1
@@ -61,7 +62,8 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     @property
     def plain(self) -> bool:
         """The highest logit wins, untouched."""
-        return self.temperature == 0.0 and not (self.banned or self.logit_bias or self.history or self.allowed)
+        asked = self.banned or self.logit_bias or self.prompt or self.output or self.allowed
+        return self.temperature == 0.0 and not asked
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -106,10 +108,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _with_last(draw: Draw, token: int) -> Draw:
-    """The draw with the last token of its history put in."""
-    history = array("i", draw.history)
-    history[-1] = token
-    return msgspec.structs.replace(draw, history=history.tobytes(), carried=-1)
+    """The draw with the last token of its output put in."""
+    output = array("i", draw.output)
+    output[-1] = token
+    return msgspec.structs.replace(draw, output=output.tobytes(), carried=-1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

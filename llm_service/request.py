@@ -150,7 +150,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     @property
-    def needs_history(self) -> bool:
+    def penalises(self) -> bool:
         """Logits depend on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 

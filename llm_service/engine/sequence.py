@@ -41,7 +41,8 @@ class Sequence:
     `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
     `asking`: until its items have places. The prompt's tokens before `scored` have been scored by steps up to the last
     one planned, or need no score. `media_end` is one past the last place of a media row; `plain`: the likeliest token
-    is drawn, and nothing else asked."""
+    is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32, where repeating them is
+    penalised."""
 
     id: int
     choice: int
@@ -72,6 +73,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     media_end: int = 0
     plain: bool = False
+    penalised: bytes = b""
     _chain: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -81,6 +83,7 @@ class Sequence:
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
         items = [Item(item.key, item.offset, item.runs, item.landed) for item in add.items]
         sampling = add.sampling
+        penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
             sequence = cls(
@@ -101,6 +104,7 @@ class Sequence:
                 after=sequences[0] if sequences else None,
                 scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
                 plain=sampling == _plainest(sampling),
+                penalised=penalised,
                 media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
             )
             sequences.append(sequence)

@@ -68,11 +68,11 @@ def draw(sequence: Sequence, at: int) -> Draw:
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        history=sequence.tokens.tobytes() if sampling.needs_history else b"",
-        output_from=sequence.prompt_tokens,
+        prompt=sequence.penalised,
+        output=sequence.tokens[sequence.prompt_tokens :].tobytes() if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         allowed=b"" if sequence.matcher is None else sequence.matcher.compute_bitmask(),
-        carried=sequence.drawn if sequence.unknown and sampling.needs_history else -1,
+        carried=sequence.drawn if sequence.unknown and sampling.penalises else -1,
     )
 
 

@@ -22,22 +22,25 @@ def adjust(rows: Tensor, draws: Sequence[Draw]) -> None:
 
 def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
     """Repetition counts tokens of prompt and output alike, presence and frequency those of the output alone."""
+    if not any(draw.prompt or draw.output for draw in draws):
+        return
     device, vocabulary = rows.device, rows.shape[1]
     flat = rows.view(-1)
-    asking = [index for index, draw in enumerate(draws) if draw.history]
-    if not asking:
-        return
-    histories = [np.frombuffer(draws[index].history, np.int32) for index in asking]
-    cells = [history.astype(np.int64) + index * vocabulary for index, history in zip(asking, histories, strict=True)]
+    asked = _cells([draw.prompt for draw in draws], vocabulary).to(device)
+    said, counts = _cells([draw.output for draw in draws], vocabulary).to(device).unique(return_counts=True)
     rates = [(draw.repetition_penalty, draw.presence_penalty, draw.frequency_penalty) for draw in draws]
     repetition, presence, frequency = torch.tensor(rates, device=device).T
-    seen = torch.from_numpy(np.concatenate(cells)).to(device).unique()
+    seen = torch.cat([asked, said])  # what is in both gets the same number twice
     number = torch.finfo(rows.dtype)
     scores, rate = flat[seen], repetition[seen // vocabulary].clamp_(min=number.tiny)
     flat[seen] = torch.where(scores < 0, scores * rate, scores / rate).clamp_(max=number.max)
-    output = [cell[draws[index].output_from :] for index, cell in zip(asking, cells, strict=True)]
-    said, counts = torch.from_numpy(np.concatenate(output)).to(device).unique(return_counts=True)
     flat[said] -= presence[said // vocabulary] + frequency[said // vocabulary] * counts
+
+
+def _cells(tokens: Sequence[bytes], vocabulary: int) -> Tensor:
+    """int64 [tokens]: where in the flattened rows these tokens, int32 as bytes, stand; one entry for each row."""
+    cells = [np.frombuffer(some, np.int32).astype(np.int64) + row * vocabulary for row, some in enumerate(tokens)]
+    return torch.from_numpy(np.concatenate(cells))
 
 
 def _add_bias(rows: Tensor, draws: Sequence[Draw]) -> None:

@@ -135,7 +135,7 @@ def _likely(value: int, token: int) -> TokenLogprobs:
 
 def _choose(value: int, draw: Draw) -> int:
     """A token that depends on everything that a real draw depends on."""
-    seen = hash((value, draw.history, draw.output_from) if draw.history else value)
+    seen = hash((value, draw.prompt, draw.output))
     allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
     words = [word for word in range(PAD) if word not in draw.banned and allowed >> word & 1]
     words = words or [PAD - 1]  # as a sampler, which gives something where nothing can be drawn
@@ -180,10 +180,10 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
     while True:
         chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
         banned = ends if len(out) < sampling.min_tokens else ()
-        history = array("i", [*order.prompt, *out]).tobytes() if sampling.needs_history else b""
+        prompt = array("i", sorted(set(order.prompt)) if sampling.repetition_penalty != 1.0 else []).tobytes()
+        said = array("i", out if sampling.penalises else []).tobytes()
         allowed = matcher.compute_bitmask() if matcher else b""
-        start = len(order.prompt)
-        draw = Draw(at=0, uniform=chance, banned=banned, history=history, output_from=start, allowed=allowed)
+        draw = Draw(at=0, uniform=chance, banned=banned, prompt=prompt, output=said, allowed=allowed)
         token = _choose(value, draw)
         if matcher:
             matcher.consume_token(token)

@@ -184,7 +184,7 @@ def served(turns: list[list[Any]], *, overlap: bool, executor: HashExecutor | No
 
 ORDERS = [
     Order(tuple(range(1, 12)), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)),
-    Order(tuple(range(3, 25)), Sampling(max_tokens=9, temperature=1.0, seed=4, presence_penalty=1.0)),
+    Order(tuple(range(3, 25)), Sampling(max_tokens=9, temperature=1.0, seed=4, repetition_penalty=1.5)),
     Order((5, 6), Sampling(max_tokens=20, temperature=1.0, seed=9)),
 ]
 

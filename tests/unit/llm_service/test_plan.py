@@ -23,12 +23,12 @@ def test_carried_places_get_the_tokens_that_the_draws_before_chose() -> None:
     assert filled.carried == []
 
 
-def test_the_last_token_of_a_carried_history_is_put_in_and_no_other() -> None:
-    known = Draw(at=2, history=ints(1, 2), output_from=1)
-    open_ended = Draw(at=1, history=ints(1, 2, 0), output_from=1, carried=1)
+def test_the_last_token_of_a_carried_output_is_put_in_and_no_other() -> None:
+    known = Draw(at=2, prompt=ints(1), output=ints(2))
+    open_ended = Draw(at=1, prompt=ints(1), output=ints(2, 0), carried=1)
     made = msgspec.structs.replace(plan(carried=[(1, 1)]), draws=[open_ended, known])
     filled = made.filled([8, 9])
-    assert filled.draws == [msgspec.structs.replace(open_ended, history=ints(1, 2, 9), carried=-1), known]
+    assert filled.draws == [msgspec.structs.replace(open_ended, output=ints(2, 9), carried=-1), known]
 
 
 def test_a_plan_that_carries_nothing_is_itself() -> None:

@@ -22,7 +22,7 @@ from llm_service.worker.sampler import sample
 
 VOCABULARY = 24
 PROMPT, OUTPUT = [3, 5, 5, 9], [5, 7, 7, 7]
-HISTORY = array("i", PROMPT + OUTPUT).tobytes()
+SEEN: dict[str, Any] = {"prompt": array("i", sorted(set(PROMPT))).tobytes(), "output": array("i", OUTPUT).tobytes()}
 GRID = 1000
 
 
@@ -31,7 +31,7 @@ def logits(seed: int = 0) -> torch.Tensor:
 
 
 def draw(**settings: Any) -> Draw:
-    return Draw(**{"at": 0, "history": HISTORY, "output_from": len(PROMPT), **settings})
+    return Draw(**{"at": 0, **SEEN, **settings})
 
 
 def shares(row: torch.Tensor, **settings: Any) -> torch.Tensor:
@@ -212,8 +212,8 @@ def test_a_batch_of_everything_at_once_gives_what_each_gives_alone() -> None:
         {},
         {"temperature": 1.0},
         {"temperature": 0.8, "top_p": 0.7, "banned": (1, 2)},
-        {"history": HISTORY, "output_from": 4, "frequency_penalty": 0.7},
-        {"temperature": 1.0, "history": HISTORY, "output_from": 4, "repetition_penalty": 1.4, "logprobs": 2},
+        {"output": SEEN["output"], "frequency_penalty": 0.7},
+        {"temperature": 1.0, **SEEN, "repetition_penalty": 1.4, "logprobs": 2},
         {"temperature": 1.0, "logit_bias": {3: 4.0, 5: -4.0}, "logprobs": 0},
         {"temperature": 1.0, "allowed": bytes([0b1010, 0, 0b11])},
         {"allowed": bytes([0, 0xFF, 0]), "logprobs": 5},

@@ -41,6 +41,7 @@ def orders(draw: st.DrawFn, context: int) -> Order:
         "stop_token_ids": tuple(draw(st.lists(st.integers(1, 8), max_size=2))),
         "ignore_eos": draw(st.booleans()),
         "presence_penalty": draw(st.sampled_from([0.0, 0.0, 1.0])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
         "grammar": draw(st.sampled_from(["", "", "", "alternating"])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
