@@ -50,6 +50,9 @@ _UNREADABLE = (
 )
 """What Pillow and decord raise for broken input."""
 
+_STANDARD_STREAMS = 3
+"""Descriptors that are always open, so that with this as their limit there is no number left for another."""
+
 
 def main(link_fd: int, staging_fd: int) -> None:
     """Serves jobs until the parent is gone."""
@@ -61,10 +64,11 @@ def main(link_fd: int, staging_fd: int) -> None:
     assert isinstance(begin, Begin)
     staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
     _hush()
-    _restrict(begin.staging_bytes + begin.memory_bytes)
-    video.library()  # before the first video comes
+    video.library()
+    image.prepare()
+    _restrict(begin.staging_bytes + begin.memory_bytes)  # from here on, no module can be imported
     link.send(Ready())
-    desk = Desk(staging, begin.threads)
+    desk = Desk(staging, begin.threads, begin.max_image_area)
     while True:
         try:
             job = link.receive()
@@ -77,9 +81,10 @@ def main(link_fd: int, staging_fd: int) -> None:
 class Desk:
     """Does one job after the other. Of videos that were looked at, the last is kept open until it is decoded."""
 
-    def __init__(self, staging: SharedBuffer, threads: int) -> None:
+    def __init__(self, staging: SharedBuffer, threads: int, max_image_area: int) -> None:
         self._staging = staging
         self._threads = threads
+        self._max_image_area = max_image_area
         self._open: tuple[bytes, Any] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
@@ -99,7 +104,7 @@ class Desk:
             seen = video.inspect(reader)
             self._open = (job.key, reader)
         else:
-            seen = image.inspect(self._data(job))
+            seen = image.inspect(self._data(job), self._max_image_area)
         return Inspected(seen.width, seen.height, seen.frames, seen.fps)
 
     def _decode(self, job: Decode) -> Iterator[FromDecoder]:
@@ -128,10 +133,12 @@ def _hush() -> None:
 
 
 def _restrict(memory_bytes: int) -> None:
-    """No core dumps, no files written, and a ceiling on memory, past which decoders raise MemoryError or die."""
+    """No core dumps, no file or socket opened, no file written, and a ceiling on memory, past which decoders raise
+    MemoryError or die. The decoders' libraries know formats that name files and addresses, and would open them."""
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, _STANDARD_STREAMS),
         (resource.RLIMIT_AS, memory_bytes),
     ):
         resource.setrlimit(kind, (limit, limit))

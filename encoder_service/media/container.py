@@ -7,7 +7,7 @@ they will be; of those, a beginning is a whole file.
 
 from __future__ import annotations
 
-from encoder_service.media.sniff import video_format
+from encoder_service.media.sniff import ebml_size, video_format
 
 _SEGMENT = b"\x18\x53\x80\x67"
 _LARGE = 1
@@ -45,22 +45,10 @@ def _mp4_is_whole(data: bytes) -> bool:
 
 def _matroska_is_whole(data: bytes) -> bool:
     """Elements are: identifier, size, body. The first is a short header, the second, the segment, all the rest."""
-    at, header = _size(data, 4)
+    at, header = ebml_size(data, 4)
     start = at + header
     if data[start : start + 4] != _SEGMENT:
         return True
-    begin, size = _size(data, start + 4)
+    begin, size = ebml_size(data, start + 4)
     unknown = (1 << 7 * (begin - start - 4)) - 1
     return size == unknown or begin + size <= len(data)
-
-
-def _size(data: bytes, at: int) -> tuple[int, int]:
-    """Where a size of variable length ends, and its value: as many bytes as there are leading zeros in the first,
-    and one; the bit that ends these zeros does not count.
-
-    >>> _size(bytes([0x40, 0x02]), 0)
-    (2, 2)
-    """
-    length = 9 - int.from_bytes(data[at : at + 1], "big").bit_length()
-    value = int.from_bytes(data[at : at + length], "big")
-    return at + length, value & ((1 << 7 * length) - 1)

@@ -39,11 +39,14 @@ class DecoderPool:
         seconds: float,
         start_seconds: float,
         memory_bytes: int,
+        max_image_area: int,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._seconds = seconds
         self._videos = asyncio.Semaphore(max(1, processes - 1))
-        begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads)
+        begin = Begin(
+            staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads, max_image_area=max_image_area
+        )
         self.processes = DecodeProcesses(staging.fd, begin, processes, start_seconds=start_seconds, on_change=on_change)
 
     async def start(self) -> None:

@@ -15,18 +15,21 @@ Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits b
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-_EVER = 1 << 28
-"""Pixels of the largest picture that is ever looked into."""
 
 
-def inspect(data: bytes) -> Inspection:
+def prepare() -> None:
+    """Loads all that Pillow would otherwise load when it first meets a format."""
+    Image.init()
+
+
+def inspect(data: bytes, max_area: int) -> Inspection:
     """A picture's dimensions once its EXIF orientation is applied; pixels are decoded only where it stands behind them.
 
-    Of a picture that no limit would allow, the dimensions come back as they stand in the file.
+    Of a picture of more than `max_area` pixels, the dimensions come back as they stand in the file.
     """
     with _open(data) as image:
         width, height = image.size
-        if width * height <= _EVER and _orientation(image, data) in _SIDEWAYS:
+        if width * height <= max_area and _orientation(image, data) in _SIDEWAYS:
             width, height = height, width
     return Inspection(width=width, height=height)
 

@@ -8,12 +8,14 @@ import msgspec
 class Begin(msgspec.Struct, tag=True):
     """First message to a decode process.
 
-    The arena's size, the most memory it may map beyond it, in bytes, and the threads that may decode one video.
+    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, and the
+    pixels of the largest picture that may be decoded.
     """
 
     staging_bytes: int
     memory_bytes: int
     threads: int
+    max_image_area: int
 
 
 class Inspect(msgspec.Struct, tag=True):

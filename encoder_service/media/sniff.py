@@ -1,7 +1,8 @@
 """Which format the first bytes belong to. Only these formats are ever given to a decoder.
 
-A video container is named here too, so that the decoder's library never meets playlists and other formats that point at
-files or addresses.
+A video container is named here too, so that the decoder's library does not meet playlists and other formats that point
+at files or addresses. The library looks for itself, though, and takes what is likeliest to it: so a container is asked
+for as much as makes the library sure, and the decode process, should that fail, can open neither file nor socket.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from common.errors import InvalidInput
 from encoder_service.item import Modality
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_EBML_KINDS = (b"matroska", b"webm")
 
 _IMAGES: Final[dict[str, Callable[[bytes], bool]]] = {
     "JPEG": lambda head: head.startswith(b"\xff\xd8\xff"),
@@ -23,10 +25,10 @@ _IMAGES: Final[dict[str, Callable[[bytes], bool]]] = {
 }
 _VIDEOS: Final[dict[str, Callable[[bytes], bool]]] = {
     "MP4": lambda head: head[4:8] in _BOXES,
-    "MATROSKA": lambda head: head.startswith(b"\x1a\x45\xdf\xa3"),
+    "MATROSKA": lambda head: head.startswith(b"\x1a\x45\xdf\xa3") and any(kind in _ebml(head) for kind in _EBML_KINDS),
     "AVI": lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ",
-    "FLV": lambda head: head.startswith(b"FLV\x01"),
-    "MPEGTS": lambda head: len(head) > 188 and head[0] == head[188] == 0x47,
+    "FLV": lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09",
+    "MPEGTS": lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47,
 }
 _MIME_TYPES: Final[dict[str, frozenset[str]]] = {
     "JPEG": frozenset({"image/jpeg", "image/jpg", "image/pjpeg"}),
@@ -50,6 +52,24 @@ def image_format(head: bytes) -> str | None:
 def video_format(head: bytes) -> str | None:
     """The name of a video's container, or None."""
     return next((name for name, fits in _VIDEOS.items() if fits(head)), None)
+
+
+def ebml_size(data: bytes, at: int) -> tuple[int, int]:
+    """Where a size of variable length in Matroska ends, and its value: as many bytes as there are leading zeros in the
+    first, and one; the bit that ends these zeros does not count.
+
+    >>> ebml_size(bytes([0x40, 0x02]), 0)
+    (2, 2)
+    """
+    length = 9 - int.from_bytes(data[at : at + 1], "big").bit_length()
+    value = int.from_bytes(data[at : at + length], "big")
+    return at + length, value & ((1 << 7 * length) - 1)
+
+
+def _ebml(head: bytes) -> bytes:
+    """The body of the first element, which says what kind of document follows."""
+    begin, size = ebml_size(head, 4)
+    return head[begin : begin + size]
 
 
 def check(data: bytes | bytearray, modality: Modality, mime_type: str, field: str) -> None:

@@ -11,6 +11,8 @@ from encoder_service.item import Inspection
 from encoder_service.media import image
 from tests import bad_files, pictures
 
+AREA = 1 << 24
+
 
 def inspected(data: bytes) -> Inspection:
     """What a picture's header says; fails where pixels are decoded to learn it."""
@@ -20,7 +22,7 @@ def inspected(data: bytes) -> Inspection:
         mock.patch.object(Image.Image, "load", side_effect=decoded),
         mock.patch.object(ImageFile.ImageFile, "load", side_effect=decoded),
     ):
-        return image.inspect(data)
+        return image.inspect(data, AREA)
 
 
 @pytest.mark.parametrize(("name", "make"), bad_files.BOMBS.items())

@@ -37,7 +37,13 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
     staging = SharedBuffer.create("test", STAGING)
     before = set(descendants(os.getpid()))
     made = DecoderPool(
-        staging, processes=processes, threads=2, seconds=seconds, start_seconds=600.0, memory_bytes=memory_bytes
+        staging,
+        processes=processes,
+        threads=2,
+        seconds=seconds,
+        start_seconds=600.0,
+        memory_bytes=memory_bytes,
+        max_image_area=1 << 24,
     )
     await made.start()
 
@@ -74,7 +80,7 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
         data = stage(pictures.video(frames, fps=5))
         seen = await decoders.inspect(data, key=b"x", video=True, field="x")
         assert seen == Inspection(128, 96, 12, 5.0)
-        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        plan = geometry.plan_video(seen, CONFIG.video, Options())
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
@@ -92,6 +98,31 @@ async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
         assert refused.value.reason == "MEDIA_UNREADABLE"
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+
+
+async def test_a_process_can_open_neither_file_nor_socket():
+    """A description of streams to be received, which begins as MPEG-TS does, is not followed."""
+    streams = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=t\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\n"
+    disguised = b"G".join([b"", streams.ljust(187, b"#"), 187 * b"#", 187 * b"#"])
+    async with pool(seconds=2.0) as (decoders, _, stage):
+        assert resource.prlimit(processes()[0], resource.RLIMIT_NOFILE) == (3, 3)
+        open_before = _descriptors(processes()[0])
+        inspected = asyncio.create_task(decoders.inspect(stage(disguised), key=b"x", video=True, field="x"))
+        pid, seen = processes()[0], set()
+        while not inspected.done():
+            seen |= _descriptors(pid)
+            await asyncio.sleep(0.01)
+        with pytest.raises(InvalidInput):
+            await inspected
+        assert seen <= open_before
+
+
+def _descriptors(pid: int) -> set[str]:
+    """What a process has open; nothing where it is gone."""
+    try:
+        return {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def _limit(pid: int, more: int) -> None:
@@ -190,7 +221,9 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
 @pytest.mark.parametrize(("count", "at_once"), [(1, 1), (2, 1), (4, 3)])
 async def test_videos_leave_a_process_for_everything_else_where_there_are_several(count, at_once):
     staging = SharedBuffer.create("test", 4096)
-    made = DecoderPool(staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1)
+    made = DecoderPool(
+        staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, max_image_area=1
+    )
     held = [await made.turn(video=True) for _ in range(at_once)]
     late = asyncio.create_task(made.turn(video=True))
     await turns()
@@ -236,7 +269,7 @@ async def test_a_video_that_was_looked_at_is_still_open_when_it_is_decoded():
     async with pool(processes=3) as (decoders, staging, stage):
         data = stage(pictures.video(frames, fps=5))
         seen = await decoders.inspect(data, key=b"film", video=True, field="x")
-        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        plan = geometry.plan_video(seen, CONFIG.video, Options())
         pixels = Range(PIXELS_AT, plan.pixel_bytes)
         good = bytes(staging.slice(data))
         staging.slice(data)[:] = bytes(data.size)
@@ -253,7 +286,7 @@ async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_
     async with pool() as (decoders, _, stage):
         data = stage(pictures.video(pictures.frames(12), fps=5))
         seen = await decoders.inspect(data, key=b"film", video=True, field="x")
-        plan = geometry.plan_video(seen, CONFIG.video, Options(), 768)
+        plan = geometry.plan_video(seen, CONFIG.video, Options())
         (pid,) = processes()
         os.kill(pid, signal.SIGKILL)
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", video=True, field="x")

@@ -13,6 +13,8 @@ from encoder_service.item import Inspection
 from encoder_service.media import image
 from tests import pictures
 
+AREA = 1 << 24
+
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -21,15 +23,16 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 def test_dimensions_are_known_without_decoding_a_pixel():
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 300, 200, 8, 2, 0, 0, 0))
     undecodable = b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"not zlib") + _chunk(b"IEND", b"")
-    assert image.inspect(undecodable) == Inspection(300, 200)
+    assert image.inspect(undecodable, AREA) == Inspection(300, 200)
     with pytest.raises(OSError, match=r"decod|zlib|broken"):
         image.decode(undecodable, np.empty((1, 200, 300, 3), np.uint8))
 
 
-def test_dimensions_of_a_monster_come_back_without_a_look_inside():
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 50000, 8, 2, 0, 0, 0))
+@pytest.mark.parametrize(("width", "height"), [(60000, 50000), (4097, 4096)])
+def test_dimensions_of_what_is_too_large_come_back_without_a_look_inside(width, height):
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     words = _chunk(b"IDAT", b"x") + _chunk(b"tEXt", b"Comment\0late")
-    assert image.inspect(b"\x89PNG\r\n\x1a\n" + header + words) == Inspection(60000, 50000)
+    assert image.inspect(b"\x89PNG\r\n\x1a\n" + header + words, AREA) == Inspection(width, height)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -40,7 +43,7 @@ def test_an_orientation_counts_wherever_a_png_has_it(late):
     chunk = turned[(at := turned.index(b"eXIf") - 4) : at + 12 + int.from_bytes(turned[at : at + 4], "big")]
     end = plain.index(b"IEND") - 4
     data = plain[:end] + chunk + plain[end:] if late else turned
-    assert image.inspect(data) == Inspection(20, 30)
+    assert image.inspect(data, AREA) == Inspection(20, 30)
     out = np.empty((1, 30, 20, 3), np.uint8)
     image.decode(data, out)
     assert np.array_equal(out[0], np.rot90(np.asarray(pictures.noise(30, 20)), -1))

@@ -117,7 +117,7 @@ def test_damaged_frames_are_refused_and_do_not_end_the_process(width):
         for _ in range(chance.choice((40, 2000))):
             damaged[chance.randrange(start, len(whole) - 1000)] = chance.randrange(256)
         staging.view[: len(damaged)] = damaged
-        desk, job = Desk(staging, 1), (b"x", True, 0, len(damaged))
+        desk, job = Desk(staging, 1, 1 << 24), (b"x", True, 0, len(damaged))
         answers = [*desk.answers(Inspect(*job)), *desk.answers(Decode(*job, 1 << 20, [0, 8, 16, 23], 96, width))]
         ends[type(answers[-1])] += 1
     staging.close()
@@ -153,12 +153,27 @@ def test_boxes_of_an_mp4(boxes, whole):
     ("size", "whole"), [(b"\x84", True), (b"\x85", False), (b"\xff", True), (b"\x40\x04", True), (b"\x40\x05", False)]
 )
 def test_a_segment_of_matroska_has_a_size_or_goes_on_to_the_end(size, whole):
-    assert container.is_whole(b"\x1a\x45\xdf\xa3\x82hi\x18\x53\x80\x67" + size + b"four") is whole
+    assert container.is_whole(b"\x1a\x45\xdf\xa3\x84webm\x18\x53\x80\x67" + size + b"four") is whole
 
 
-@given(st.binary(max_size=200), st.sampled_from([b"\0\0\0\x10ftyp", b"\x1a\x45\xdf\xa3", b"RIFF\xff\xff\xff\xffAVI "]))
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([b"\0\0\0\x10ftyp", b"\x1a\x45\xdf\xa3\x84webm", b"RIFF\xff\xff\xff\xffAVI "]),
+)
 def test_no_bytes_break_it(data, head):
     assert container.is_whole(head + data) in (True, False)
+
+
+SESSION = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=t\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\n" + 600 * b"#"
+
+
+@pytest.mark.parametrize(
+    "head", [b"FLV\x01", b"\x1a\x45\xdf\xa3", b"\x1a\x45\xdf\xa3\x81 webm", b"G" + 187 * b"#" + b"G"]
+)
+def test_what_only_begins_as_a_container_never_reaches_the_library(head):
+    """It would look for itself, and find a description of streams that it is to fetch."""
+    with pytest.raises(ValueError, match="supported format"):
+        video.open_reader(head + SESSION)
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 3, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
