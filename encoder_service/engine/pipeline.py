@@ -82,7 +82,7 @@ class Pipeline:
                 seen = await self._inspect(flight, video=video)
                 if video:
                     limits.check_video(seen, item.field, self._limits)
-                    plan = geometry.plan_video(seen, config.video, item.options, self._limits.max_frames)
+                    plan = geometry.plan_video(seen, config.video, item.options)
                 else:
                     limits.check_picture(seen, item.field, self._limits)
                     plan = geometry.plan_image(seen, config.image, item.options)

@@ -23,13 +23,10 @@ def plan_image(seen: Inspection, settings: PixelSettings, options: Options) -> P
     return Plan(grid, _tokens(grid, settings), (0,), seen.height, seen.width, (height, width))
 
 
-def plan_video(seen: Inspection, settings: VideoSettings, options: Options, frame_limit: int) -> Plan:
-    """The plan of a video: which frames, how large, and when each frame group is.
-
-    `frame_limit` is the most frames that may be kept, whatever the model or the caller wants.
-    """
+def plan_video(seen: Inspection, settings: VideoSettings, options: Options) -> Plan:
+    """The plan of a video: which frames, how large, and when each frame group is."""
     pixels = settings.pixels
-    most_frames = min(settings.max_frames, frame_limit, options.max_frames or frame_limit)
+    most_frames = min(settings.max_frames, options.max_frames or settings.max_frames)
     frames = sample(seen, settings, options.fps or settings.fps, most_frames)
     height, width = _video_size(len(frames), seen.height, seen.width, settings, options)
     padded = (*frames, *([frames[-1]] * (-len(frames) % pixels.temporal)))
@@ -125,7 +122,8 @@ def sample(seen: Inspection, settings: VideoSettings, fps: float, most_frames: i
     count = max(math.floor(kept / temporal) * temporal, 1)
     step = total / count
     # The reference counts steps in float32, and rounding may give it one frame more. Where that is none of the video's,
-    # or one too many, it is left out: the reference fails there, or passes its own bound.
+    # or one too many, it is left out: the reference fails there, or passes its own bound. Past some 8000 frames it may
+    # be one off elsewhere too, since torch counts on in float32 within each vector of the machine's.
     steps = (np.arange(math.ceil(total / step)) * step).astype(np.float32)
     return [int(frame) for frame in steps if frame < total][: max(most_frames, count)]
 

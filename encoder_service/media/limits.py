@@ -31,7 +31,7 @@ class MediaLimits:
     min_side: int = option(4, "shortest side of a picture or frame, in pixels", minimum=1)
     max_side: int = option(16384, "longest side of a picture or frame, in pixels", minimum=1)
     max_ratio: float = option(200.0, "greatest ratio of a picture's sides", minimum=1)
-    max_frames: int = option(768, "most frames kept of a video", minimum=1)
+    max_frames: int = option(768, "most frames kept of a video; sampled at more, it is refused", minimum=1)
     max_scanned_frames: int = option(100_000, "most frames that a video may have", minimum=1)
     max_images: int = option(16, "most pictures in one request", minimum=1)
     max_videos: int = option(2, "most videos in one request", minimum=1)
@@ -85,6 +85,12 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
         raise InvalidInput(
             f"the kept frames have more than {limits.max_video_area} pixels together; sample fewer",
             reason="VIDEO_TOO_LARGE",
+            field=field,
+        )
+    if len(set(plan.frames)) > limits.max_frames:  # those that fill the last frame group are there twice
+        raise InvalidInput(
+            f"more than {limits.max_frames} of the video's frames would be kept; sample fewer",
+            reason="VIDEO_TOO_LONG",
             field=field,
         )
     if max(plan.seconds_per_grid, *plan.timestamps, 0.0) > MOST_SECONDS:

@@ -52,7 +52,7 @@ class Ours:
     def video(self, clip: reference.Video, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
         count, height, width = clip.frames.shape[:3]
         seen = Inspection(width, height, count, clip.fps)
-        plan = geometry.plan_video(seen, self.config.video, options, 768)
+        plan = geometry.plan_video(seen, self.config.video, options)
         pixels = torch.from_numpy(clip.frames[list(plan.frames)])
         return pixels_to_patches(pixels, plan.resized, self.config.video.pixels), plan
 
@@ -198,11 +198,11 @@ def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, check
     settings.write_text(json.dumps(given | (size if "min_pixels" in given else {"size": size})))
     ours = config.read(Checkpoint(folder))
     clip = reference.Video(pictures.frames(60, 320, 240), 10.0)
-    plan = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), ours.video, UNCHANGED, 768)
+    plan = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), ours.video, UNCHANGED)
     _, grids, _ = reference.video_inputs(folder, clip)
     assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
     free = replace(ours.video, cap_pixels_per_frame=False)
-    whole = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), free, UNCHANGED, 768)
+    whole = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), free, UNCHANGED)
     assert (plan.tokens < whole.tokens) is bool(cap), "the cap was not tight enough to prove anything"
 
 

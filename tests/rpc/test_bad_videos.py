@@ -38,6 +38,9 @@ FILES = {
     "a head without a body": bad(lambda: pictures.video(pictures.frames(4), container="avi")[:20], "MEDIA_UNREADABLE"),
     "8K frames": bad(lambda: pictures.video(np.zeros((2, 4320, 7680, 3), np.uint8)), "IMAGE_TOO_LARGE"),
     "frames of a tick each": bad(lambda: bad_files.lies_about_time(1), "VIDEO_UNREADABLE"),
+    "more frames to be kept than there may be": bad(
+        lambda: pictures.video(pictures.frames(70), fps=2), "VIDEO_TOO_LONG"
+    ),
     "65 MiB": bad(lambda: b"\0\0\0\x18ftyp" + bytes(65 << 20), "VIDEO_TOO_LARGE"),
 }
 

@@ -31,7 +31,7 @@ def test_a_picture_s_plan():
 @RULES
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_the_shortest_videos_fill_a_frame_group(rule, frames):
-    plan = plan_video(Inspection(64, 48, frames, 10.0), video(rule), NONE, 768)
+    plan = plan_video(Inspection(64, 48, frames, 10.0), video(rule), NONE)
     assert len(plan.frames) == 2 * plan.grid.t
     assert max(plan.frames) < frames
     assert len(plan.timestamps) == plan.grid.t
@@ -50,7 +50,7 @@ def test_the_shortest_videos_fill_a_frame_group(rule, frames):
 )
 def test_every_video_has_a_plan_within_its_bounds(rule, frames, rate, fps, most, width, height):
     settings, options = video(rule), Options(fps=fps, max_frames=most)
-    plan = plan_video(Inspection(width, height, frames, rate), settings, options, 768)
+    plan = plan_video(Inspection(width, height, frames, rate), settings, options)
     kept = len(plan.frames)
     assert kept == 2 * plan.grid.t
     assert kept <= max(2, most + most % 2)
@@ -83,7 +83,7 @@ def test_a_caller_s_bound_wins_over_the_model_s():
 
 def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
     seen = Inspection(560, 560, 80, 20.0)
-    plan = plan_video(seen, video(VideoRule.PER_FRAME), Options(max_pixels=8 * 56 * 56), 768)
+    plan = plan_video(seen, video(VideoRule.PER_FRAME), Options(max_pixels=8 * 56 * 56))
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 8 * 56 * 56
 
 
@@ -94,14 +94,14 @@ def test_a_caller_s_greatest_area_holds_where_the_model_s_least_one_is_larger(ru
     square = 28 * 28
     pixels = replace(CONFIG.image, min_pixels=128 * square, max_pixels=768 * square)
     settings = replace(video(rule), pixels=pixels, cap_pixels_per_frame=cap, max_video_tokens=768)
-    plan = plan_video(Inspection(side, side, 80, 10.0), settings, Options(max_pixels=16 * 25 * square), 768)
+    plan = plan_video(Inspection(side, side, 80, 10.0), settings, Options(max_pixels=16 * 25 * square))
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 16 * 25 * square
 
 
 @RULES
 def test_a_caller_s_least_area_moves_the_model_s_greatest_one_no_further_than_it_must(rule):
     least = 16 * 20 * 28 * 28
-    plan = plan_video(Inspection(2000, 2000, 80, 10.0), video(rule), Options(min_pixels=least), 768)
+    plan = plan_video(Inspection(2000, 2000, 80, 10.0), video(rule), Options(min_pixels=least))
     assert 0.75 * least <= len(plan.frames) * plan.resized[0] * plan.resized[1] <= least
 
 
