@@ -36,12 +36,13 @@ class Journey:
             return entry
         if isinstance(flight.item.source, Key):  # no one who has the content came while we looked
             await self._bring(flight)
-        self._pipeline.dispatcher.check(flight.key)
+        if not isinstance(flight.item.source, Embedding):  # for which no worker is needed
+            self._pipeline.dispatcher.check(flight.key)
         plan = await self._pipeline.plan(flight)
         header = _header(flight, plan)
         if not flight.header.done():
             flight.header.set_result(header)
-        elif flight.header.result() != header:  # it was told as another replica had it, whose limits differ from ours
+        elif flight.header.result() != header:  # it was told as another replica had it
             raise Unavailable("the rows that were told of are lost, and ours are others", reason=MEDIA_CHANGED)
         await flight.wanted.wait()
         if tier is None:

@@ -108,6 +108,8 @@ class SharedTier:
             for at in range(0, len(chunks), _AT_ONCE):
                 some = chunks[at : at + _AT_ONCE]
                 found = await server.hmget(_name(header.key), [str(number) for number, _ in some])
+                if None in found:  # it has been pushed out meanwhile, or is being written anew
+                    return False
                 try:
                     for data, (number, run) in zip(found, some, strict=True):
                         tier_format.read_chunk(data, header.key, number, self._place(into, run))

@@ -86,10 +86,10 @@ def pack_chunk(key: bytes, number: int, rows: memoryview) -> bytes:
     return _CRC.pack(_checksum(key, number, data)) + data
 
 
-def read_chunk(data: bytes | None, key: bytes, number: int, into: memoryview) -> None:
-    """Copies a chunk's rows to where they belong; raises Garbage where they are missing or damaged."""
-    if data is None or len(data) != _CRC.size + len(into):
-        raise Garbage("a chunk is missing, or has another size")
+def read_chunk(data: bytes, key: bytes, number: int, into: memoryview) -> None:
+    """Copies a chunk's rows to where they belong; raises Garbage where they are damaged."""
+    if len(data) != _CRC.size + len(into):
+        raise Garbage("a chunk has another size")
     rows = data[_CRC.size :]
     if data[: _CRC.size] != _CRC.pack(_checksum(key, number, rows)):
         raise Garbage("a chunk is damaged")

@@ -62,7 +62,7 @@ class Address:
         _check_text(location, field)
         try:
             return parse(str(httpx2.URL(here).join(location)), field)
-        except httpx2.InvalidURL:
+        except (httpx2.InvalidURL, ValueError):  # the join is the standard library's, with errors of its own
             raise _bad("cannot be read", field) from None
 
 

@@ -21,7 +21,7 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.item import Inspection, Item, Key, Modality, Pixels, Url
+from encoder_service.item import Embedding, Grid, Inspection, Item, Key, Modality, Pixels, Url
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
@@ -131,6 +131,26 @@ async def test_identical_items_in_flight_are_computed_once(monkeypatch):
         assert (made.counts["hits"], made.counts["misses"]) == (49, 1)
         assert await rows(made, item())
         assert len(worker.batches) == 1
+
+
+async def test_ready_made_rows_need_no_worker(monkeypatch):
+    data = bytes(4 * LAYOUT.row_bytes)
+    given = Embedding(data, DType.FLOAT32, 4, 1, 16, Grid(1, 4, 4))
+    async with encoder(monkeypatch) as (made, worker):
+        with monkeypatch.context() as patched:
+            patched.setattr(Dispatcher, "check", raising(Unavailable("no worker", reason="NO_WORKER")))
+            with pytest.raises(Unavailable):
+                await rows(made, item())
+            assert not await rows(made, item(source=given))
+        assert await rows(made, item(source=given))
+        assert worker.batches == []
+
+
+def raising(error):
+    def raises(*_):
+        raise error
+
+    return raises
 
 
 async def test_what_waits_while_a_worker_is_busy_goes_in_one_batch(monkeypatch):

@@ -128,6 +128,8 @@ async def test_redirects_are_followed_three_times_and_each_is_checked(host):
         ("ftp://cdn.test/x", InvalidInput),
         ("http://user@cdn.test/", InvalidInput),
         ("http:\\\\cdn.test", InvalidInput),
+        (":ftp://]", InvalidInput),
+        ("//[::1", InvalidInput),
     ],
 )
 async def test_a_redirect_may_lead_nowhere_that_the_caller_may_not_go(host, location, kind):

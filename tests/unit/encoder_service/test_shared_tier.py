@@ -78,10 +78,6 @@ def _swap_chunks(client):
     client.hset(NAME, mapping={"0": second, "1": first})
 
 
-def _lose_chunk(client):
-    client.hdel(NAME, "1")
-
-
 def _other_type(client):
     client.delete(NAME)
     client.set(NAME, b"something else")
@@ -91,9 +87,23 @@ def _nonsense(client):
     client.hset(NAME, "h", b"TLR1nonsense")
 
 
-@pytest.mark.parametrize(
-    "spoil", [_cut_header, _flip_header, _flip_row, _swap_chunks, _lose_chunk, _other_type, _nonsense]
-)
+async def test_rows_that_were_pushed_out_are_a_miss_and_no_garbage(server):
+    """Between the question for the header and the one for the rows, or while another replica writes them anew."""
+    async with replica(server.url) as (made, store):
+        await computed(made, store)
+        await written(made)
+        with server.client() as client:
+            client.hdel(NAME, "1")
+        with pytest.raises(TierMiss):
+            await loaded(made, HEADER)
+        assert made.counts["garbage"] == 0
+        store.flush()
+        await computed(made, store, found=HEADER)
+        await written(made, 2)
+        assert await loaded(made, HEADER) == ROWS
+
+
+@pytest.mark.parametrize("spoil", [_cut_header, _flip_header, _flip_row, _swap_chunks, _other_type, _nonsense])
 async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
     async with replica(server.url) as (made, store):
         await computed(made, store)

@@ -41,10 +41,12 @@ async def replica(url: str, *, seconds: float = 5.0, wait: float = 5.0, ttl: flo
         arena.close()
 
 
-async def computed(made: SharedTier, store: Store, header: Header = HEADER, salt: str = "") -> None:
-    """Takes a turn, and puts the rows into the store as a worker would."""
+async def computed(
+    made: SharedTier, store: Store, header: Header = HEADER, salt: str = "", found: Header | None = None
+) -> None:
+    """Takes a turn, in which this header is found, and puts the rows into the store as a worker would."""
     async with made.turn(header.key, salt) as turn:
-        assert turn.found is None
+        assert turn.found == found
         place = await store.reserve(header.tokens)
         store.buffer.slice(place.span)[:] = ROWS[: place.span.size]
         turn.entry = store.commit(place, header, salt)
