@@ -10,7 +10,7 @@ import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -30,6 +30,9 @@ MAX_ID = 128
 _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
+
+_LAST_WORD = 1.0
+"""Seconds in which the status of a call that we ended may get to its caller."""
 
 _log = log.get("rpc")
 
@@ -138,8 +141,12 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 if task is not None and not task.cancelling():
                     _log.exception("a handler was cancelled from inside")
                     await fail(context, errors.Internal("the service failed to handle this call"))
-                # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on.
-                await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
+                # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on. The
+                # status stands behind what was sent before, and is not waited for where the caller does not read that.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_WORD):
+                        await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
+                raise
             except Exception as error:
                 if isinstance(error, grpc.aio.AbortError):
                     raise

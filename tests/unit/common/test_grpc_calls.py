@@ -169,6 +169,23 @@ async def test_a_handler_whose_task_is_cancelled_leaves_no_caller_waiting(model:
         assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")
 
 
+async def test_a_caller_who_does_not_read_on_keeps_no_place_once_the_call_has_ended() -> None:
+    """The status stands behind what was sent, and gets to the caller where it reads that after all."""
+    async with Serving() as serving:
+        serving.servicer.length = 1_000_000
+        tasks: list[asyncio.Task[Any] | None] = []
+        serving.servicer.act = lambda: tasks.append(asyncio.current_task())
+        call = serving.stub.Generate(v1.GenerateRequest(model="endless"))
+        assert (await call.read()).HasField("started")
+        await asyncio.to_thread(until, lambda: tasks, "it is under way")
+        assert tasks[0] is not None
+        tasks[0].cancel()
+        await asyncio.wait_for(serving.frame.empty(), 60)
+        assert serving.servicer.closed.is_set()
+        error = await failure(call)
+        assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")
+
+
 @pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x22\xff\xff\xff\xff\x0f"])
 @pytest.mark.parametrize("method", [GENERATE, "/twinlens.v1.LlmService/Abort"])
 async def test_bytes_that_are_no_message_are_the_callers_fault_and_name_no_class(method: str, body: bytes) -> None:
@@ -295,6 +312,24 @@ async def test_health_and_reflection_ask_for_the_token_too() -> None:
         assert {"twinlens.v1.LlmService", "grpc.health.v1.Health"} <= names
         status = await health.Check(health_pb2.HealthCheckRequest(), metadata=bearer(TOKEN))
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    frame.stop()
+    await frame.wait()
+    await frame.drain()
+
+
+async def test_what_is_sent_may_be_larger_than_what_is_accepted() -> None:
+    frame, servicer = GrpcServer(ServerConfig(max_message_bytes=1 << 20), []), Scripted()
+    servicer.length = 2 << 20
+    v1.add_LlmServiceServicer_to_server(servicer, frame.server)
+    await frame.bind()
+    async with grpc.aio.insecure_channel(frame.address) as channel:
+        generate = v1.LlmServiceStub(channel).Generate
+        call = generate(v1.GenerateRequest(model="endless"))
+        assert (await call.read()).HasField("started")
+        assert len((await call.read()).delta.text) == servicer.length
+        call.cancel()
+        error = await failure(generate(v1.GenerateRequest(text=v1.TextInput(prompt="x" * servicer.length))))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     frame.stop()
     await frame.wait()
     await frame.drain()
