@@ -142,7 +142,7 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
 
         mirrors = LocalMirrors(device, max(SIZES), LAYOUT)
     settings = LinkSettings(
-        digest=_DIGEST, layout=LAYOUT, shared_memory=shared, connections=connections, mirrors=mirrors
+        digest=_DIGEST, layout=LAYOUT, merge=2, shared_memory=shared, connections=connections, mirrors=mirrors
     )
     peer, changed = Peer(address, "", settings, Quarantine()), asyncio.Event()
     watcher = asyncio.create_task(peer.watch(changed))

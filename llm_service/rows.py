@@ -124,9 +124,9 @@ class RowStore:
         return entries
 
     def acquire_now(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
-        """As `acquire`, but None where that would have to wait."""
+        """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody."""
         self.check_size(headers)
-        return None if self._turn.locked() else self._try_acquire(headers)
+        return None if headers and self._turn.locked() else self._try_acquire(headers)
 
     def check_size(self, headers: Sequence[MediaHeader]) -> None:
         """Raises InvalidInput where these could never be here together: no waiting can help."""

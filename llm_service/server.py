@@ -26,6 +26,7 @@ from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
+from llm_service.mrope import MediaLayout
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
 from llm_service.rows import RowStore
@@ -66,11 +67,18 @@ async def serve(config: LlmConfig) -> None:
         )
         running.callback(rows.close)
         engine = EngineFront(
-            settings, rows.buffer.fd, frame.report, start_seconds=config.start_seconds, spare=config.spare_engine
+            settings,
+            rows.buffer.fd,
+            frame.report,
+            start_seconds=config.start_seconds,
+            step_seconds=config.step_seconds,
+            spare=config.spare_engine,
         )
         engine.mirrors.on_lost = rows.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None
-        pool = EncoderPool(config.encoders, _link_settings(config, digest, layout, mirrors))
+        pool = EncoderPool(
+            config.encoders, _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config).merge, mirrors)
+        )
         landing = Landing(pool, rows, config.encoder_wait_seconds)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
         admission = Admission(
@@ -85,9 +93,10 @@ async def serve(config: LlmConfig) -> None:
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, rows)
         meters.watch(generator, engine, rows, landing, pool)
+        longest = min(config.max_context or text.max_position, text.max_position)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
-            config, model, text.architecture, digest, requests, prompts, generator, engine, rows, landing, pool
+            config, model, text.architecture, digest, longest, requests, prompts, generator, engine, rows, landing, pool
         )
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
         await frame.bind()
@@ -124,10 +133,13 @@ async def _prove_idle(generator: Generator, rows: RowStore) -> None:
         _log.error("something is still held at the end", cause=str(error))
 
 
-def _link_settings(config: LlmConfig, digest: str, layout: RowLayout, mirrors: Mirrors | None) -> LinkSettings:
+def _link_settings(
+    config: LlmConfig, digest: str, layout: RowLayout, merge: int, mirrors: Mirrors | None
+) -> LinkSettings:
     return LinkSettings(
         digest=digest,
         layout=layout,
+        merge=merge,
         security=config.link(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,

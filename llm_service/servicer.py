@@ -39,12 +39,14 @@ Context = grpc.aio.ServicerContext
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the servicer speaks for."""
+    """What the servicer speaks for. `longest` are the tokens of a context, as long as the engine has not said how many
+    there is memory for."""
 
     config: LlmConfig
     model: str
     architecture: str
     digest: str
+    longest: int
     requests: Requests
     prompts: PromptBuilder
     generator: Generator
@@ -65,7 +67,7 @@ class LlmServicer(LlmServiceServicer):
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
         """Streams a generation."""
         parts = self._parts
-        limit = parts.engine.ready.context if parts.engine.ready else 1 << 30
+        limit = parts.engine.ready.context if parts.engine.ready else parts.longest
         read = parts.requests.read(request, context.time_remaining(), limit)
         begun: Begun | None = None
         async with aclosing(parts.generator.generate(read)) as events:

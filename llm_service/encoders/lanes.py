@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 
 from common import tracing
+from common.errors import Unavailable
 from common.grpc_channel import ChannelSecurity, open_channel
-from llm_service.encoders.stream import Call, Event, read_event
+from llm_service.encoders.stream import UNREACHABLE, Call, Event, read_event
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -44,9 +45,15 @@ class Lanes:
 
     @contextmanager
     def encode(self, request: encoder_pb2.EncodeRequest, timeout: float) -> Iterator[Call]:
-        """Opens a stream, with `timeout` in seconds; it is cancelled when the block is left early."""
+        """Opens a stream, with `timeout` in seconds; it is cancelled when the block is left early.
+
+        Raises Unavailable where the connections are being closed: streams that are open may go on, no other begins.
+        """
         lane = min(self._lanes, key=lambda lane: lane.open)
-        call: Call = lane.encode(request, timeout=timeout, metadata=(*self._metadata, *tracing.outgoing()))
+        try:
+            call: Call = lane.encode(request, timeout=timeout, metadata=(*self._metadata, *tracing.outgoing()))
+        except grpc.aio.UsageError as error:
+            raise Unavailable("the encoder could not be reached", reason=UNREACHABLE) from error
         lane.open += 1
         try:
             yield call

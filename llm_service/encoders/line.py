@@ -33,11 +33,12 @@ class MayBeFull(Protocol):
 
 class Line:
     """All who wait. `opened` is to be called when room may have come somewhere; `asking` says that the first one has
-    been sent and may still be refused."""
+    been sent and may still be refused, `may_go` that it could be sent by now, and has only not woken up yet."""
 
     def __init__(self) -> None:
         self.room = asyncio.Event()
         self.asking = False
+        self.may_go: Callable[[], bool] = _nobody
         self._led = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
@@ -84,24 +85,27 @@ class Place:
         self._passing: asyncio.TimerHandle | None = None
 
     async def wait(self, encoders: Callable[[], Sequence[MayBeFull]], until: float) -> None:
-        """Returns when one of the encoders may have room and nobody is before this item, which is mostly at once.
+        """Returns when one of the encoders may have room, which is mostly at once, and the first in line, if there is
+        one, is not on its way there.
 
-               Raises TimeoutError at `until`, in monotonic seconds.
-        Who is refused again waits again, and is
-               still the first.
+        Raises TimeoutError at `until`, in monotonic seconds. Who is refused again waits again, and is still the first.
         """
         line = self._line
         self._stop_passing()
-        if not line.asking and not _are_full(encoders()):
+        if not (line.asking or line.may_go()) and not _are_full(encoders()):
             return
         async with asyncio.timeout_at(until):
             if not self._first:
                 await line.come_first(self._priority)
                 self._first = True
-            while _are_full(asked := encoders()):
-                line.room.clear()
-                soonest = min(encoder.full_until for encoder in asked)
-                await _first_of(line.room, soonest - monotonic())
+            line.may_go = lambda: not _are_full(encoders())
+            try:
+                while _are_full(asked := encoders()):
+                    line.room.clear()
+                    soonest = min(encoder.full_until for encoder in asked)
+                    await _first_of(line.room, soonest - monotonic())
+            finally:
+                line.may_go = _nobody
 
     def asks(self) -> None:
         """The item is being sent: unless it is refused at once, the next one's turn comes."""
@@ -121,6 +125,10 @@ class Place:
             self._passing.cancel()
             self._passing = None
             self._line.asking = False
+
+
+def _nobody() -> bool:
+    return False
 
 
 async def _first_of(event: asyncio.Event, seconds: float) -> None:

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from itertools import pairwise
 
-from common.errors import TwinlensError
+from common.errors import TwinlensError, Unavailable
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.request import Key, MediaHeader, MediaItem
+from llm_service.request import Key, MediaHeader, MediaItem, MediaOptions
 
 _LEAST_BYTES = 8 << 20
 """Of a part; below it, opening one more stream takes longer than it can save."""
@@ -93,14 +93,18 @@ async def open_parts(
     stretches = _stretches(asking.first, header.tokens, row_bytes, peer.most_parts)
     if len(stretches) < 2:
         return None
-    by_key = dataclasses.replace(item, source=Key(header.key))
-    streams = [
-        holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
-        for first, end in stretches
-    ]
+    by_key = dataclasses.replace(
+        item, source=Key(header.key), options=MediaOptions(), mime_type=""
+    )  # it stands for all
     try:
+        streams = [
+            holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
+            for first, end in stretches
+        ]
         async with asyncio.TaskGroup() as group:
             found = [group.create_task(stream.header()) for stream in streams]
+    except Unavailable:
+        return None
     except ExceptionGroup as failures:
         if failures.split(TwinlensError)[1] is not None:
             raise

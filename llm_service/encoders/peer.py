@@ -39,13 +39,14 @@ threads were short for a moment, on either side, it does later."""
 class LinkSettings:
     """How this service deals with encoders.
 
-    `digest` is what theirs must be; `timeout` bounds a stream and `silence` the time between its events, in seconds;
-    `connections` is how many there are to each; `local_dir` is the folder of local sockets that are files. `mirrors`
-    are those that ranks keep of the row arena.
+    `digest` is what theirs must be, `merge` the patches on a side of one row; `timeout` bounds a stream and `silence`
+    the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
+    local sockets that are files. `mirrors` are those that ranks keep of the row arena.
     """
 
     digest: str
     layout: RowLayout
+    merge: int
     security: ChannelSecurity = field(default_factory=ChannelSecurity)
     timeout: float = 120.0
     silence: float = 2.5
@@ -245,6 +246,7 @@ class Peer:
                 call,
                 transports,
                 settings.layout,
+                settings.merge,
                 field=item.field,
                 first=asking.first,
                 end=asking.end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -52,6 +53,7 @@ class EncodeStream:
         call: Call,
         transports: Sequence[Transport],
         layout: RowLayout,
+        merge: int,
         *,
         field: str,
         first: int,
@@ -62,6 +64,7 @@ class EncodeStream:
         self._call = call
         self._transports = transports
         self._layout = layout
+        self._merge = merge
         self._field = field
         self._first = first
         self._end = end
@@ -86,6 +89,12 @@ class EncodeStream:
         layout = self._layout
         if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
             raise DataLoss("the encoder's rows do not fit this model")
+        (t, h, w), merge = header.grid, self._merge
+        groups = len(header.timestamps) if header.modality == "video" else 1 + len(header.timestamps)
+        if h % merge or w % merge or header.tokens * merge**2 != t * h * w or groups != t:
+            raise DataLoss("the encoder's header contradicts itself")
+        if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
+            raise DataLoss("the encoder's header has times that are no numbers")
 
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None

@@ -70,7 +70,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(
     file, info = pictures.encoded(pictures.noise(256, 256, 9_050)), inline.media.get_info()
     layout = RowLayout(info.levels, info.width, DType.FLOAT32)
     monkeypatch.setattr(parts, "_LEAST_BYTES", 16 * layout.row_bytes)
-    settings = LinkSettings(digest=info.digest, layout=layout, shared_memory=False, connections=3)
+    settings = LinkSettings(digest=info.digest, layout=layout, merge=2, shared_memory=False, connections=3)
     pool = EncoderPool([inline.encoder.address], settings)
     with closing(RowStore(64 * layout.row_bytes, layout)) as store:
         await pool.start()

@@ -198,7 +198,9 @@ async def bench(
             stack.push_async_callback(server.stop, None)
         store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(store.close)
-        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, timeout=30.0, silence=silence, connections=connections)
+        settings = LinkSettings(
+            digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, connections=connections
+        )
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)

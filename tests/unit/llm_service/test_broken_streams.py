@@ -73,7 +73,7 @@ async def sends_what_is_no_number(call: Call) -> None:
 
 
 async def sends_too_many(call: Call) -> None:
-    await call.header(tokens=RUN)
+    await call.header(tokens=RUN, grid=v1.Grid(t=1, h=2, w=2 * RUN))
     await call.rows(0)
     await call.rows(RUN)
 

@@ -180,7 +180,7 @@ async def test_what_broke_once_comes_by_way_of_the_host(
     devices: list[str], asking: dict[str, int], expected: list[str]
 ) -> None:
     layout = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)
-    peer = Peer("127.0.0.1:1", "", LinkSettings(digest="", layout=layout), Quarantine())
+    peer = Peer("127.0.0.1:1", "", LinkSettings(digest="", layout=layout, merge=2), Quarantine())
     cuda, memory = SimpleNamespace(devices=devices), SimpleNamespace()
     peer.region, peer.device = memory, cuda  # type: ignore[assignment]
     names = {id(cuda): "cuda", id(memory): "memory"}

@@ -118,7 +118,7 @@ async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(healt
 @asynccontextmanager
 async def peer_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[EncoderPool, Peer]]:
     """A pool that knows one encoder, which nobody watches."""
-    pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT))
+    pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
     peer = Peer("127.0.0.1:1", "", pool.settings, quarantine)
     pool._peers[peer.address] = (peer, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
     peer.health.judge(ANSWERS)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from llm_service.encoders import parts as parts_module
+from llm_service.encoders.identity import identify
+from llm_service.request import MediaOptions
 from tests.unit.llm_service.scripted import (
+    DIGEST,
     LAYOUT,
     ROWS,
     Call,
@@ -17,6 +21,7 @@ from tests.unit.llm_service.scripted import (
     content,
     eventually,
     is_full,
+    request,
     settled,
     well,
 )
@@ -40,13 +45,14 @@ class Gates:
     connections: set[str] = field(default_factory=set)
     gates: dict[int, asyncio.Event] = field(default_factory=dict)
     breaks: set[int] = field(default_factory=set)
+    says: dict[str, Any] = field(default_factory=dict)
 
     def gate(self, first: int) -> asyncio.Event:
         return self.gates.setdefault(first, asyncio.Event())
 
     async def __call__(self, call: Call) -> None:
         call.data = DATA
-        await call.header()
+        await call.header(**self.says)
         if not call.request.end_rows:
             await asyncio.Event().wait()
         first, end = (call.request.first_rows or [0])[0], call.request.end_rows[0]
@@ -111,6 +117,41 @@ async def test_where_no_part_can_be_had_the_first_stream_brings_all_rows() -> No
         assert await b.whole(DATA) == content(DATA)
         assert len([call for call in encoder.calls if call.data]) == 1
         assert not b.pool.peers[0].full
+
+
+async def test_parts_ask_by_the_key_alone_which_stands_for_options_and_type() -> None:
+    async with bench(encoder := ScriptedEncoder([gates := Gates()]), connections=3) as b:
+        await b.usable(1)
+        gates.open(*(first for first, _ in STRETCHES))
+        wanted = request(DATA)
+        item = replace(wanted.media[0], options=MediaOptions(max_pixels=400), mime_type="image/png")
+        gates.says["key"] = (await identify(item, DIGEST, wanted.salt)).key
+        assert await b.whole_of(replace(wanted, media=(item,))) == content(DATA)
+        whole, *parts = [call.request.items[0] for call in encoder.calls]
+        assert (whole.options.max_pixels, whole.mime_type) == (400, "image/png")
+        assert len(parts) == 3
+        assert not any(part.HasField("options") or part.mime_type for part in parts)
+
+
+async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_part_can_be_opened() -> None:
+    told = asyncio.Event()
+
+    async def late(call: Call) -> None:
+        await call.header()
+        await told.wait()
+        await call.rows(0, ROWS)
+        await call.done()
+
+    async with bench(ScriptedEncoder([late]), connections=3) as b:
+        await b.usable(1)
+        fetches = await b.landing.introduce(request(DATA))
+        await b.pool._remove(b.pool.peers[0].address, grace=60.0)
+        await eventually(lambda: not b.pool.peers)
+        (entry,) = await b.landing.acquire(fetches)
+        told.set()
+        await settled(entry)
+        assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)
+        b.store.release(entry)
 
 
 async def test_who_leaves_while_parts_are_open_leaves_none_behind() -> None:

@@ -151,6 +151,16 @@ async def test_those_who_wait_are_served_first_come_first_served(store: RowStore
     store.release((await small)[0])
 
 
+async def test_who_wants_no_place_waits_for_nobody(store: RowStore) -> None:
+    (held,) = await store.acquire([header("a", 10)])
+    large = waiting(store, header("large", 16))
+    await settle()
+    assert store.acquire_now([]) == []
+    assert store.acquire_now([header("small", 2)]) is None
+    store.release(held)
+    store.release((await large)[0])
+
+
 async def test_one_who_leaves_while_waiting_blocks_nobody(store: RowStore) -> None:
     (held,) = await store.acquire([header("a", 10)])
     leaver = waiting(store, header("b", 10))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import DataLoss, Unavailable
 from common.wire import crc32c
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
+from llm_service.request import MediaHeader
 from tests.unit.llm_service.scripted import LAYOUT, ROWS, content
 from twinlens import v1
 
@@ -39,7 +41,7 @@ class SlowCall:
 
 
 def stream(call: Any) -> EncodeStream:
-    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, field="here[0]", first=0, silence=SILENCE)
+    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, 2, field="here[0]", first=0, silence=SILENCE)
 
 
 def busy(times: int) -> list[v1.EncodeResponse]:
@@ -69,3 +71,46 @@ async def test_a_loop_that_stood_still_reads_what_came_meanwhile(monkeypatch: py
     target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
     call = SlowCall(monkeypatch, 3 * SILENCE, busy(2), stall=True)
     assert [count async for count, _ in stream(call).rows(target)] == [ROWS]
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "a row more than the grid has": {"tokens": ROWS + 1},
+    "a grid that no rows fill": {"grid": v1.Grid(t=1, h=3, w=16)},
+    "a picture of two moments": {"grid": v1.Grid(t=2, h=4, w=6)},
+    "a picture with a time": {"timestamps": [1.0]},
+    "a film with too many times": {"modality": v1.MODALITY_VIDEO, "timestamps": [1.0, 2.0]},
+    "a film without times": {"modality": v1.MODALITY_VIDEO},
+    "times that are no numbers": {"modality": v1.MODALITY_VIDEO, "timestamps": [float("nan")]},
+    "an endless film": {"modality": v1.MODALITY_VIDEO, "timestamps": [0.0], "seconds_per_grid": float("inf")},
+}
+HEADER: dict[str, Any] = {
+    "key": bytes(32),
+    "modality": v1.MODALITY_IMAGE,
+    "grid": v1.Grid(t=1, h=4, w=12),
+    "tokens": ROWS,
+    "width": LAYOUT.width,
+    "levels": LAYOUT.levels,
+    "dtype": v1.DATA_TYPE_FLOAT32,
+}
+
+
+async def asked(**changes: Any) -> MediaHeader:
+    """What is made of a header."""
+    events = iter([v1.EncodeResponse(header=v1.EncodeHeader(**HEADER | changes))])
+
+    async def read() -> v1.EncodeResponse:
+        return next(events)
+
+    return await stream(SimpleNamespace(read=read)).header()
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_a_header_that_contradicts_itself_is_not_believed(name: str) -> None:
+    with pytest.raises(DataLoss):
+        await asked(**LIES[name])
+
+
+async def test_headers_of_a_picture_and_of_a_film_are() -> None:
+    assert (await asked()).tokens == ROWS
+    film = {"modality": v1.MODALITY_VIDEO, "grid": v1.Grid(t=2, h=4, w=6), "timestamps": [0.5, 1.5]}
+    assert (await asked(**film, seconds_per_grid=1.0)).timestamps == (0.5, 1.5)

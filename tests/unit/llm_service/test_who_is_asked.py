@@ -99,13 +99,13 @@ async def test_a_crowded_encoder_is_passed_over() -> None:
 
 
 async def announces_much(call: Call) -> None:
-    await call.header(grid=v1.Grid(t=1, h=256, w=256))
+    await call.header(grid=v1.Grid(t=1, h=256, w=256), tokens=128 * 128)
     await asyncio.Event().wait()
 
 
 async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_load() -> None:
     script = [announces_much]
-    async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=4 * ROWS) as b:
+    async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=128 * 128) as b:
         await b.usable(2)
         first, second = b.encoders
         its_own = first_asked_of(b, first, 2)
@@ -258,7 +258,7 @@ async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: st
     async with bench(ScriptedEncoder()) as b:
         port = b.encoders[0].address.rpartition(":")[2]
         addresses = (f"dns:///{bad}:7001", f"dns:///localhost:{port}")
-        pool = EncoderPool(addresses, LinkSettings(digest=DIGEST, layout=LAYOUT))
+        pool = EncoderPool(addresses, LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
         await pool.start()
         await eventually(lambda: any(peer.usable for peer in pool.peers))
         await pool.stop()
