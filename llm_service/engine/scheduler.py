@@ -227,6 +227,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
+        if sequence.forming is not None:
+            sequence.forming.cancel()
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
         self.blocks.free(sequence.table, sequence.session, sequence.root)
         if self._queues.remove(sequence):

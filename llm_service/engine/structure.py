@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
@@ -20,6 +20,11 @@ from llm_service.request import Structure
 
 _CACHED = 64
 """Compiled grammars that are kept."""
+
+_LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
+"""What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
+ambiguous grammar (`a: a a | "a"`) its time grows with the answer, as the cube of it: 12 ms at 600 items, 31 ms at 1000,
+and the library's own bound is 2000. An object has four for each optional property; most schemas have a few dozen."""
 
 
 class Matcher(Protocol):
@@ -57,7 +62,7 @@ class Structures:
         """The grammar of a wish, in llguidance's own form; raises InvalidInput where it makes no sense."""
         field = f"sampling.{structure.kind}"
         grammar = _grammar(structure)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -71,7 +76,7 @@ class Structures:
         by one thread at a time."""
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         self._compiled[grammar] = compiled
         if len(self._compiled) > _CACHED:
             self._compiled.popitem(last=False)
@@ -107,6 +112,6 @@ def _grammar(structure: Structure) -> str:
                 return str(LLMatcher.grammar_from_lark(structure.text))
             case "choice":
                 words = " | ".join(json.dumps(word) for word in json.loads(structure.text))
-                return str(LLMatcher.grammar_from_lark(f"start: {words}"))
+                return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))  # one word to the parser
     except ValueError as error:
         raise InvalidInput(f"the {structure.kind} cannot be read", reason="BAD_STRUCTURE", field=field) from error

@@ -1,8 +1,9 @@
 """Compiles structures for the front, in bounded time: in processes of their own, which are killed when time is over.
 
 Answers are remembered, refusals among them, and who asks for what is being compiled waits for that, so that a structure
-that takes too long does so once a minute at most: it may have been the machine that stood still. The processes are
-started when the first structure comes; of two, one can serve while the other is being replaced.
+that takes too long does so once a minute at most: it may have been the machine that stood still. One that nobody waits
+for any more is not begun on. The processes are started when the first structure comes; of two, one can serve while the
+other is being replaced.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common import log
-from common.errors import InvalidInput, Unavailable
+from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
 from llm_service.grammar.messages import Compile, Compiled, FromCompiler, Prepared, Refused, Vocabulary
 from llm_service.request import Structure
@@ -21,6 +23,8 @@ from llm_service.request import Structure
 _PROCESSES = 2
 _REMEMBERED = 256
 """Answers kept: a grammar may be as large as its structure, 64 KiB by default."""
+_WAITING = 256
+"""Structures that wait for a process; further ones are refused."""
 _START_SECONDS = 30.0
 _DOUBT_SECONDS = 60.0
 """For how long a structure that took too long is refused untried."""
@@ -28,6 +32,16 @@ _DOUBT_SECONDS = 60.0
 T = TypeVar("T")
 
 _log = log.get("grammar")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A structure on its way, and how many wait for it; once a process has `begun` on it, it is seen through."""
+
+    structure: Structure
+    task: asyncio.Task[Compiled | Refused] | None = None
+    waiting: int = 0
+    begun: bool = False
 
 
 class Compiler:
@@ -38,7 +52,7 @@ class Compiler:
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
-        self._asked: dict[Structure, asyncio.Task[Compiled | Refused]] = {}
+        self._asked: dict[Structure, _Job] = {}
         self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
         self._children: set[Child[FromCompiler]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -46,11 +60,10 @@ class Compiler:
 
     async def grammar(self, structure: Structure) -> str:
         """The structure in llguidance's form. Raises InvalidInput where it makes no sense or takes too long,
-        Unavailable where no process can be started."""
+        Exhausted where too many wait, Unavailable where no process can be started."""
         answer = self._known.get(structure)
         if answer is None:
-            # In a task of its own: a caller who leaves does not leave a process in the middle of a conversation.
-            answer = await asyncio.shield(self._asked.get(structure) or self._begin(structure))
+            answer = await self._answer(self._asked.get(structure) or self._begin(structure))
         if isinstance(answer, Refused):
             raise InvalidInput(answer.why, reason="BAD_STRUCTURE", field=f"sampling.{structure.kind}")
         return answer.grammar
@@ -62,17 +75,38 @@ class Compiler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(child.stop(grace=0.0) for child in self._children))
 
-    def _begin(self, structure: Structure) -> asyncio.Task[Compiled | Refused]:
-        task = self._asked[structure] = self._spawn(self._ask(structure), "compile a structure")
-        task.add_done_callback(lambda _: self._asked.pop(structure))
-        return task
+    async def _answer(self, job: _Job) -> Compiled | Refused:
+        """What comes of a job. A caller who leaves does not leave a process in the middle of a conversation."""
+        assert job.task is not None
+        job.waiting += 1
+        try:
+            return await asyncio.shield(job.task)
+        finally:
+            job.waiting -= 1
+            if not job.waiting and not job.begun:
+                job.task.cancel()
+                self._over(job)
 
-    async def _ask(self, structure: Structure) -> Compiled | Refused:
+    def _begin(self, structure: Structure) -> _Job:
+        if len(self._asked) >= _WAITING:
+            raise Exhausted("too many structures wait to be compiled", reason="TOO_MANY_STRUCTURES")
+        job = self._asked[structure] = _Job(structure)
+        job.task = self._spawn(self._ask(job), "compile a structure")
+        job.task.add_done_callback(lambda _: self._over(job))
+        return job
+
+    def _over(self, job: _Job) -> None:
+        if self._asked.get(job.structure) is job:
+            del self._asked[job.structure]
+
+    async def _ask(self, job: _Job) -> Compiled | Refused:
+        structure = job.structure
         if not self._started:
             self._started = True
             for _ in range(_PROCESSES):
                 self._spawn(self._start(), "start a compiler")
         child = await self._idle.get()
+        job.begun = True
         if child is None:
             self._spawn(self._start(), "start a compiler")
             raise Unavailable("structures cannot be compiled now", reason="STRUCTURE_UNAVAILABLE")

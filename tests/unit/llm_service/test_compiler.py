@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidInput, Unavailable
+from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
@@ -88,6 +88,32 @@ async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compi
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
     assert "yes" in await compiler.grammar(Structure("choice", '["yes", "no"]'))
+
+
+async def test_what_nobody_waits_for_any_more_is_not_begun_on(compiler: Compiler) -> None:
+    first, second = (
+        [asyncio.create_task(compiler.grammar(Structure("regex", f"{start}{number}"))) for number in range(50)]
+        for start in "xy"
+    )
+    await asyncio.sleep(0)  # one turn of the loop: all of them are asked for, and no process is there yet
+    assert len(compiler._asked) == 100
+    for leaving in first:
+        leaving.cancel()
+    await asyncio.gather(*first, return_exceptions=True)
+    assert len(compiler._asked) == 50
+    again = asyncio.create_task(compiler.grammar(Structure("regex", "x0")))  # one of those that were given up
+    assert all(await asyncio.gather(*second, again))
+    assert len(compiler._known) == 51
+
+
+async def test_more_than_may_wait_are_refused_at_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_service.grammar.compiler._WAITING", 2)
+    asked = [asyncio.create_task(compiler.grammar(Structure("regex", f"x{number}"))) for number in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Exhausted) as error:
+        await compiler.grammar(Structure("regex", "x2"))
+    assert (error.value.reason, bool(error.value.retry_after)) == ("TOO_MANY_STRUCTURES", True)
+    assert all(await asyncio.gather(*asked, compiler.grammar(Structure("regex", "x0"))))
 
 
 async def test_one_that_many_ask_for_at_once_is_tried_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,3 +185,21 @@ def test_deadlines_of_requests_that_are_over_are_not_kept_until_they_come() -> N
     assert engine.outcomes[late].failed == "DEADLINE_EXCEEDED"
     assert engine.scheduler.next_deadline() == 1e9 + 299
     engine.drain()
+
+
+def test_no_matcher_is_made_for_a_request_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Future[Matcher]] = []
+
+    def late(_: str) -> Future[Matcher]:
+        asked.append(Future())
+        return asked[-1]
+
+    monkeypatch.setattr(simulated, "alternating", late)
+    engine = simulation()
+    gone, other = (engine.submit(order(text(9), n=2, max_tokens=3, grammar="alternating")) for _ in range(2))
+    engine.abort(gone)
+    assert [each.cancelled() for each in asked] == [True, True, False, False]
+    for each in asked[2:]:
+        each.set_result(Alternating())
+    engine.drain()
+    assert engine.outcomes[other].over
