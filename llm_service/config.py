@@ -51,6 +51,11 @@ class LlmConfig(ServerConfig):
         " ended",
         minimum=0.1,
     )
+    step_seconds: float = option(
+        600.0,
+        "longest that one step may take before the engine is taken for hung, as by its GPU, and replaced",
+        minimum=1,
+    )
     rank_timeout_seconds: float = option(
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
     )

@@ -109,17 +109,17 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
             reachable=reachable(settings, [device_of(place) for place in places]),
         )
     )
-    threading.Thread(target=_beat, args=(link, scheduler), daemon=True).start()
     executor = LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks)
     pipeline = Pipeline(executor, lambda id, end: link.send(PullEnded(id, end)))
+    threading.Thread(target=_beat, args=(link, scheduler, pipeline), daemon=True).start()
     return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
 
 
-def _beat(link: ParentLink[ToEngine], scheduler: Scheduler) -> None:
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline) -> None:
     """Says every second that this process runs, from a thread of its own, since a step may take longer."""
     with contextlib.suppress(EOFError):
         while True:
-            link.send(Beat(scheduler.state()))
+            link.send(Beat(scheduler.state(), pipeline.busy_seconds))
             time.sleep(BEAT_SECONDS)
 
 

@@ -50,9 +50,9 @@ _RESTART_SECONDS = 0.2
 
 
 class EngineFront:
-    """One engine process, and another in reserve with `spare`; one that does not serve within `start_seconds` is ended.
-    `on_ready` is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and
-    counters by itself, once a second."""
+    """One engine process, and another in reserve with `spare`; one that does not serve within `start_seconds`, or takes
+    more than `step_seconds` for a step, is ended. `on_ready` is told whenever it becomes able, or unable, to serve;
+    `latest` is what it last said of its queues and counters by itself, once a second."""
 
     def __init__(
         self,
@@ -61,10 +61,12 @@ class EngineFront:
         on_ready: Callable[[bool], None],
         *,
         start_seconds: float,
+        step_seconds: float,
         spare: bool = False,
     ) -> None:
         self._settings = settings
         self._start_seconds = start_seconds
+        self._step_seconds = step_seconds
         self._reserve = Reserve(arena_fd, ahead=spare)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
@@ -179,11 +181,11 @@ class EngineFront:
         self._child, served = child, False
         try:
             child.send(self._settings)
-            async with Watch(child.process.pid, self._start_seconds) as watch:
+            async with Watch(child.process.pid, self._start_seconds, self._step_seconds) as watch:
                 while True:
-                    self._take(await child.receive())
+                    self._take(message := await child.receive())
                     served = self.ready is not None
-                    watch.heard(serves=served)
+                    watch.heard(serves=served, busy=message.busy_seconds if isinstance(message, Beat) else 0.0)
         except ChildDied as error:
             _log.error("the engine has ended", cause=str(error))
             if self._first is not None and not self._first.done():

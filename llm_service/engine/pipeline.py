@@ -57,6 +57,13 @@ class Pipeline:
         self._on_pulled = on_pulled
         self._plans: SimpleQueue[StepPlan | MirrorOrder | str] = SimpleQueue()
         self._results: SimpleQueue[StepResult] = SimpleQueue()
+        self._since: float | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long the computing thread has been at what it is doing; for any thread."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; what it carries over comes from the plan handed over before it."""
@@ -82,6 +89,7 @@ class Pipeline:
         """Computes until `close`. An error of the executor ends it, and with it the process."""
         chosen: list[int] = []
         while (order := self._plans.get()) != "close":
+            self._since = time.monotonic()
             if isinstance(order, StepPlan):
                 began = time.perf_counter()
                 result = self._executor.run(order.filled(chosen))
@@ -93,3 +101,4 @@ class Pipeline:
                 end = self._executor.obey(order)
                 if isinstance(order, Pull):
                     self._on_pulled(order.id, end)
+            self._since = None

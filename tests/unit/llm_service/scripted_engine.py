@@ -17,6 +17,7 @@ from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Ready
 
 START_SECONDS = 100.0
+STEP_SECONDS = 50.0
 
 
 class ScriptedEngine:
@@ -86,4 +87,4 @@ def front_of(
     """A front over these engines, not yet started."""
     monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
     settings: Any = None  # which are passed on unread
-    return EngineFront(settings, -1, on_ready, start_seconds=START_SECONDS)
+    return EngineFront(settings, -1, on_ready, start_seconds=START_SECONDS, step_seconds=STEP_SECONDS)

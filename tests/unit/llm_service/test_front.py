@@ -13,7 +13,7 @@ from common.processes import HELD_UP_SECONDS
 from llm_service.engine import watch
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Beat, State
-from tests.unit.llm_service.scripted_engine import START_SECONDS, ScriptedEngine, front_of
+from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
 
 NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -108,6 +108,26 @@ async def test_an_engine_that_falls_silent_is_frozen_unless_the_system_says_that
     held_up = False
     await forward(0.25)
     assert engine.killed
+    await front.stop()
+
+
+async def test_an_engine_that_never_gets_through_with_a_step_is_replaced_though_it_beats(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    engine, second = ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, engine, second)
+    engine.serves()
+    await start(front)
+    for busy in (STEP_SECONDS - 1, 1.0, STEP_SECONDS):
+        engine.says(Beat(State(), busy))
+        await forward(1)
+        assert not engine.killed
+    engine.says(Beat(State(), STEP_SECONDS + 1))
+    await forward(1)
+    assert engine.killed
+    second.serves()
+    await forward(1)
+    assert front.ready is not None
     await front.stop()
 
 
