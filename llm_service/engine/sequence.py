@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -42,7 +44,7 @@ class Sequence:
     `asking`: until its items have places. The prompt's tokens before `scored` have been scored by steps up to the last
     one planned, or need no score. `media_end` is one past the last place of a media row; `plain`: the likeliest token
     is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32, where repeating them is
-    penalised."""
+    penalised; `runs` of media rows in order: first place, the one past the last, first row, the item's key."""
 
     id: int
     choice: int
@@ -74,7 +76,9 @@ class Sequence:
     media_end: int = 0
     plain: bool = False
     penalised: bytes = b""
+    runs: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     _chain: list[bytes] = field(default_factory=list)
+    _passed_runs: int = 0
 
     @classmethod
     def of(cls, add: Add, *, arrival: int, seed: int, most: int, eos: tuple[int, ...]) -> list[Sequence]:
@@ -84,6 +88,7 @@ class Sequence:
         items = [Item(item.key, item.offset, item.runs, item.landed) for item in add.items]
         sampling = add.sampling
         penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
+        runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
             sequence = cls(
@@ -105,7 +110,8 @@ class Sequence:
                 scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
                 plain=sampling == _plainest(sampling),
                 penalised=penalised,
-                media_end=max((start + count for item in items for start, _, count in item.runs), default=0),
+                media_end=max((end for _, end, _, _ in runs), default=0),
+                runs=runs,
             )
             sequences.append(sequence)
         return sequences
@@ -196,18 +202,21 @@ class Sequence:
 
     def identity(self, index: int, block_size: int) -> bytes:
         """The identity of block number `index` of the sequence, all of whose tokens must be known."""
+        if not self._chain and self.after is not None:  # which has the same prompt, and has computed it
+            self._chain = self.after._chain[: self.prompt_tokens // block_size]
         while len(self._chain) <= index:
             number = len(self._chain)
             begin, end = number * block_size, (number + 1) * block_size
             parent = self._chain[-1] if number else self.root
-            media = [
-                (item.key, first_row + max(0, begin - start))
-                for item in self.items
-                for start, first_row, count in item.runs
-                if start < end and start + count > begin
-            ]
+            media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
             self._chain.append(block_identity(parent, self.tokens[begin:end].tobytes(), media))
         return self._chain[index]
+
+    def _runs_within(self, begin: int, end: int) -> Iterator[tuple[int, int, int, bytes]]:
+        """The runs that have a place from `begin` to the one before `end`; asked for in order."""
+        while self._passed_runs < len(self.runs) and self.runs[self._passed_runs][1] <= begin:
+            self._passed_runs += 1
+        return takewhile(lambda run: run[0] < end, islice(self.runs, self._passed_runs, None))
 
     def identities(self, block_size: int) -> list[bytes]:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
