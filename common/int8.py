@@ -39,9 +39,12 @@ class Int8Weight:
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [m, inputs] → x Wᵀ + b, [m, outputs], in the type of x."""
-        if x.shape[0] > _FEW:
-            return functional.linear(x, self.wide(x.dtype), bias)
-        out = _few_rows(x, self.values, self.scale)
+        if x.shape[0] <= _FEW:
+            out = _few_rows(x, self.values, self.scale)
+        elif x.dtype == torch.float16:  # sums of eight-bit numbers may be too large for it
+            out = functional.linear(x, self.wide(x.dtype))
+        else:
+            out = (functional.linear(x, self.values.to(x.dtype)) * self.scale).to(x.dtype)
         return out if bias is None else out + bias
 
 

@@ -1,7 +1,7 @@
 """`python -m tests.kernel_compiler CAPABILITY`: compiles our Triton kernels for a GPU that is not here.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
-bytes of shared memory that it takes, and those that one thread keeps on its stack.
+bytes of shared memory that it takes, those that one thread keeps on its stack, and whether it copies while it computes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")
 _POINTERS = ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
 _POINTERS += ("gain", "query_gain", "key_gain")
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
+_ALIGNED += ("query_row", "key_row", "value_row", "out_row")
 
-Bytes = tuple[int, int]
-"""Of shared memory, and of one thread's stack."""
+Needs = tuple[int, int, bool]
+"""Bytes of shared memory, those of one thread's stack, and whether there are asynchronous copies."""
 
 
-def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> Bytes:
+def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> Needs:
     """`given` are constants and options; `wide` names pointers to float32."""
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature: dict[str, str] = {}
@@ -59,7 +60,7 @@ def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, 
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(made.metadata.shared), _stack(made.asm["cubin"])
+    return int(made.metadata.shared), _stack(made.asm["cubin"]), "cp.async" in made.asm["ptx"]
 
 
 def _stack(cubin: bytes) -> int:
@@ -73,7 +74,7 @@ def _stack(cubin: bytes) -> int:
     return int(found[1])
 
 
-def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Bytes]:
+def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
     """As `PagedBatch` launches them."""
     shape = _Shape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
@@ -90,16 +91,17 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, B
     }
 
 
-def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
+def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the towers launch their attention: whole pictures, and windows."""
     kernel = varlen_attention._varlen_attention
+    same = dict.fromkeys(("QUERY_HEAD", "KEY_HEAD", "VALUE_HEAD", "OUT_HEAD"), head) | {"WIDEN": False}
     return {
-        f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), WIDEN=False)
+        f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), **same)
         for rows in (64, 128)
     }
 
 
-def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
+def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the decoder launches them, 4096 wide."""
     turn = {"NORM": True, "HEAD": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
@@ -109,14 +111,15 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Bytes]:
     }
 
 
-def main(capability: int) -> dict[str, Bytes]:
+def main(capability: int) -> dict[str, Needs]:
     """All kernels, in the types and sizes of head that models have."""
-    found: dict[str, Bytes] = {}
+    found: dict[str, Needs] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
         made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
         made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
+    found |= {f"{kernel} bf16 72": taken for kernel, taken in vision(capability, torch.bfloat16, 72).items()}
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
     found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)

@@ -29,13 +29,13 @@ def _varlen_attention(
     tiles,
     scale,  # 1 / sqrt(head), times log2(e): exponentials are powers of two
     query_row,
-    query_head,
     key_row,
-    key_head,
     value_row,
-    value_head,
     out_row,
-    out_head,
+    QUERY_HEAD: tl.constexpr,  # heads of 72 are 8 apart from a multiple of 16: as a number that the compiler does not
+    KEY_HEAD: tl.constexpr,  # know, it would have every element read alone
+    VALUE_HEAD: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -54,7 +54,7 @@ def _varlen_attention(
     real = dims < HEAD  # a head of 72 or 80 is computed as one of 128, whose other dimensions are zero
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     kept = (rows < end)[:, None] & real[None, :]
-    queries = tl.load(query + head * query_head + rows[:, None] * query_row + dims[None, :], mask=kept, other=0.0)
+    queries = tl.load(query + head * QUERY_HEAD + rows[:, None] * query_row + dims[None, :], mask=kept, other=0.0)
     if WIDEN:
         queries = queries.to(tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -64,7 +64,7 @@ def _varlen_attention(
         places = (at + tl.arange(0, KEYS)).to(tl.int64)
         there = places < end
         wanted = there[:, None] & real[None, :]
-        keys = tl.load(key + head * key_head + places[:, None] * key_row + dims[None, :], mask=wanted, other=0.0)
+        keys = tl.load(key + head * KEY_HEAD + places[:, None] * key_row + dims[None, :], mask=wanted, other=0.0)
         if WIDEN:
             keys = keys.to(tl.float32)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -74,7 +74,7 @@ def _varlen_attention(
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weights, 1)
         values = tl.load(
-            value + head * value_head + places[:, None] * value_row + dims[None, :], mask=wanted, other=0.0
+            value + head * VALUE_HEAD + places[:, None] * value_row + dims[None, :], mask=wanted, other=0.0
         )
         weights = weights.to(values.dtype)
         if WIDEN:
@@ -82,7 +82,7 @@ def _varlen_attention(
         mixed = mixed * fade[:, None] + tl.dot(weights, values, input_precision=PRECISION)
         top = higher
     mixed = mixed / total[:, None]
-    where = out + head * out_head + rows[:, None] * out_row + dims[None, :]
+    where = out + head * OUT_HEAD + rows[:, None] * out_row + dims[None, :]
     tl.store(where, mixed.to(out.dtype.element_ty), mask=kept)
 
 
@@ -123,10 +123,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: int) 
         out,
         table,
         _LOG2_E / head**0.5,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *out.stride()[:2],
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        out.stride(0),
+        QUERY_HEAD=q.stride(1),
+        KEY_HEAD=k.stride(1),
+        VALUE_HEAD=v.stride(1),
+        OUT_HEAD=out.stride(1),
         **launch(head, q.dtype, rows),
         WIDEN=triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,  # the interpreter cannot multiply these
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from common import log
+
+_log = log.get("kernels")
 
 
 class RowKernels(Protocol):
@@ -33,7 +36,7 @@ def row_kernels(x: Tensor) -> RowKernels | None:
     """Our own kernels for rows of the device and type of x; None where torch computes, or makes kernels of its own."""
     if torch.compiler.is_compiling():
         return None
-    if x.device.type == "cuda" and _triton():
+    if x.device.type == "cuda" and _compiles(x.device):
         from common.kernels import rows_gpu
 
         return rows_gpu
@@ -45,5 +48,13 @@ def row_kernels(x: Tensor) -> RowKernels | None:
 
 
 @functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton runs here: it comes with torch, and still lacks a C compiler, or a folder that it may write to."""
+    try:
+        from common.kernels import rows_gpu
+
+        rows_gpu.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
+    except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same
+        _log.warning("our kernels do not run on this device", cause=str(error)[:500])
+        return False
+    return True

@@ -106,7 +106,7 @@ class Mirror:
                 self._here.remove(offset, offset + size)
             case Unmap(region):
                 if (mapping := self._open.pop(region, None)) is not None:
-                    mapping.close()
+                    _close(region, mapping)
         return Pulled.LANDED
 
     def _pull(self, pull: Pull) -> Pulled:
@@ -128,3 +128,11 @@ class Mirror:
         if pull.region not in self._open:
             self._open[pull.region] = self._memory.open(self._device, pull.handle)
         return self._open[pull.region]
+
+
+def _close(region: str, mapping: Mapping) -> None:
+    """Its owner may be gone, and then the driver may refuse; nothing is to be had from it any more in any case."""
+    try:
+        mapping.close()
+    except DeviceMemoryError as error:
+        _log.warning("an encoder's device memory cannot be let go of", region=region, cause=str(error))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import torch
 
+from common import log
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.attention.plain import PlainBackend
+from llm_service.plan import Chunk
+
+_log = log.get("attention")
 
 
 def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The back end of a name; `auto` is flash or triton on a GPU, numba or torch on a CPU, whichever is there first.
+    """The back end of a name; `auto` is flash or triton on a GPU, numba or torch on a CPU: the first that is there, and
+    on a GPU passes a trial.
 
     Raises CheckpointError, saying what is missing, where the named one cannot be used.
     """
@@ -22,8 +28,30 @@ def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.devic
             raise CheckpointError(f"--attention {name} cannot be used: {found}")
         return found
     order = ("flash", "triton", "torch") if device.type == "cuda" else ("numba", "torch")
-    candidates = (_BACKENDS[each](shape, dtype, device) for each in order)
-    return next(each for each in candidates if not isinstance(each, str))
+    for each in order:
+        found = _BACKENDS[each](shape, dtype, device)
+        if not isinstance(found, str) and (device.type == "cpu" or each == "torch" or runs(each, shape, dtype, device)):
+            return found
+    raise AssertionError("torch computes everywhere")
+
+
+def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a back end gets through a token and through a prompt of two, over a cache of one block: a package, a
+    driver or a compiler may be too old, or not be there."""
+    small = dataclasses.replace(shape, layers=1, blocks=0)
+    try:
+        backend = _BACKENDS[name](small, dtype, device)
+        assert not isinstance(backend, str)
+        cache = small.new_cache(dtype, device)[0]
+        for count in (1, 2):
+            heads = torch.zeros(count, shape.heads + 2 * shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+            query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            batch = backend.batch([Chunk(0, count, [0] * -(-count // shape.block_size))])
+            batch.attend(query, key, value, cache).sum().item()
+    except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
+        _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])
+        return False
+    return True
 
 
 def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> AttentionBackend | str:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.arena import SharedBuffer
-from common.device_memory import as_unsigned, row_sum
+from common.device_memory import DeviceMemoryError, as_unsigned, row_sum
 from llm_service.plan import Pull, Pulled, RowSlice, Unmap, Vacate
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.mirror import Mirror, Spans
-from tests.device_twin import TwinMemory, TwinPool
+from tests.device_twin import TwinMapping, TwinMemory, TwinPool
 
 CPU = torch.device("cpu")
 LEVELS, WIDTH = 2, 4
@@ -78,6 +78,21 @@ def test_a_place_that_is_given_to_other_rows_is_read_from_the_arena_again(bench:
     found = bench.read(8, 4)
     assert torch.equal(found[[0, 3]], bench.rows[[0, 3]])
     assert not found[1:3].any()
+
+
+def test_a_pool_that_the_driver_does_not_let_go_of_ends_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As may be where the encoder has died."""
+
+    def refuses(mapping: TwinMapping) -> None:
+        raise DeviceMemoryError("invalid handle")
+
+    bench.obey(bench.pull(count=4, at=8))
+    with monkeypatch.context() as patched:
+        patched.setattr(TwinMapping, "close", refuses)
+        (opened,) = bench.mirror._open.values()
+        assert bench.obey(Unmap("pool")) is Pulled.LANDED
+    opened.close()
+    assert bench.obey(bench.pull(count=4, at=8)) is Pulled.LANDED
 
 
 def test_rows_that_are_not_as_announced_do_not_land(bench: Bench) -> None:

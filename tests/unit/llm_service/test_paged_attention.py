@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.choose import choose, runs
+from llm_service.layers.attention.paged import PagedBackend, PagedBatch
 from llm_service.layers.attention.tables import Tables
 from llm_service.plan import Chunk
 from tests.attention_cases import CPU, WAYS, Case, shape_of
@@ -204,3 +205,19 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
     tables = Tables(torch.empty(0), table, starts, lengths, torch.empty(0, 2), torch.empty(0), longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), tables).view_as(q)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_back_end_that_works_passes_its_trial(name: str) -> None:
+    assert runs(name, CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("where", ["batch", "attend"])
+def test_one_that_fails_in_any_way_does_not(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no compiler, or a library was built for another GPU."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(PagedBackend if where == "batch" else PagedBatch, where, fails)
+    assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
