@@ -23,6 +23,10 @@ COPY llm_service llm_service
 RUN /opt/twinlens/bin/pip install --no-deps .
 
 FROM ${PYTHON_IMAGE}
+# For GPUs `--build-arg PACKAGES="gcc libc6-dev"`: Triton builds its kernels with a C compiler when a service starts.
+ARG PACKAGES=
+RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} \
+ && rm -rf /var/lib/apt/lists/*; fi
 # The cache folder and that of local sockets are there, and the user's, so that volumes over them can be written.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
  && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local

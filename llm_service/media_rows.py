@@ -32,17 +32,16 @@ class MediaRows:
         self._landing = landing
         self._request = request
         self._fetches: list[Fetch] = []
-        self._unused: list[Fetch] = []
         self._entries: dict[int, RowEntry] = {}
         self._used: list[Fetch] = []
-        self._released = self._left = False
+        self._taken = self._released = self._left = False
         self._watched: list[tuple[RowEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
     async def introduce(self) -> list[MediaHeader]:
         """The headers of all items, in order; raises the error of the first item that has none."""
         if self._request.media:
-            self._fetches = self._unused = await self._landing.introduce(self._request)
+            self._fetches = await self._landing.introduce(self._request)
             self._used.extend(self._fetches)
         return headers(self._fetches)
 
@@ -55,7 +54,7 @@ class MediaRows:
         covered = {item for item in covered if not self._landing.has_rows(self._fetches[item])}
         self._landing.close([self._fetches[item] for item in covered])
         self._landing.counters.covered += len(covered)
-        self._unused = []
+        self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
 
     def items(self, laid: Laid) -> list[ItemRows]:
@@ -145,7 +144,8 @@ class MediaRows:
     def abandon(self) -> None:
         """Gives everything back where the engine was never given the request."""
         self.release()
-        self._landing.close(self._unused)
+        if not self._taken:  # else their streams belong to what they fill
+            self._landing.close(self._fetches)
 
     async def leave(self) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""
