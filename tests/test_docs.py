@@ -16,6 +16,7 @@ import twinlens
 from common.config import load
 from encoder_service.config import EncoderConfig
 from llm_service.config import LlmConfig
+from llm_service.grammar import compiler
 from tests.launch import ROOT
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
@@ -179,7 +180,7 @@ def test_the_limits_are_the_defaults() -> None:
         f"{llm.max_choices}; {llm.max_logprobs}",
         f"{llm.max_token_ids}; {llm.max_token_ids}",
         f"{llm.max_stop_texts}, {llm.max_stop_bytes} bytes",
-        f"{llm.max_structure_bytes >> 10} KiB; {llm.max_schema_depth}; 1 s",
+        f"{llm.max_structure_bytes >> 10} KiB; {llm.max_schema_depth}; 1 s; {compiler._WAITING}",
         f"{llm.max_message_bytes >> 20} MiB",
         f"{llm.max_requests}; {llm.max_waiting}, {tokens}; {llm.max_concurrent_calls}",
         f"{llm.max_sessions}; {llm.max_tenant_sessions}; {llm.session_seconds:g} s; {llm.session_share:g}",
