@@ -32,7 +32,7 @@ _TRACED = ("Generate", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 
 _LAST_WORD = 1.0
-"""Seconds in which the status of a call that we ended may get to its caller."""
+"""Seconds for which a call that has failed waits until its status is sent."""
 
 _log = log.get("rpc")
 
@@ -141,12 +141,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 if task is not None and not task.cancelling():
                     _log.exception("a handler was cancelled from inside")
                     await fail(context, errors.Internal("the service failed to handle this call"))
-                # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on. The
-                # status stands behind what was sent before, and is not waited for where the caller does not read that.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LAST_WORD):
-                        await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
-                raise
+                # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on.
+                await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
             except Exception as error:
                 if isinstance(error, grpc.aio.AbortError):
                     raise
@@ -205,13 +201,19 @@ async def _refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -
 
 
 async def fail(context: grpc.aio.ServicerContext[Any, Any], error: errors.TwinlensError) -> NoReturn:
-    """Ends a call with an error's status, its standard details, and the short form for callers without them."""
+    """Ends a call with an error's status, its standard details, and the short form for callers without them.
+
+    The status stands behind what was sent before. Where the caller does not read that, it is on its way all the same,
+    and is not waited for: the call is over for us.
+    """
     trailers = (
         ("grpc-status-details-bin", rich_status(error).SerializeToString()),
         ("twinlens-status-bin", plain_status(error).SerializeToString()),
     )
-    await context.abort(errors.outcome(error).grpc, error.message, trailers)
-    raise AssertionError("abort always raises")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORD):
+            await context.abort(errors.outcome(error).grpc, error.message, trailers)
+    raise asyncio.CancelledError  # as gRPC takes the end of a call that has its status
 
 
 def plain_status(error: errors.TwinlensError) -> media_pb2.Status:

@@ -93,10 +93,20 @@ async def serve(config: LlmConfig) -> None:
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, rows)
         meters.watch(generator, engine, rows, landing, pool)
-        longest = min(config.max_context or text.max_position, text.max_position)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         parts = Parts(
-            config, model, text.architecture, digest, longest, requests, prompts, generator, engine, rows, landing, pool
+            config,
+            model,
+            text.architecture,
+            digest,
+            text.longest(config.max_context),
+            requests,
+            prompts,
+            generator,
+            engine,
+            rows,
+            landing,
+            pool,
         )
         add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
         await frame.bind()

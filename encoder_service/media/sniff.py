@@ -2,7 +2,7 @@
 
 A video container is named here too, so that the decoder's library does not meet playlists and other formats that point
 at files or addresses. The library looks for itself, though, and takes what is likeliest to it: so a container is asked
-for as much as makes the library sure, and the decode process, should that fail, can open neither file nor socket.
+for more than its magic number, and the decode process, should that not do, can open neither file nor socket.
 """
 
 from __future__ import annotations

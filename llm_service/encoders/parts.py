@@ -93,9 +93,8 @@ async def open_parts(
     stretches = _stretches(asking.first, header.tokens, row_bytes, peer.most_parts)
     if len(stretches) < 2:
         return None
-    by_key = dataclasses.replace(
-        item, source=Key(header.key), options=MediaOptions(), mime_type=""
-    )  # it stands for all
+    # The key stands for options and type as well.
+    by_key = dataclasses.replace(item, source=Key(header.key), options=MediaOptions(), mime_type="")
     try:
         streams = [
             holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))

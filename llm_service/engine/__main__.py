@@ -82,7 +82,7 @@ def build(settings: EngineSettings, arena_fd: int, link: ParentLink[ToEngine]) -
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
     blocks, wake = runner.blocks, Wake()
-    context = min(settings.max_context or config.max_position, config.max_position, blocks * settings.block_size)
+    context = min(config.longest(settings.max_context), blocks * settings.block_size)
     scheduler = Scheduler(
         BlockManager(
             blocks,

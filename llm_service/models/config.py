@@ -39,6 +39,10 @@ class TextConfig:
         """Whether this layer is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
+    def longest(self, max_context: int) -> int:
+        """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
+        return min(max_context or self.max_position, self.max_position)
+
     @classmethod
     def of(cls, config: dict[str, Any]) -> TextConfig:
         """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer

@@ -70,7 +70,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     first.run(plan)
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first
-    context = min(settings.max_context or decoder.config.max_position, decoder.config.max_position)
+    context = decoder.config.longest(settings.max_context)
     block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
     free = gauge.free() - graphs * settings.graph_bytes
     blocks = block_count(settings, block_bytes, free, context, group, gpu=gpu)

@@ -38,6 +38,12 @@ class CacheShape:
         make = torch.empty if device.type == "cpu" else torch.zeros
         return make(shape, dtype=dtype, device=device)
 
+    def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `count` tokens, laid out as a layer's are."""
+        heads = torch.zeros(count, self.heads + 2 * self.kv_heads, self.head_dim, dtype=dtype, device=device)
+        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return query, key, value
+
 
 class AttentionBatch(Protocol):
     """One flattened batch of n tokens, ready to be attended to in every layer."""

@@ -44,10 +44,8 @@ def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device)
         assert not isinstance(backend, str)
         cache = small.new_cache(dtype, device)[0]
         for count in (1, 2):
-            heads = torch.zeros(count, shape.heads + 2 * shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
-            query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
             batch = backend.batch([Chunk(0, count, [0] * -(-count // shape.block_size))])
-            batch.attend(query, key, value, cache).sum().item()
+            batch.attend(*small.zeros(count, dtype, device), cache).sum().item()
     except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
         _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])
         return False

@@ -84,11 +84,9 @@ class PagedBackend:
             tables = Tables.of(
                 [Chunk(0, count, [nobodys] * -(-count // shape.block_size))], shape.block_size, self._device
             )
-            width = shape.heads + 2 * shape.kv_heads
-            heads = torch.zeros(count, width, shape.head_dim, dtype=cache.dtype, device=self._device)
-            query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            heads = shape.zeros(count, cache.dtype, self._device)
             for splits in _SPLITS if count == 1 else _SPLITS[:1]:
-                PagedBatch(tables, self._compiled, splits).attend(query, key, value, cache)
+                PagedBatch(tables, self._compiled, splits).attend(*heads, cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common import errors
+from common import errors, grpc_calls
 from common.errors import OUTCOMES, TwinlensError
-from common.grpc_calls import CallFrame, from_plain_status
+from common.grpc_calls import CallFrame, fail, from_plain_status
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
 from tests.waiting import until
@@ -341,6 +341,20 @@ async def test_a_port_that_is_taken_is_an_oserror() -> None:
     with pytest.raises(OSError, match="cannot listen"):
         await GrpcServer(ServerConfig(listen=first.address), []).bind()
     await first.drain()
+
+
+async def test_a_failed_call_is_over_though_its_status_waits_behind_what_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it fails with."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(grpc_calls, "_LAST_WORD", 0.01)
+    context: Any = SimpleNamespace(abort=never)
+    with pytest.raises(asyncio.CancelledError):
+        await fail(context, errors.DeadlineExceeded("too late"))
 
 
 class Late:
