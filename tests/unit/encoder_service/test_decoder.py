@@ -24,8 +24,8 @@ from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.messages import Inspect
 from tests import pictures
 from tests.launch import command_line, descendants
+from tests.unit.encoder_service.engines import CONFIG
 from tests.unit.encoder_service.fakes import turns
-from tests.unit.encoder_service.test_encode import CONFIG
 
 STAGING = 96 << 20
 PIXELS_AT = 32 << 20

@@ -20,8 +20,8 @@ from encoder_service.worker.messages import BatchFailed
 from llm_service.encoders.transports.base import Run
 from llm_service.encoders.transports.inline import Inline
 from llm_service.encoders.transports.shared_memory import Region
+from tests.unit.encoder_service.engines import LAYOUT, encoder
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
-from tests.unit.encoder_service.test_encode import LAYOUT, encoder
 from twinlens.v1 import encoder_pb2, media_pb2
 
 GROUPS = 4

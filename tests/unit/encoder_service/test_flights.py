@@ -12,8 +12,8 @@ from common.errors import InvalidInput, TwinlensError
 from common.processes import ChildDied
 from encoder_service.item import Key
 from encoder_service.worker.messages import BatchFailed
+from tests.unit.encoder_service.engines import LAYOUT, SEEN, encoder, item
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
-from tests.unit.encoder_service.test_encode import LAYOUT, SEEN, encoder, item
 
 ITEMS = 2
 OUTCOMES = (DONE, BatchFailed(why="chance"), ChildDied("chance"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from encoder_service.item import Grid, Inspection, Options, Pixels
 from encoder_service.media.geometry import bounds, plan_image, plan_pixels, plan_video, resize_clip, resize_picture
 from encoder_service.models.config import VideoRule
-from tests.unit.encoder_service.test_encode import CONFIG
+from tests.unit.encoder_service.engines import CONFIG
 
 NONE = Options()
 RULES = pytest.mark.parametrize("rule", list(VideoRule))

@@ -13,8 +13,8 @@ import pytest
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
 from encoder_service.item import Inspection, Key, Url
 from encoder_service.worker.messages import BatchFailed
+from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
-from tests.unit.encoder_service.test_encode import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.waiting import until
 
 

@@ -10,8 +10,8 @@ from common.errors import TwinlensError
 from encoder_service.engine import encode, pieces
 from encoder_service.item import Inspection, Item, Modality, Pixels
 from encoder_service.worker.messages import BatchFailed
-from tests.unit.encoder_service.fakes import DONE, FakeDecoders
-from tests.unit.encoder_service.test_encode import encoder, rows, turns
+from tests.unit.encoder_service.engines import encoder, rows
+from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 
 
 @pytest.mark.parametrize("good", [True, False])

@@ -11,8 +11,8 @@ import pytest
 
 from encoder_service.engine import pipeline
 from encoder_service.item import Inspection, Item, Modality, Pixels
+from tests.unit.encoder_service.engines import encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
-from tests.unit.encoder_service.test_encode import encoder, item, rows
 
 
 async def test_decoded_frames_are_copied_once_and_the_last_one_fills_its_group(monkeypatch):

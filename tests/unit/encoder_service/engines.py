@@ -1,0 +1,118 @@
+"""An encoder engine over fake decoders and workers, and the items that tests send through it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from common.arena import SharedBuffer
+from common.processes import Child
+from common.wire import DType, RowLayout
+from encoder_service.engine.content import Contents
+from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.encode import Encoder
+from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.engine.staging import Staging
+from encoder_service.engine.store import Store
+from encoder_service.engine.tier_client import TierClient
+from encoder_service.item import Inspection, Item, Modality
+from encoder_service.media.fetch import FetchConfig, Fetcher
+from encoder_service.media.limits import MediaLimits
+from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
+from encoder_service.worker.messages import Begin
+from tests import pictures
+from tests.unit.encoder_service.fakes import DONE, FakeChild, FakeDecoders
+
+LAYOUT = RowLayout(1, 16, DType.FLOAT32)
+PIXELS = PixelSettings(
+    min_pixels=28 * 28,
+    max_pixels=28 * 28 * 16,
+    patch=14,
+    temporal=2,
+    merge=2,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    rescale=1 / 255,
+)
+CONFIG = ModelConfig(
+    architecture="Fake",
+    family="fake",
+    vision={},
+    image=PIXELS,
+    width=16,
+    levels=1,
+    video=VideoSettings(PIXELS, VideoRule.PER_FRAME, 2.0, 4, 768, False, 1000),
+)
+PICTURES = [pictures.encoded(pictures.noise(56, 56, seed)) for seed in range(8)]
+SEEN = Inspection(56, 56)
+
+
+@asynccontextmanager
+async def encoder(
+    monkeypatch,
+    *,
+    answers=lambda _: DONE,
+    decoders=None,
+    fetcher=None,
+    shared=None,
+    items=64,
+    store_bytes=8192,
+    staging=1 << 16,
+    most_units=64,
+):
+    """An encoder over one fake worker that gives `answers` (None: it never answers), and that worker."""
+    children: list[FakeChild] = []
+
+    async def child(*_, **__) -> FakeChild:
+        children.append(FakeChild(answers))
+        return children[-1]
+
+    monkeypatch.setattr(Child, "start", child)
+    begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+    dispatcher = Dispatcher(
+        [begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0, patience=60.0, start_seconds=60.0
+    )
+    await dispatcher.start()
+    arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
+    pipeline = Pipeline(
+        CONFIG,
+        MediaLimits(),
+        LAYOUT,
+        Staging(arenas[0]),
+        Store(arenas[1], LAYOUT.row_bytes),
+        decoders or FakeDecoders(SEEN),
+        dispatcher,
+        max_patches=4096,
+        batch_patches=4096,
+    )
+    fetcher = fetcher or Fetcher(FetchConfig())
+    contents, tier = Contents(fetcher, MediaLimits(), "digest"), None
+    if shared:
+        tier = SharedTier(TierClient(shared, seconds=5.0), pipeline.store, LAYOUT, ttl=60, wait=5.0)
+        tier.start()
+    made = Encoder(pipeline, contents, "digest", items=items, size=1 << 20, tier=tier)
+    try:
+        yield made, children[0]
+    finally:
+        await dispatcher.stop()
+        await made.stop()
+        if tier:
+            await tier.stop()
+            tier.check_integrity()
+        made.check_integrity(idle=True)
+        for arena in arenas:
+            arena.close()
+
+
+def item(number: int = 0, **fields) -> Item:
+    return Item(Modality.IMAGE, fields.pop("source", PICTURES[number]), field="items[0]", **fields)
+
+
+async def rows(made: Encoder, wanted: Item) -> bool:
+    """Waits for an item's rows; true where they had been there."""
+    async with made.ticket(wanted, "", rows=True) as ticket:
+        header = await ticket.header()
+        await ticket.ready()
+        with made.pipeline.store.pinned(ticket.place) as data:
+            assert len(data) == header.tokens * LAYOUT.row_bytes
+        return ticket.cached
