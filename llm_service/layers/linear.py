@@ -30,6 +30,8 @@ class PackedLinear(Linear):
     this rank's ranges of the checkpoint's columns and of each part's rows.
     """
 
+    few_rows = True
+
     def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
         self.parts = parts
         super().__init__(_length(inputs), sum(map(_length, parts.values())), bias=bias, dtype=dtype)
