@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ _HINT = 8
 """The number of rows that oneDNN chooses the layout for; other numbers are computed right as well."""
 _PADDED = 4
 """Fewer than three rows are computed by oneDNN as this many, which is faster."""
-_FEW = 32
+FEW = 32
 """Rows up to which our kernel is faster."""
 _WIDTH = 64
 _NONE = ("none", "")
-_EMPTY = torch.empty(0)
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class BlockedWeight:
 
     outputs: int
     blocked: Tensor
-    panels: np.ndarray[Any, Any] | None
+    panels: Array | None
 
     @classmethod
     def of(cls, weight: Tensor, *, few_rows: bool = False) -> BlockedWeight | None:
@@ -51,8 +54,8 @@ class BlockedWeight:
     def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], through an activation if one is given."""
         rows = x.shape[0] if x.dim() == 2 else 0
-        if self.panels is not None and 0 < rows <= _FEW:
-            return _through(activation, self._few_rows(x, bias, self.panels))
+        if 0 < rows <= FEW and (few_rows := self.few_rows(bias)):
+            return _through(activation, torch.from_numpy(few_rows(x.numpy())))
         fused = _fused(activation)
         name, variant = fused or _NONE
         if rows in (1, 2):
@@ -61,12 +64,14 @@ class BlockedWeight:
         out = out[:rows] if rows in (1, 2) else out
         return out if fused else _through(activation, out)
 
-    def _few_rows(self, x: Tensor, bias: Tensor | None, panels: np.ndarray[Any, Any]) -> Tensor:
+    def few_rows(self, bias: Tensor | None = None) -> Callable[[Array], Array] | None:
+        """The product of up to `FEW` rows, float32 [m, inputs] → [m, outputs]; None where there are no panels."""
+        if self.panels is None:
+            return None
         from common.kernels import panels_cpu  # numba takes its time, and an encoder has many rows
 
-        out = torch.empty(x.shape[0], self.outputs)
-        panels_cpu.product(out.numpy(), x.contiguous().numpy(), panels, (_EMPTY if bias is None else bias).numpy())
-        return out
+        added = np.empty(0, np.float32) if bias is None else bias.numpy()
+        return partial(panels_cpu.product, panels=self.panels, bias=added, outputs=self.outputs)
 
 
 def _through(activation: nn.Module | None, x: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
     return ("swish", "") if isinstance(activation, nn.SiLU) else None
 
 
-def _panels(blocked: Tensor, weight: Tensor) -> np.ndarray[Any, Any] | None:
+def _panels(blocked: Tensor, weight: Tensor) -> Array | None:
     """The memory of an opaque tensor, which lives as long as that does, where it is laid out in panels.
 
     oneDNN does not say how it lays a weight out, and chooses by processor and shape: so the first and the last panel

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.blocked import BlockedWeight
+from common.blocked import Array, BlockedWeight
 from common.int8 import Int8Weight
 
 
@@ -33,6 +35,10 @@ class Linear(nn.Module):
             self._blocked = BlockedWeight.of(weight, few_rows=self.few_rows)
         if not shared and (self._int8 or self._blocked):
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def for_few_rows(self) -> Callable[[Array], Array] | None:
+        """See `BlockedWeight.few_rows`; None as well where the weight is not laid out."""
+        return None if self._blocked is None else self._blocked.few_rows(self.bias)
 
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
         """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""

@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 
 from common.kernels.jit import compiled
 
+Array = np.ndarray[Any, Any]
+
 WIDTH = 64
 """Outputs of a panel, whose weights for one input lie side by side."""
 _LANES = 16
@@ -158,4 +160,11 @@ def _product(out: Any, x: Any, panels: Any, bias: Any) -> None:
                 out[row, first + place] = sums[row, place] + bias[first + place] if len(bias) else sums[row, place]
 
 
-product = compiled(_product)
+_kernel = compiled(_product)
+
+
+def product(x: Array, panels: Array, bias: Array, outputs: int) -> Array:
+    """x float32 [m, k] → x Wᵀ + b, float32 [m, outputs]; for panels and bias see `_product`."""
+    out = np.empty((x.shape[0], outputs), np.float32)
+    _kernel(out, np.ascontiguousarray(x), panels, bias)
+    return out

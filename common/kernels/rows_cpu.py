@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from common.kernels.jit import compiled
 
+Array = np.ndarray[Any, Any]
+
 
 def _norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
     """float32 out [n, size], x alike, of any strides; gain [size]."""
@@ -53,11 +55,23 @@ def _turn(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, ep
 _norm_kernel, _turn_kernel = compiled(_norm, parallel=False), compiled(_turn, parallel=False)
 
 
+def normed_rows(x: Array, gain: Array, eps: float) -> Array:
+    """`rms_norm` of arrays."""
+    out = np.empty(x.shape, np.float32)
+    _norm_kernel(out, x, gain, np.float32(eps))
+    return out
+
+
+def turned_heads(x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float) -> Array:
+    """`turned` of arrays; gains [2, head_dim], eps below 0 where nothing is normed."""
+    out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
+    _turn_kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
+    return out
+
+
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x float32 [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size]."""
-    out = torch.empty(x.shape, dtype=torch.float32)
-    _norm_kernel(out.numpy(), x.numpy(), gain.numpy(), np.float32(eps))
-    return out
+    return torch.from_numpy(normed_rows(x.numpy(), gain.numpy(), eps))
 
 
 def turned(
@@ -68,11 +82,13 @@ def turned(
 
     cosine and sine are [n, 1, head_dim]. With `gains`, [head_dim] for queries and for keys, each head is first normed.
     """
-    out = torch.empty((x.shape[0], queries + keys, x.shape[2]), dtype=torch.float32)
-    both = torch.ones(2, x.shape[2]) if gains is None else torch.stack(gains)
-    tensors = (out, x, cosine, sine, both)
-    _turn_kernel(*(tensor.numpy() for tensor in tensors), queries, np.float32(-1.0 if gains is None else eps))
-    return out
+    both, least = both_gains(gains, eps, x.shape[2])
+    return torch.from_numpy(turned_heads(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, least))
+
+
+def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -> tuple[Array, float]:
+    """The last two arguments of `turned_heads`."""
+    return (np.ones((2, head_dim), np.float32), -1.0) if gains is None else (torch.stack(gains).numpy(), eps)
 
 
 def gated(x: Tensor) -> Tensor:

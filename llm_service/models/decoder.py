@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import SparseMLP
+from llm_service.layers.few_rows import FewRows, Heads, Products
 from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.kernels import row_kernels
@@ -70,15 +71,17 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if kernels := row_kernels(x):
-            turned = kernels.turned(heads, *rotary, self.heads, self.kv_heads, *self._norms())
+            shape = self.shape()
+            turned = kernels.turned(heads, *rotary, self.heads, self.kv_heads, shape.gains, shape.eps)
             return *turned.split([self.heads, self.kv_heads], dim=1), value
         return rotate(self.q_norm(query), *rotary), rotate(self.k_norm(key), *rotary), value
 
-    def _norms(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
-        """The gains of queries and of keys, None where they are not normed, and epsilon."""
+    def shape(self) -> Heads:
+        """How many heads there are, and their norms."""
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            return (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        return None, 0.0
+            gains = self.q_norm.weight, self.k_norm.weight
+            return Heads(self.heads, self.kv_heads, self.head_dim, gains, self.q_norm.eps)
+        return Heads(self.heads, self.kv_heads, self.head_dim, None, 0.0)
 
     def join(self, attended: Tensor) -> Tensor:
         """All ranks' heads [n, heads · head_dim] → [n, hidden]."""
@@ -119,6 +122,19 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, group, dtype, bias=bias, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = feed_forward(index, config, group, dtype)
+        self._alone = group.size == 1
+        self.few_rows: FewRows | None = None
+
+    def settle(self) -> None:
+        """Called when the weights are final and laid out: how few rows are computed where nothing better is there."""
+        attention, mlp = self.self_attn, self.mlp
+        if not (self._alone and isinstance(mlp, MLP)):
+            return
+        linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+        qkv, o, gate_up, down = (linear.for_few_rows() for linear in linears)
+        if qkv and o and gate_up and down:
+            products = Products(qkv, o, gate_up, down)
+            self.few_rows = FewRows(products, attention.shape(), (self.input_layernorm, self.post_attention_layernorm))
 
     def forward(
         self,
@@ -136,10 +152,14 @@ class Layer(nn.Module):
 
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """[n, hidden] → queries, keys and values."""
+        if self.few_rows is not None and self.few_rows.takes(x):
+            return self.few_rows.before(x, rotary)
         return self.self_attn.project(self.input_layernorm(x), rotary)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """[n, hidden], and this rank's heads [n, heads · head_dim] → [n, hidden]."""
+        if self.few_rows is not None and self.few_rows.takes(x):
+            return self.few_rows.after(x, attended)
         x = x + self.self_attn.join(attended)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -200,6 +220,12 @@ class Decoder(nn.Module):
                 hidden = hidden[places]
         out: Tensor = self.norm(hidden)
         return out
+
+    def settle(self) -> None:
+        """Called when the weights are final and laid out."""
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer.settle()
 
     def compile_layers(self) -> None:
         """Has torch compile what is before and after attention in each layer, at its next use.

@@ -64,6 +64,7 @@ def load_decoder(
     for module in decoder.modules():
         if weight_dtype and isinstance(module, Experts):
             module.round()
+    decoder.settle()
     return decoder.eval()
 
 

@@ -18,15 +18,19 @@ from torch.nn import functional
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.plan import Chunk
 
-Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(out, query, keys, values, block table int32 [s, w], lengths int32 [s]): writes out [s, heads, head_dim], for one
-token of each sequence; keys and values are [blocks, block_size, kv_heads, head_dim]."""
+Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value, keys, values, block table int32 [s, w], lengths int32 [s]) → [s, heads, head_dim], for one token
+of each sequence, the last of its length: writes its key and value into keys and values, [blocks, block_size, kv_heads,
+head_dim], and attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A chunk at batch places [begin, end); `slots` says where the tokens that it sees are: a slice where they lie in a
-    row, else an index. `mask` is bool [count, context + count]; None where one token, or a causal mask, says it all."""
+    """A chunk at places [begin, end) behind the decodes.
+
+    `slots` says where the tokens that it sees are: a slice where they lie in a row, else an index. `mask` is bool
+    [count, context + count]; None where one token, or a causal mask, says it all.
+    """
 
     begin: int
     end: int
@@ -55,8 +59,7 @@ class PlainBackend:
             [chunk.blocks + [0] * (widest - len(chunk.blocks)) for chunk in chunks[:decodes]], dtype=torch.int32
         )
         lengths = torch.tensor([chunk.context + 1 for chunk in chunks[:decodes]], dtype=torch.int32)
-        ends = [chunk.blocks[-1] * size + chunk.context % size for chunk in chunks[:decodes]]
-        written, segments, begin = [torch.tensor(ends, dtype=torch.int64, device=device)], [], decodes
+        written, segments, begin = [torch.empty(0, dtype=torch.int64, device=device)], [], 0
         for chunk in chunks[decodes:]:
             slots = _slots(chunk, size, device)
             total = chunk.context + chunk.count
@@ -71,7 +74,7 @@ class PlainBackend:
 
 @dataclass(frozen=True, slots=True)
 class PlainBatch:
-    """`slots` int64 [n] is where keys and values go; `table` and `lengths` are of the leading decodes."""
+    """`table` and `lengths` are of the leading decodes; `slots` int64 is where the keys and values of all others go."""
 
     slots: Tensor
     table: Tensor
@@ -81,24 +84,33 @@ class PlainBatch:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        keys, values = cache[0], cache[1]
-        known_keys, known_values = keys.flatten(0, 1), values.flatten(0, 1)  # [slots, kv_heads, head_dim]
-        known_keys.index_copy_(0, self.slots, key)
-        known_values.index_copy_(0, self.slots, value)
+        decodes = len(self.lengths)
+        if not decodes or self.decode is None:
+            return self._prefill(query, key, value, cache).flatten(1)
+        first = query[:decodes], key[:decodes], value[:decodes]
+        decoded = self.decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
+        if not self.segments:
+            return decoded
+        rest = query[decodes:], key[decodes:], value[decodes:]
+        return torch.cat([decoded, self._prefill(*rest, cache).flatten(1)])
+
+    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """What comes after the decodes: [m, heads, head_dim]."""
+        keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        keys.index_copy_(0, self.slots, key)
+        values.index_copy_(0, self.slots, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if (decodes := len(self.lengths)) and self.decode is not None:
-            self.decode(out[:decodes], query[:decodes], keys, values, self.table, self.lengths)
         for segment in self.segments:
             attended = functional.scaled_dot_product_attention(
                 query[segment.begin : segment.end].transpose(0, 1).unsqueeze(0),
-                known_keys[segment.slots].transpose(0, 1).unsqueeze(0),
-                known_values[segment.slots].transpose(0, 1).unsqueeze(0),
+                keys[segment.slots].transpose(0, 1).unsqueeze(0),
+                values[segment.slots].transpose(0, 1).unsqueeze(0),
                 attn_mask=segment.mask,
                 is_causal=segment.causal,
                 enable_gqa=True,
             )
             out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
-        return out.flatten(1)
+        return out
 
 
 def _slots(chunk: Chunk, size: int, device: torch.device) -> slice | Tensor:

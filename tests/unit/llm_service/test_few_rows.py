@@ -1,0 +1,69 @@
+"""A layer's arrays for few rows give what its modules give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.group import TensorGroup
+from llm_service.models.decoder import Decoder, Layer
+from llm_service.models.loader import load_decoder
+from tests import row_cases
+from tests.checkpoints import Family
+
+DENSE: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def loaded(folder: Path, **options: str) -> Decoder:
+    return load_decoder(Checkpoint(folder), torch.float32, torch.device("cpu"), **options)
+
+
+def first_layer(decoder: Decoder) -> Layer:
+    layer = decoder.layers[0]
+    assert isinstance(layer, Layer)
+    return layer
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize("family", DENSE)
+@torch.inference_mode()
+def test_both_halves_give_what_the_modules_give(
+    family: Family, rows: int, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = loaded(checkpoints(family))
+    layer, config = first_layer(decoder), decoder.config
+    if layer.few_rows is None:
+        pytest.skip("oneDNN lays weights out otherwise here")
+    noise = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, config.hidden_size, generator=noise)
+    attended = torch.randn(rows, config.heads * config.head_dim, generator=noise)
+    rotary = decoder.rotary.tables(torch.arange(rows).expand(3, -1), torch.float32)
+    kept = x.clone(), attended.clone()
+    given = (*layer.before(x, rotary), layer.after(x, attended))
+    assert torch.equal(x, kept[0])
+    assert torch.equal(attended, kept[1])
+    monkeypatch.setattr(layer, "few_rows", None)
+    expected = (*layer.before(x, rotary), layer.after(x, attended))
+    for ours, modules in zip(given, expected, strict=True):
+        torch.testing.assert_close(ours, modules, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_decoders_give_the_same_tokens_without_them(
+    family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints(family)
+    with_them = row_cases.greedy_tokens(folder)
+    monkeypatch.setattr(Layer, "settle", lambda self: None)
+    assert row_cases.greedy_tokens(folder) == with_them
+
+
+def test_other_layers_have_none(checkpoints: Callable[..., Path]) -> None:
+    assert first_layer(loaded(checkpoints("qwen3_vl_moe"))).few_rows is None
+    assert first_layer(loaded(checkpoints("qwen3_vl"), weight_dtype="int8")).few_rows is None
+    shared = load_decoder(Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), TensorGroup(0, 2))
+    assert first_layer(shared).few_rows is None
