@@ -68,10 +68,18 @@ def _ours(folder: Path, context: int, attention: str, weights: str) -> Iterator[
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, config.hidden_size, torch.float32)
     runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
     for batch in _BATCHES:
-        chunks = [Chunk(context, 1, list(range(n, batch * each, batch))) for n in range(batch)]
+        tables = [list(range(n, batch * each, batch)) for n in range(batch)]
+        for table in tables:  # memory that nobody has written to is one page, which is read faster than others
+            runner.run(_prompt(context, table))
+        chunks = [Chunk(context, 1, table) for table in tables]
         ids, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
         plan = StepPlan(ids.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(batch)])
         yield lambda plan=plan: runner.run(plan)  # type: ignore[misc]
+
+
+def _prompt(count: int, table: list[int]) -> StepPlan:
+    ids, places = array("i", [5] * count), array("i", [*range(count)] * 3)
+    return StepPlan(ids.tobytes(), places.tobytes(), [Chunk(0, count, table)], [], [])
 
 
 def _peer(folder: Path, context: int) -> Iterator[Callable[[], object]]:

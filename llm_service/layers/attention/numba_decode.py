@@ -15,48 +15,82 @@ from torch import Tensor
 
 from common.kernels.jit import compiled
 
+_ZERO = np.float32(0.0)
+_TOGETHER = 4
+"""Positions that are computed with at once, so that what all of them meet is read once."""
+_ENOUGH = 4
+"""Tasks for each thread with which one that takes longer no longer matters."""
+
 
 def _decode(
-    out: Any, query: Any, key: Any, value: Any, keys: Any, values: Any, table: Any, lengths: Any, scale: Any
+    out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    lengths: Any,
+    scale: Any,
+    parts: Any,
 ) -> None:
     """float32 out and query [s, heads, dim], key and value [s, kv_heads, dim], keys and values [blocks, block_size,
-    kv_heads, dim], table int32 [s, w], lengths int32 [s]. One task for each sequence and KV head, whose query heads
-    share what is read; it first writes its token's key and value."""
+    kv_heads, dim], table int32 [s, w], lengths int32 [s]; parts divides kv_heads.
+
+    A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
+    share them. It first writes its token's keys and values.
+    """
     sequences, heads, dim = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    for task in numba.prange(sequences * kv_heads):
-        sequence, head = task // kv_heads, task % kv_heads
-        length = lengths[sequence]
-        block, offset = table[sequence, (length - 1) // size], (length - 1) % size
-        for place in range(dim):
-            keys[block, offset, head, place] = key[sequence, head, place]
-            values[block, offset, head, place] = value[sequence, head, place]
-        weights = np.empty((group, length), np.float32)
-        for position in range(length):
-            known = keys[table[sequence, position // size], position % size, head]
-            for member in range(group):
-                product = np.float32(0.0)
-                for place in range(dim):
-                    product += query[sequence, head * group + member, place] * known[place]
-                weights[member, position] = product * scale
-        for member in range(group):
-            highest = weights[member].max()
-            total = np.float32(0.0)
-            for position in range(length):
-                weight = np.exp(weights[member, position] - highest)
-                weights[member, position] = weight
-                total += weight
-            for position in range(length):
-                weights[member, position] /= total
+    group, own = heads // kv_heads, kv_heads // parts
+    for task in numba.prange(sequences * parts):
+        sequence, first = task // parts, task % parts * own
+        blocks, last = table[sequence], lengths[sequence] - 1
+        for head in range(first, first + own):
             for place in range(dim):
-                out[sequence, head * group + member, place] = np.float32(0.0)
-        for position in range(length):
-            known = values[table[sequence, position // size], position % size, head]
-            for member in range(group):
-                weight = weights[member, position]
+                keys[blocks[last // size], last % size, head, place] = key[sequence, head, place]
+                values[blocks[last // size], last % size, head, place] = value[sequence, head, place]
+        # Positions behind the last one stand for it, and weigh nothing.
+        weights = np.empty((own * group, last + _TOGETHER), np.float32)
+        sums = np.zeros((own * group, dim), np.float32)
+        for begin in range(0, last + 1, _TOGETHER):
+            p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
+            k0, k1 = keys[blocks[begin // size], begin % size], keys[blocks[p1 // size], p1 % size]
+            k2, k3 = keys[blocks[p2 // size], p2 % size], keys[blocks[p3 // size], p3 % size]
+            for member in range(own * group):
+                head = first + member // group
+                s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
                 for place in range(dim):
-                    out[sequence, head * group + member, place] += weight * known[place]
+                    number = query[sequence, first * group + member, place]
+                    s0 += number * k0[head, place]
+                    s1 += number * k1[head, place]
+                    s2 += number * k2[head, place]
+                    s3 += number * k3[head, place]
+                weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
+                weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
+        for member in range(own * group):
+            highest, total = weights[member, : last + 1].max(), _ZERO
+            for position in range(last + 1):
+                weights[member, position] = np.exp(weights[member, position] - highest)
+                total += weights[member, position]
+            for position in range(last + 1):
+                weights[member, position] /= total
+            weights[member, last + 1 :] = _ZERO
+        for begin in range(0, last + 1, _TOGETHER):
+            p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
+            v0, v1 = values[blocks[begin // size], begin % size], values[blocks[p1 // size], p1 % size]
+            v2, v3 = values[blocks[p2 // size], p2 % size], values[blocks[p3 // size], p3 % size]
+            for member in range(own * group):
+                head = first + member // group
+                w0, w1 = weights[member, begin], weights[member, begin + 1]
+                w2, w3 = weights[member, begin + 2], weights[member, begin + 3]
+                for place in range(dim):
+                    sums[member, place] += (
+                        w0 * v0[head, place] + w1 * v1[head, place] + w2 * v2[head, place] + w3 * v3[head, place]
+                    )
+        for member in range(own * group):
+            for place in range(dim):
+                out[sequence, first * group + member, place] = sums[member, place]
 
 
 _kernel = compiled(_decode)
@@ -69,5 +103,18 @@ def decode(
     out = torch.empty(query.shape)
     scale = np.float32(query.shape[-1] ** -0.5)
     tensors = (out, query.contiguous(), key, value, keys, values, table, lengths)
-    _kernel(*(tensor.numpy() for tensor in tensors), scale)
+    _kernel(
+        *(tensor.numpy() for tensor in tensors), scale, parts(query.shape[0], key.shape[1], numba.get_num_threads())
+    )
     return out
+
+
+def parts(sequences: int, kv_heads: int, threads: int) -> int:
+    """Into how many tasks a sequence's KV heads are divided: as few as keep all threads busy.
+
+    >>> parts(1, 8, 2), parts(3, 8, 2), parts(8, 8, 2), parts(1, 2, 16)
+    (2, 2, 1, 2)
+    """
+    divisors = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    tasks = ((count, sequences * count) for count in divisors)
+    return next((count for count, all_ in tasks if all_ % threads == 0 or all_ >= _ENOUGH * threads), kv_heads)

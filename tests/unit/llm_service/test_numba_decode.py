@@ -1,0 +1,47 @@
+"""The CPU's decoding kernel against the same in torch: lengths around what it takes together, tasks of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from llm_service.layers.attention import numba_decode
+
+SIZE, DIM, WIDEST = 4, 24, 5
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 3], [4], [5, 1, 8], [13, 16, 17, 2, 9]])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 3), (14, 2), (5, 1), (12, 6)])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_tokens_are_written_and_attended_to(
+    lengths: list[int], heads: int, kv_heads: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba_decode.numba, "get_num_threads", lambda: threads)
+    random = torch.Generator().manual_seed(heads + len(lengths))
+    count = len(lengths)
+    table = torch.randperm(count * WIDEST, generator=random).view(count, WIDEST).int()
+    keys, values = torch.randn(2, count * WIDEST, SIZE, kv_heads, DIM, generator=random)
+    query, key, value = (torch.randn(count, many, DIM, generator=random) for many in (heads, kv_heads, kv_heads))
+    expected_keys, expected_values = keys.clone(), values.clone()
+    expected = torch.empty_like(query)
+    for row, length in enumerate(lengths):
+        block, offset = int(table[row, (length - 1) // SIZE]), (length - 1) % SIZE
+        expected_keys[block, offset], expected_values[block, offset] = key[row], value[row]
+        known = [every[table[row].long()].flatten(0, 1)[:length] for every in (expected_keys, expected_values)]
+        one = query[row].unsqueeze(1), *(every.transpose(0, 1) for every in known)
+        expected[row] = functional.scaled_dot_product_attention(*one, enable_gqa=True).squeeze(1)
+    out = numba_decode.decode(query, key, value, keys, values, table, torch.tensor(lengths, dtype=torch.int32))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "threads", "parts"),
+    [(1, 8, 1, 1), (1, 8, 2, 2), (3, 8, 2, 2), (8, 8, 2, 1), (9, 8, 2, 1), (1, 2, 16, 2), (5, 6, 4, 6), (1, 1, 2, 1)],
+)
+def test_a_sequence_is_divided_as_little_as_keeps_all_threads_busy(
+    sequences: int, kv_heads: int, threads: int, parts: int
+) -> None:
+    assert numba_decode.parts(sequences, kv_heads, threads) == parts
