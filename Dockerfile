@@ -27,13 +27,14 @@ FROM ${PYTHON_IMAGE}
 ARG PACKAGES=
 RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} \
  && rm -rf /var/lib/apt/lists/*; fi
-# The cache folder and that of local sockets are there, and the user's, so that volumes over them can be written.
+# The cache folder and that of local sockets are there, and the user's, so that volumes over them can be written. What
+# numba compiles for the processor at hand is kept in /tmp, which can be written even where nothing else can.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
  && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local
 COPY --from=build /opt/twinlens /opt/twinlens
 # The embedded checkpoint; another is mounted over it or named with --model.
 COPY models /srv/models
-ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/tmp/numba
 USER twinlens
 WORKDIR /srv
 EXPOSE 7001 7002

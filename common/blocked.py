@@ -25,7 +25,8 @@ _PADDED = 4
 """Fewer than three rows are computed by oneDNN as this many, which is faster."""
 FEW = 32
 """Rows up to which our kernel is faster."""
-_WIDTH = 64
+WIDTH = 64
+"""Outputs of a panel, whose weights for one input lie side by side."""
 _NONE = ("none", "")
 
 Array = np.ndarray[Any, Any]
@@ -36,10 +37,11 @@ class BlockedWeight:
     """`blocked` is oneDNN's opaque tensor of a weight [outputs, inputs].
 
     `panels` is the same memory, float32 [⌈outputs / 64⌉, inputs or more, 64], padded with zeros; None where it is laid
-    out otherwise, or not meant for few rows.
+    out otherwise, not meant for few rows, or the processor lacks the registers for our kernel.
     """
 
     outputs: int
+    inputs: int
     blocked: Tensor
     panels: Array | None
 
@@ -49,13 +51,14 @@ class BlockedWeight:
         if weight.device.type != "cpu" or not weight.numel() or not _available(weight.dtype):
             return None
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT)
-        return cls(weight.shape[0], blocked, _panels(blocked, weight) if few_rows else None)
+        outputs, inputs = weight.shape
+        return cls(outputs, inputs, blocked, _panels(blocked, weight) if few_rows else None)
 
     def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], through an activation if one is given."""
         rows = x.shape[0] if x.dim() == 2 else 0
-        if 0 < rows <= FEW and (few_rows := self.few_rows(bias)):
-            return _through(activation, torch.from_numpy(few_rows(x.numpy())))
+        if 0 < rows <= FEW and (ours := self.array_product(bias)):
+            return _through(activation, torch.from_numpy(ours(x.numpy())))
         fused = _fused(activation)
         name, variant = fused or _NONE
         if rows in (1, 2):
@@ -64,14 +67,17 @@ class BlockedWeight:
         out = out[:rows] if rows in (1, 2) else out
         return out if fused else _through(activation, out)
 
-    def few_rows(self, bias: Tensor | None = None) -> Callable[[Array], Array] | None:
-        """The product of up to `FEW` rows, float32 [m, inputs] → [m, outputs]; None where there are no panels."""
+    def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array] | None:
+        """The product of up to `FEW` rows, float32 [m, inputs] → [m, outputs]; None where there are no panels.
+
+        It raises ValueError for rows of another length.
+        """
         if self.panels is None:
             return None
         from common.kernels import panels_cpu  # numba takes its time, and an encoder has many rows
 
         added = np.empty(0, np.float32) if bias is None else bias.numpy()
-        return partial(panels_cpu.product, panels=self.panels, bias=added, outputs=self.outputs)
+        return partial(panels_cpu.product, panels=self.panels, bias=added, shape=(self.outputs, self.inputs))
 
 
 def _through(activation: nn.Module | None, x: Tensor) -> Tensor:
@@ -89,23 +95,27 @@ def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
 
 
 def _panels(blocked: Tensor, weight: Tensor) -> Array | None:
-    """The memory of an opaque tensor, which lives as long as that does, where it is laid out in panels.
+    """The memory of an opaque tensor, which lives as long as the array does, where it is laid out in panels.
 
-    oneDNN does not say how it lays a weight out, and chooses by processor and shape: so the first and the last panel
-    are held against the weight.
+    oneDNN does not say how it lays a weight out, and chooses by processor and shape: so the first panel, the last and
+    one between are held against the weight.
     """
     outputs, inputs = weight.shape
-    count = math.ceil(outputs / _WIDTH)
-    size = torch.ops.mkldnn._nbytes(blocked)
-    width = size // (count * _WIDTH * weight.itemsize)
-    if weight.dtype != torch.float32 or width < inputs or size != count * width * _WIDTH * weight.itemsize:
+    operators = torch.ops.mkldnn
+    if weight.dtype != torch.float32 or not (hasattr(operators, "_nbytes") and hasattr(operators, "data_ptr")):
         return None
-    address = torch.ops.mkldnn.data_ptr(blocked)
-    memory = np.ctypeslib.as_array((ctypes.c_float * (size // weight.itemsize)).from_address(address))
-    panels = memory.reshape(count, width, _WIDTH)
-    for index in {0, count - 1}:
-        expected = np.zeros((width, _WIDTH), np.float32)
-        part = weight[index * _WIDTH : (index + 1) * _WIDTH].numpy()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    count, size = math.ceil(outputs / WIDTH), operators._nbytes(blocked) // weight.itemsize
+    width = size // (count * WIDTH)
+    if width < inputs or size != count * width * WIDTH:
+        return None
+    memory = (ctypes.c_float * size).from_address(operators.data_ptr(blocked))
+    memory.owner = blocked
+    panels = np.ctypeslib.as_array(memory).reshape(count, width, WIDTH)
+    for index in {0, count // 2, count - 1}:
+        expected = np.zeros((width, WIDTH), np.float32)
+        part = weight[index * WIDTH : (index + 1) * WIDTH].numpy()
         expected[:inputs, : len(part)] = part.T
         if not np.array_equal(panels[index], expected):
             return None
@@ -113,6 +123,9 @@ def _panels(blocked: Tensor, weight: Tensor) -> Array | None:
 
 
 def _available(dtype: torch.dtype) -> bool:
-    names = ("_reorder_linear_weight", "_linear_pointwise", "_nbytes", "data_ptr")
-    known = all(hasattr(torch.ops.mkldnn, name) for name in names)
-    return known and torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+    operators = torch.ops.mkldnn
+    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and operators._is_mkldnn_bf16_supported())

@@ -27,7 +27,9 @@ class Linear(nn.Module):
 
     def settle(self, *, shared: bool = False, int8: bool = False) -> None:
         """Lays the weight out for speed, or rounds it to 8 bits, and lets go of the plain one, unless it is `shared`
-        with another module."""
+        with another module. What is settled stays as it is."""
+        if self._int8 or self._blocked:
+            return
         weight = self.weight.detach()
         if int8:
             self._int8 = Int8Weight.of(weight)
@@ -36,9 +38,9 @@ class Linear(nn.Module):
         if not shared and (self._int8 or self._blocked):
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def for_few_rows(self) -> Callable[[Array], Array] | None:
-        """See `BlockedWeight.few_rows`; None as well where the weight is not laid out."""
-        return None if self._blocked is None else self._blocked.few_rows(self.bias)
+    def array_product(self) -> Callable[[Array], Array] | None:
+        """See `BlockedWeight.array_product`; None as well where the weight is not laid out."""
+        return None if self._blocked is None else self._blocked.array_product(self.bias)
 
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
         """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""

@@ -15,12 +15,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from common.blocked import WIDTH, Array
 from common.kernels.jit import compiled
 
-Array = np.ndarray[Any, Any]
-
-WIDTH = 64
-"""Outputs of a panel, whose weights for one input lie side by side."""
 _LANES = 16
 _FLOAT, _LINE = 4, 64
 _STRETCH = 64
@@ -130,7 +127,7 @@ def _add_rows(lines: Any, rows: Any, places: Any, count: Any) -> None:
 def _product(out: Any, x: Any, panels: Any, bias: Any) -> None:
     """float32 out [m, outputs], x [m, k], panels [n, k or more, 64], bias [outputs] or [0].
 
-    While a stretch is computed, all of the next is asked for: so many lines for each input and four rows. The rows'
+    While a stretch is computed, the next is asked for: so many lines for each input and four rows. The rows'
     numbers are put side by side first: as far apart as rows lie, they would push each other out of the cache.
     """
     rows, inputs = x.shape
@@ -163,8 +160,14 @@ def _product(out: Any, x: Any, panels: Any, bias: Any) -> None:
 _kernel = compiled(_product)
 
 
-def product(x: Array, panels: Array, bias: Array, outputs: int) -> Array:
-    """x float32 [m, k] → x Wᵀ + b, float32 [m, outputs]; for panels and bias see `_product`."""
+def product(x: Array, panels: Array, bias: Array, shape: tuple[int, int]) -> Array:
+    """x float32 [m, inputs] → x Wᵀ + b, float32 [m, outputs]; for panels and bias see `_product`.
+
+    `shape` is (outputs, inputs). Raises ValueError where x has another shape or type.
+    """
+    outputs, inputs = shape
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
     out = np.empty((x.shape[0], outputs), np.float32)
     _kernel(out, np.ascontiguousarray(x), panels, bias)
     return out

@@ -131,7 +131,7 @@ class Layer(nn.Module):
         if not (self._alone and isinstance(mlp, MLP)):
             return
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
-        qkv, o, gate_up, down = (linear.for_few_rows() for linear in linears)
+        qkv, o, gate_up, down = (linear.array_product() for linear in linears)
         if qkv and o and gate_up and down:
             products = Products(qkv, o, gate_up, down)
             self.few_rows = FewRows(products, attention.shape(), (self.input_layernorm, self.post_attention_layernorm))

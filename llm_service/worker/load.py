@@ -58,15 +58,14 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         arena.pin()
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
-    # A cache of a given size needs no measuring, and a CPU no compiling: whoever waits for a restart need not either.
+    # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     plan, blocks = (one_token(), 1) if settings.kv_cache_bytes and device.type == "cpu" else largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
     first.warm_up()
     if settings.compile:
         _compile(decoder, group, device)
     gpu = device.type == "cuda"
-    if gpu:
-        first.run(one_token())  # few rows have kernels of their own, and one is a case of its own to torch's compiler
+    first.run(one_token())  # few rows have kernels of their own, and one is a case of its own to torch's compiler
     first.run(plan)
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first

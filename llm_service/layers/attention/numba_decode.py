@@ -99,10 +99,10 @@ _kernel = compiled(_decode)
 def decode(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """See `plain.Decode`; float32. Numbers that do not lie together would not be computed with as vectors."""
-    out = torch.empty(query.shape)
+    """See `plain.Decode`; float32. All of it lies together: the kernel is compiled for that alone."""
+    out = torch.empty(query.shape, dtype=query.dtype)
     scale = np.float32(query.shape[-1] ** -0.5)
-    tensors = (out, query.contiguous(), key, value, keys, values, table, lengths)
+    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths)
     _kernel(
         *(tensor.numpy() for tensor in tensors), scale, parts(query.shape[0], key.shape[1], numba.get_num_threads())
     )

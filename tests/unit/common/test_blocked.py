@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,7 @@ def panelled(outputs: int, inputs: int) -> tuple[torch.Tensor, BlockedWeight]:
 
 
 def test_processors_with_avx512_have_panels() -> None:
-    if "avx512f" not in Path("/proc/cpuinfo").read_text():
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("another processor")
     laid_out = BlockedWeight.of(noise(512, 256), few_rows=True)
     assert laid_out is not None
@@ -77,7 +75,7 @@ def test_an_activation_follows_the_product() -> None:
 
 def test_a_layout_that_is_not_known_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = noise(128, 64)
-    monkeypatch.setattr(blocked, "_WIDTH", 32)  # as if panels were narrower than oneDNN's
+    monkeypatch.setattr(blocked, "WIDTH", 32)  # as if panels were narrower than oneDNN's
     laid_out = BlockedWeight.of(weight, few_rows=True)
     assert laid_out is not None
     assert laid_out.panels is None
@@ -96,6 +94,41 @@ def test_the_panels_are_the_memory_that_onednn_reads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_types_are_not_laid_out(dtype: torch.dtype) -> None:
     assert BlockedWeight.of(noise(64, 64).to(dtype)) is None
+
+
+def test_a_processor_without_the_registers_has_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    laid_out = BlockedWeight.of(noise(512, 256), few_rows=True)
+    assert laid_out is not None
+    assert laid_out.panels is None
+
+
+@pytest.mark.parametrize("wrong", [noise(2, 32), noise(2, 128), noise(2, 64).double(), noise(64)])
+def test_rows_that_do_not_fit_are_refused(wrong: torch.Tensor) -> None:
+    _, laid_out = panelled(128, 64)
+    product = laid_out.array_product()
+    assert product is not None
+    with pytest.raises(ValueError, match="does not fit"):
+        product(wrong.numpy())
+
+
+def test_the_panels_keep_their_memory() -> None:
+    weight, laid_out = panelled(128, 64)
+    product = laid_out.array_product()
+    assert product is not None
+    del laid_out
+    noise(4, 128, 64)  # would take the memory if it were free
+    x = noise(3, 64, seed=1)
+    torch.testing.assert_close(torch.from_numpy(product(x.numpy())), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernel_is_compiled_once() -> None:
+    _, laid_out = panelled(128, 64)
+    from common.kernels import panels_cpu
+
+    for x, bias in ((noise(1, 64), None), (noise(7, 200)[:, :64], noise(128))):
+        laid_out.product(x, bias)
+    assert len(panels_cpu._kernel.signatures) == 1
 
 
 def test_an_empty_weight_is_not_laid_out() -> None:

@@ -45,3 +45,14 @@ def test_a_sequence_is_divided_as_little_as_keeps_all_threads_busy(
     sequences: int, kv_heads: int, threads: int, parts: int
 ) -> None:
     assert numba_decode.parts(sequences, kv_heads, threads) == parts
+
+
+def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
+    """Whoever comes first, or is alone, waits for no compiler: the engine has run one token before it is ready."""
+    keys, values = torch.zeros(2, 2, SIZE, 2, DIM)
+    for count in (1, 2):
+        heads = torch.zeros(count, 8, DIM)
+        query, key, value = heads.split([4, 2, 2], dim=1)
+        table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
+        numba_decode.decode(query, key, value, keys, values, table, torch.ones(count, dtype=torch.int32))
+    assert len(numba_decode._kernel.signatures) == 1
