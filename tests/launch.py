@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tests.waiting import until
+
 ROOT = Path(__file__).resolve().parent.parent
 _READY = "ready "
 _STOP_SECONDS = 120
@@ -73,7 +75,9 @@ def launch(
                 process.send_signal(signal.SIGTERM)
             code = process.wait(_STOP_SECONDS)
             assert exit_code is None or code == exit_code, f"exit code {code}\n{_tail(log)}"
-            left = {pid: line for pid in known if (line := command_line(pid))}
+            if code == -signal.SIGKILL:  # it could not wait for them; they notice by themselves
+                until(lambda: not _living(known), "the processes of a killed service have ended")
+            left = _living(known)
             assert not left, f"processes were left: {left}"
             assert not [path for path in shared if path.exists()], "shared memory was left"
             assert "something is still held" not in log.read_text(encoding="utf-8"), _tail(log)
@@ -85,6 +89,10 @@ def launch(
                 process.kill()
             process.wait()
             process.stdout.close()
+
+
+def _living(processes: set[int]) -> dict[int, str]:
+    return {pid: line for pid in processes if (line := command_line(pid))}
 
 
 @contextlib.contextmanager
