@@ -22,6 +22,19 @@ _ENOUGH = 4
 """Tasks for each thread with which one that takes longer no longer matters."""
 
 
+@numba.njit(inline="always")
+def _together(cache: Any, blocks: Any, begin: Any, last: Any) -> Any:
+    """What a cache has at four positions from `begin` on, each [kv_heads, dim]; those behind the last stand for it."""
+    size = cache.shape[1]
+    p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
+    return (
+        cache[blocks[begin // size], begin % size],
+        cache[blocks[p1 // size], p1 % size],
+        cache[blocks[p2 // size], p2 % size],
+        cache[blocks[p3 // size], p3 % size],
+    )
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -50,13 +63,10 @@ def _decode(
             for place in range(dim):
                 keys[blocks[last // size], last % size, head, place] = key[sequence, head, place]
                 values[blocks[last // size], last % size, head, place] = value[sequence, head, place]
-        # Positions behind the last one stand for it, and weigh nothing.
         weights = np.empty((own * group, last + _TOGETHER), np.float32)
         sums = np.zeros((own * group, dim), np.float32)
         for begin in range(0, last + 1, _TOGETHER):
-            p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
-            k0, k1 = keys[blocks[begin // size], begin % size], keys[blocks[p1 // size], p1 % size]
-            k2, k3 = keys[blocks[p2 // size], p2 % size], keys[blocks[p3 // size], p3 % size]
+            k0, k1, k2, k3 = _together(keys, blocks, begin, last)
             for member in range(own * group):
                 head = first + member // group
                 s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
@@ -75,11 +85,9 @@ def _decode(
                 total += weights[member, position]
             for position in range(last + 1):
                 weights[member, position] /= total
-            weights[member, last + 1 :] = _ZERO
+            weights[member, last + 1 :] = _ZERO  # what stands for the last one weighs nothing
         for begin in range(0, last + 1, _TOGETHER):
-            p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
-            v0, v1 = values[blocks[begin // size], begin % size], values[blocks[p1 // size], p1 % size]
-            v2, v3 = values[blocks[p2 // size], p2 % size], values[blocks[p3 // size], p3 % size]
+            v0, v1, v2, v3 = _together(values, blocks, begin, last)
             for member in range(own * group):
                 head = first + member // group
                 w0, w1 = weights[member, begin], weights[member, begin + 1]
