@@ -63,9 +63,10 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes in float32"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    from llm_service.layers.attention import numba_decode
+    from common.kernels import vectors_cpu
+    from llm_service.layers.attention.numba_backend import NumbaBackend
 
-    return PlainBackend(shape, device, numba_decode.decode)
+    return NumbaBackend(shape, packs=vectors_cpu.available())
 
 
 def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:

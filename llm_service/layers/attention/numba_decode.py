@@ -107,7 +107,12 @@ _kernel = compiled(_decode)
 def decode(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """See `plain.Decode`; float32. All of it lies together: the kernel is compiled for that alone."""
+    """One token of each sequence, the last of its length: writes its key and value, and attends, [s, heads, dim].
+
+    query float32 [s, heads, dim], key and value [s, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
+    dim], along the block table int32 [s, w]; lengths int32 [s]. Each of these four lies together: the kernel is
+    compiled for that alone.
+    """
     out = torch.empty(query.shape, dtype=query.dtype)
     scale = np.float32(query.shape[-1] ** -0.5)
     tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths)

@@ -1,10 +1,15 @@
-"""The number of threads that was asked for holds, though numba and torch share OpenMP."""
+"""The number of threads that was asked for holds, though numba and torch share OpenMP; what has changed is compiled
+anew."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import types
+from pathlib import Path
+
+from common.kernels.jit import compiled
 
 _PROGRAM = """
 import numba
@@ -36,3 +41,17 @@ def test_one_thread_stays_one_after_a_kernel_has_run() -> None:
         env={**environ, "NUMBA_NUM_THREADS": "2"},
     )
     assert run.stdout.split() == ["1", "1"]
+
+
+def test_what_is_kept_on_disk_is_of_the_same_code(tmp_path: Path) -> None:
+    """numba looks at the function's own file; what the function is made of may be in another."""
+    part = types.ModuleType("part")
+    part.__file__ = str(tmp_path / "part.py")
+    names = []
+    for text in ("one", "one", "other"):
+        Path(part.__file__).write_text(text)
+
+        def kernel() -> None: ...
+
+        names.append(compiled(kernel, made_of=part).py_func.__qualname__)
+    assert names[0] == names[1] != names[2]

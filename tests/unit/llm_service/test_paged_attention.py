@@ -15,6 +15,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose, runs
+from llm_service.layers.attention.numba_backend import NumbaBackend
 from llm_service.layers.attention.paged import PagedBackend, PagedBatch
 from llm_service.layers.attention.tables import Tables
 from llm_service.plan import Chunk
@@ -113,10 +114,17 @@ def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> N
     assert backend.over(replace(tables, longest=100)).splits == 1
 
 
-def test_warming_up_touches_nobodys_block_alone() -> None:
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+def test_a_processor_without_wide_vectors_leaves_chunks_to_torch(counts: tuple[int, ...]) -> None:
+    shape = shape_of()
+    Case.random(shape, counts, torch.float32, 1).check(NumbaBackend(shape, packs=False))
+
+
+@pytest.mark.parametrize("name", ["triton", "numba"])
+def test_warming_up_touches_nobodys_block_alone(name: str) -> None:
     shape = shape_of()
     cache = torch.full_like(shape.new_cache(torch.float32, CPU)[0], 7.0)
-    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend: Any = choose(name, shape, torch.float32, CPU)
     backend.warm_up(cache)
     assert (cache[:, :-1] == 7.0).all()
     assert (cache[:, -1, :2] == 0.0).all()

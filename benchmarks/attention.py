@@ -1,0 +1,73 @@
+"""`python -m benchmarks.attention`: a prefill chunk's attention on a CPU, by torch's operator and by our kernel.
+
+They take turns; the least of each is shown. Heads are as in the checkpoint of the other benchmarks: 16 for queries, 8
+for keys, of 128 numbers each, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common import allocator
+from common.devices import usable_cores
+from common.kernels import vectors_cpu
+from common.kernels.attention_cpu import Attention, Spans
+from common.kernels.jit import use_threads
+
+_SHAPES = ((16, 2048), (215, 215), (512, 512), (256, 1280), (512, 4096))
+"""Tokens of a chunk, and all that it sees."""
+_HEADS, _KV_HEADS, _DIM = 16, 8, 128
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measures all shapes and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--rounds", type=int, default=20)
+    given = parser.parse_args()
+    if not vectors_cpu.available():
+        parser.error("this processor lacks AVX-512, which our kernel needs")
+    allocator.keep_large_blocks()
+    use_threads(given.threads)
+    print("| tokens | of | torch | ours | ratio | GFLOP/s |\n|---:|---:|---:|---:|---:|---:|")
+    for count, known in _SHAPES:
+        theirs, ours = _ways(count, known)
+        torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
+        best = [float("inf"), float("inf")]
+        for _ in range(given.rounds):
+            best = [min(least, _seconds(way)) for least, way in zip(best, (theirs, ours), strict=True)]
+        seen = count * (known - count) + count * (count + 1) / 2
+        rate = 4 * _HEADS * _DIM * seen / best[1] / 1e9
+        ratio = best[1] / best[0]
+        print(f"| {count} | {known} | {1e3 * best[0]:.2f} ms | {1e3 * best[1]:.2f} ms | {ratio:.2f} | {rate:.0f} |")
+
+
+def _ways(count: int, known: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM)
+    mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
+    ours = Attention(Spans.of([count], [known], causal=True), np.arange(known), _KV_HEADS, _DIM)
+
+    def theirs() -> Tensor:
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+
+    return theirs, lambda: ours.attend(query, keys, values)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

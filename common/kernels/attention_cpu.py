@@ -1,0 +1,220 @@
+"""Attention of many queries on a CPU in float32, compiled by numba, for processors with AVX-512.
+
+Keys and values are laid out in panels first, as products want them, from wherever they lie; then each tile of queries
+goes over a stretch of keys at a time and keeps its highest score and its sums (Milakov and Gimelshein 2018, arXiv
+1805.02867; Dao et al. 2022, arXiv 2205.14135). torch's own kernel does the same by general products of small blocks,
+and masks a chunk that has a context all over (docs/PERFORMANCE.md). A query's sums are taken in the same order whatever
+queries are beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.kernels import vectors_cpu
+from common.kernels.jit import compiled, inner
+from common.kernels.vectors_cpu import FLOAT, LANES, add_products, highest, to_powers
+
+Array = np.ndarray[Any, Any]
+
+_ZERO = np.float32(0.0)
+_WIDTH = 64
+"""Keys of a panel, or numbers of a value."""
+_VECTORS = _WIDTH // LANES
+_ROWS = 6
+"""Queries whose sums are kept in registers."""
+_TILE = 4 * _ROWS
+"""Queries that go over the keys together, so that a panel is read from a first-level cache by most of them."""
+_STRETCH = 4 * _WIDTH
+"""Keys whose scores are known before they are weighed."""
+_ROOM = 64 << 20
+"""Bytes that keys and values in panels take at most, unless one head's take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What attends to what.
+
+    `segments` int64 [s, 5]: where its queries begin and end; where its keys begin, and how many; its first panel.
+    `contexts` int64 [s]: query i of a segment sees its first context + i + 1 keys. `tiles` int64 [t, 2]: segment and
+    first query. `begins` int64 [p, 2]: a panel's segment, and its first key there.
+    """
+
+    segments: Array
+    contexts: Array
+    tiles: Array
+    begins: Array
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], *, causal: bool) -> Spans:
+        """Segments of so many queries and keys, one behind the other; `causal`: the last query sees all keys, the one
+        before it one less."""
+        segments: list[tuple[int, ...]] = []
+        tiles: list[tuple[int, int]] = []
+        begins: list[tuple[int, int]] = []
+        ends = zip(itertools.accumulate(queries), itertools.accumulate(keys), strict=True)
+        for index, ((last, end), count, known) in enumerate(zip(ends, queries, keys, strict=True)):
+            segments.append((last - count, last, end - known, known, len(begins)))
+            tiles += [(index, first) for first in range(last - count, last, _TILE)]
+            begins += [(index, first) for first in range(0, known, _WIDTH)]
+        contexts = [known - count if causal else known for count, known in zip(queries, keys, strict=True)]
+        return cls(*(np.array(part, np.int64) for part in (segments, contexts, tiles, begins)))
+
+
+@inner
+def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> None:
+    """Fills panel [dim, 64] with keys [slots, dim] at so many places, and lanes [parts, 64, 64] with their values; both
+    with zeros behind the last."""
+    dim, known = panel.shape[0], len(places)
+    for index in range(known, _WIDTH):
+        for number in range(dim):
+            panel[number, index] = _ZERO
+    for part in range(lanes.shape[0]):
+        for index in range(_WIDTH):
+            for number in range(dim - part * _WIDTH if index < known else 0, _WIDTH):
+                lanes[part, index, number] = _ZERO
+    for index in range(known):
+        key, value = keys[places[index]], values[places[index]]
+        for number in range(dim):
+            panel[number, index] = key[number]
+            lanes[number // _WIDTH, index, number % _WIDTH] = value[number]
+
+
+def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
+    """Fills panels [heads, p, dim, 64] with the keys of the KV heads from `first` on, and lanes [heads, parts, p, 64,
+    64] with their values, both with zeros behind a segment's last key. The others are as in `Spans` and `Attention`."""
+    count = len(begins)
+    for task in numba.prange(panels.shape[0] * count):
+        head, panel = task // count, task % count
+        segment, begin = begins[panel]
+        here = segments[segment, 2] + begin
+        end = here + min(_WIDTH, segments[segment, 3] - begin)
+        known, worth = keys[:, first + head], values[:, first + head]
+        _pack_panel(panels[head, panel], lanes[head, :, panel], known, worth, places[here:end])
+
+
+@inner
+def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
+    """out [rows or more, 64] += x [rows or more, k] · weights [k, 64], each row's numbers side by side; out and x have
+    room for a multiple of `_ROWS`, which is what is computed."""
+    for row in range(0, rows, _ROWS):
+        places = (
+            out.ctypes.data + row * out.strides[0],
+            out.strides[0],
+            x.ctypes.data + row * x.strides[0],
+            x.strides[0],
+            weights.ctypes.data,
+            weights.ctypes.data,
+        )
+        add_products(_ROWS, _VECTORS, 0, places, weights.shape[0])
+
+
+@inner
+def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, known: Any, scale: Any) -> None:
+    """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees the first context + i + 1 of `known` keys,
+    which are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+
+    All scores of a stretch of keys are known before they are weighed.
+    """
+    rows, dim, parts = query.shape[0], query.shape[1], lanes.shape[0]
+    numbers, sums = np.zeros((_TILE, dim), np.float32), np.zeros((_TILE, parts * _WIDTH), np.float32)
+    scores = np.empty((_TILE, _STRETCH), np.float32)
+    most, total = np.full(_TILE, -np.inf, np.float32), np.zeros(_TILE, np.float32)
+    for index in range(rows):
+        for place in range(dim):
+            numbers[index, place] = query[index, place] * scale
+    seen = min(known, context + rows)
+    for start in range(0, seen, _STRETCH):
+        wide = (min(_STRETCH, seen - start) + _WIDTH - 1) // _WIDTH
+        for index in range(_TILE):
+            for place in range(wide * _WIDTH):
+                scores[index, place] = _ZERO
+        for panel in range(wide):
+            here = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
+            _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
+        for index in range(rows):
+            for place in range(max(0, min(known, context + index + 1) - start), wide * _WIDTH):
+                scores[index, place] = -np.inf
+            above = max(most[index], highest(scores[index].ctypes.data, wide))
+            if start and above > most[index]:
+                less = np.exp2(most[index] - above)
+                total[index] *= less
+                for place in range(parts * _WIDTH):
+                    sums[index, place] *= less
+            most[index] = above
+            total[index] += to_powers(scores[index].ctypes.data, wide, above)
+        for part in range(parts):
+            for panel in range(wide):
+                here = sums[:, part * _WIDTH : (part + 1) * _WIDTH]
+                weights = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
+                _multiply(here, weights, lanes[part, start // _WIDTH + panel], rows)
+    for index in range(rows):
+        for place in range(dim):
+            out[index, place] = sums[index, place] / total[index]
+
+
+def _attend(
+    out: Any,
+    query: Any,
+    panels: Any,
+    lanes: Any,
+    segments: Any,
+    contexts: Any,
+    tiles: Any,
+    first: Any,
+    group: Any,
+    scale: Any,
+) -> None:
+    """float32 out and query [n, heads, dim], of which this computes those that share the KV heads from `first` on,
+    `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in `Spans`."""
+    for task in numba.prange(panels.shape[0] * group * len(tiles)):
+        own, tile = task // len(tiles), task % len(tiles)
+        segment, row = tiles[tile]
+        begin, end, _, known, base = segments[segment]
+        rows = slice(row, min(row + _TILE, end))
+        head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+        context = contexts[segment] + row - begin
+        there = panels[shared, packed], lanes[shared, :, packed]
+        _attend_tile(out[rows, head], query[rows, head], *there, context, known, scale)
+
+
+_pack_kernel = compiled(_pack)
+_attend_kernel = compiled(_attend, made_of=vectors_cpu)
+
+
+class Attention:
+    """Attention of one batch, the same in all layers, which share the room for packed keys and values: memory that
+    nobody has touched yet comes page by page.
+
+    `places` int64 says where, among the slots of a cache, the keys of all segments are.
+    """
+
+    def __init__(self, spans: Spans, places: Array, kv_heads: int, head_dim: int) -> None:
+        self._spans = spans
+        self._places = places
+        count, parts = len(spans.begins), math.ceil(head_dim / _WIDTH)
+        at_once = max(1, _ROOM // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
+        self._panels = np.empty((min(kv_heads, at_once), count, head_dim, _WIDTH), np.float32)
+        self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], each of which lies
+        together: the kernels are compiled for that alone."""
+        kv_heads, dim = keys.shape[1:]
+        group, spans = query.shape[1] // kv_heads, self._spans
+        numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
+        scale = np.float32(math.log2(math.e) / math.sqrt(dim))
+        for first in range(0, kv_heads, len(self._panels)):
+            packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
+            _pack_kernel(*packed, keys.numpy(), values.numpy(), self._places, spans.segments, spans.begins, first)
+            _attend_kernel(out, numbers, *packed, spans.segments, spans.contexts, spans.tiles, first, group, scale)
+        return torch.from_numpy(out)

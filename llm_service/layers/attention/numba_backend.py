@@ -1,0 +1,104 @@
+"""Attention on a CPU in float32, by kernels that numba compiles.
+
+Decodes, which come first in a batch, read keys along their block tables. A chunk's are packed for products, or, on a
+processor without the registers for these, left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.kernels.attention_cpu import Array, Attention, Spans
+from llm_service.layers.attention import numba_decode
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape
+from llm_service.layers.attention.plain import PlainBackend
+from llm_service.plan import Chunk
+
+_CPU = torch.device("cpu")
+
+
+class NumbaBackend:
+    """Makes batches for the kernels; `packs` says whether chunks are packed."""
+
+    name = "numba"
+
+    def __init__(self, shape: CacheShape, *, packs: bool) -> None:
+        self._shape = shape
+        self._plain = None if packs else PlainBackend(shape, _CPU)
+
+    def warm_up(self, cache: Tensor) -> None:
+        """See `WarmBackend`."""
+        spare = self._shape.blocks
+        for count in (1, 2):
+            batch = self.batch([Chunk(0, count, [spare] * count)])
+            batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
+
+    def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+        """The batch of a plan."""
+        decodes = next((n for n, chunk in enumerate(chunks) if chunk.count != 1), len(chunks))
+        first, rest = chunks[:decodes], chunks[decodes:]
+        later = self._later(rest) if rest else None
+        if not first and later:
+            return later
+        widest = max(len(chunk.blocks) for chunk in first)
+        table = [chunk.blocks + [0] * (widest - len(chunk.blocks)) for chunk in first]
+        lengths = [chunk.context + 1 for chunk in first]
+        return _Batch(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), later)
+
+    def _later(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+        if self._plain is not None:
+            return self._plain.batch(chunks)
+        places = [_places(chunk, self._shape.block_size) for chunk in chunks]
+        written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
+        spans = Spans.of([chunk.count for chunk in chunks], [len(all_) for all_ in places], causal=True)
+        attention = Attention(spans, np.concatenate(places), self._shape.kv_heads, self._shape.head_dim)
+        return _Packed(torch.from_numpy(np.concatenate(written)), attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """`table` int32 [s, w] and `lengths` int32 [s] are of the decodes; `later` computes what comes behind them."""
+
+    table: Tensor
+    lengths: Tensor
+    later: AttentionBatch | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """See `AttentionBatch`."""
+        count = len(self.lengths)
+        first = query[:count], key[:count], value[:count]
+        decoded = numba_decode.decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
+        if self.later is None:
+            return decoded
+        return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """`written` int64 is where the keys and values of the batch's tokens go."""
+
+    written: Tensor
+    attention: Attention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """See `AttentionBatch`."""
+        keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        keys.index_copy_(0, self.written, key)
+        values.index_copy_(0, self.written, value)
+        return self.attention.attend(query, keys, values).flatten(1)
+
+
+def _places(chunk: Chunk, block_size: int) -> Array:
+    """Where a sequence's first context + count tokens are, int64.
+
+    >>> _places(Chunk(2, 3, [5, 1]), 4)
+    array([20, 21, 22, 23,  4])
+    """
+    starts = np.array(chunk.blocks, np.int64)[:, None] * block_size
+    every: Array = (starts + np.arange(block_size)).reshape(-1)
+    return every[: chunk.context + chunk.count]
