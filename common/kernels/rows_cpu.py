@@ -1,71 +1,130 @@
 """What a decoder does to its rows between two products, on a CPU in float32, compiled by numba, one kernel each.
 
 torch needs five operators for a norm and ten for what is turned: to start them takes longer than the arithmetic of a
-few rows. One thread computes: a chunk takes microseconds, and to wake others takes as long.
+few rows. Few are computed by one thread, since they take microseconds, and to wake others takes as long.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.kernels.jit import compiled
+from common.blocked import FEW
+from common.kernels import vectors_cpu
+from common.kernels.jit import compiled, inner
+from common.kernels.vectors_cpu import FLOAT, LANES, gate
 
 Array = np.ndarray[Any, Any]
 
 
+@inner
+def _norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
+    """float32 out, x and gain [size]."""
+    size, total = x.shape[0], np.float32(0.0)
+    for place in range(size):
+        total += x[place] * x[place]
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    for place in range(size):
+        out[place] = x[place] * factor * gain[place]
+
+
 def _norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
     """float32 out [n, size], x alike, of any strides; gain [size]."""
-    size = x.shape[1]
     for row in range(x.shape[0]):
-        total = np.float32(0.0)
-        for place in range(size):
-            total += x[row, place] * x[row, place]
-        factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-        for place in range(size):
-            out[row, place] = x[row, place] * factor * gain[place]
+        _norm_row(out[row], x[row], gain, eps)
+
+
+def _norm_many(out: Any, x: Any, gain: Any, eps: Any) -> None:
+    """As `_norm`, on all threads."""
+    for row in numba.prange(x.shape[0]):
+        _norm_row(out[row], x[row], gain, eps)
+
+
+@inner
+def _turn_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+    """float32 out [heads, dim], x [heads or more, dim], cosine and sine [dim], gains [2, dim]."""
+    size = out.shape[1]
+    half = size // 2
+    for head in range(out.shape[0]):
+        factor = np.float32(1.0)
+        if eps >= 0:
+            total = np.float32(0.0)
+            for place in range(size):
+                total += x[head, place] * x[head, place]
+            factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        kind = 0 if head < queries else 1
+        for place in range(half):
+            first = x[head, place] * factor * gains[kind, place]
+            second = x[head, half + place] * factor * gains[kind, half + place]
+            out[head, place] = first * cosine[place] - second * sine[place]
+            out[head, half + place] = second * cosine[half + place] + first * sine[half + place]
 
 
 def _turn(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, dim], gains [2, dim]. Where eps is
     below 0, without a norm."""
-    size = out.shape[2]
-    half = size // 2
     for row in range(out.shape[0]):
-        cos, sin = cosine[row, 0], sine[row, 0]
-        for head in range(out.shape[1]):
-            factor = np.float32(1.0)
-            if eps >= 0:
-                total = np.float32(0.0)
-                for place in range(size):
-                    total += x[row, head, place] * x[row, head, place]
-                factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-            kind = 0 if head < queries else 1
-            for place in range(half):
-                first = x[row, head, place] * factor * gains[kind, place]
-                second = x[row, head, half + place] * factor * gains[kind, half + place]
-                out[row, head, place] = first * cos[place] - second * sin[place]
-                out[row, head, half + place] = second * cos[half + place] + first * sin[half + place]
+        _turn_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 
 
-_norm_kernel, _turn_kernel = compiled(_norm, parallel=False), compiled(_turn, parallel=False)
+def _turn_many(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+    """As `_turn`, on all threads."""
+    for row in numba.prange(out.shape[0]):
+        _turn_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
+
+
+@inner
+def _gate_row(out: Any, x: Any) -> None:
+    """float32 out [inner], x [2 · inner]."""
+    inner = out.shape[0]
+    whole = inner // LANES
+    gate(out.ctypes.data, x.ctypes.data, x.ctypes.data + inner * FLOAT, whole)
+    for place in range(whole * LANES, inner):
+        out[place] = x[place] / (np.float32(1.0) + np.exp(-x[place])) * x[inner + place]
+
+
+def _gate(out: Any, x: Any) -> None:
+    """float32 out [n, inner], x [n, 2 · inner], both in order."""
+    for row in range(out.shape[0]):
+        _gate_row(out[row], x[row])
+
+
+def _gate_many(out: Any, x: Any) -> None:
+    """As `_gate`, on all threads."""
+    for row in numba.prange(out.shape[0]):
+        _gate_row(out[row], x[row])
+
+
+_few_normed, _many_normed = compiled(_norm, parallel=False), compiled(_norm_many)
+_few_turned, _many_turned = compiled(_turn, parallel=False), compiled(_turn_many)
+_few_gated = compiled(_gate, parallel=False, made_of=vectors_cpu)
+_many_gated = compiled(_gate_many, made_of=vectors_cpu)
 
 
 def normed_rows(x: Array, gain: Array, eps: float) -> Array:
     """`rms_norm` of arrays."""
     out = np.empty(x.shape, np.float32)
-    _norm_kernel(out, x, gain, np.float32(eps))
+    (_few_normed if len(x) <= FEW else _many_normed)(out, x, gain, np.float32(eps))
     return out
 
 
 def turned_heads(x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float) -> Array:
     """`turned` of arrays; gains [2, head_dim], eps below 0 where nothing is normed."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
-    _turn_kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
+    kernel = _few_turned if len(x) <= FEW else _many_turned
+    kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
+    return out
+
+
+def gated_rows(x: Array) -> Array:
+    """`gated` of arrays, for processors whose vectors are `vectors_cpu`'s."""
+    out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
+    (_few_gated if len(x) <= FEW else _many_gated)(out, np.ascontiguousarray(x))
     return out
 
 
@@ -92,6 +151,8 @@ def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -
 
 
 def gated(x: Tensor) -> Tensor:
-    """x [n, 2 · inner] → silu(first half) · second half, [n, inner]; by torch, which has a vector of exponentials."""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+    if vectors_cpu.available():
+        return torch.from_numpy(gated_rows(x.numpy()))
+    first, second = x.chunk(2, dim=-1)
+    return functional.silu(first).mul_(second)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.blocked import FEW, Array
-from llm_service.layers.gate import gated
 from llm_service.layers.norm import RMSNorm
 
 Product = Callable[[Array], Array]
@@ -74,6 +73,6 @@ class FewRows:
         joined = self._products.o(attended.numpy())
         np.add(joined, x.numpy(), out=joined)
         inner = self._products.gate_up(self._kernels.normed_rows(joined, *self._after))
-        out = self._products.down(gated(torch.from_numpy(inner)).numpy())
+        out = self._products.down(self._kernels.gated_rows(inner))
         np.add(out, joined, out=out)
         return torch.from_numpy(out)

@@ -8,6 +8,7 @@ import torch
 
 from common import log
 from common.arena import SharedBuffer
+from common.blocked import FEW
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
@@ -21,7 +22,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
-from llm_service.worker.memory import Gauge, block_count, largest_step, one_token
+from llm_service.worker.memory import Gauge, block_count, largest_step, prompt
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.runner import Runner
 
@@ -59,13 +60,14 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     group.least(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
-    plan, blocks = (one_token(), 1) if settings.kv_cache_bytes and device.type == "cpu" else largest_step(settings)
+    given = settings.kv_cache_bytes and device.type == "cpu"
+    plan, blocks = prompt(FEW + 1, settings.block_size) if given else largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
     first.warm_up()
     if settings.compile:
         _compile(decoder, group, device)
     gpu = device.type == "cuda"
-    first.run(one_token())  # few rows have kernels of their own, and one is a case of its own to torch's compiler
+    first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first

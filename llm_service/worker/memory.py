@@ -36,10 +36,11 @@ def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
     return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws), decodes + width
 
 
-def one_token() -> StepPlan:
-    """A plan as small as any."""
-    ids = array("i", [0])
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [Chunk(0, 1, [0])], [], [Draw(at=0)])
+def prompt(count: int, block_size: int) -> tuple[StepPlan, int]:
+    """A plan of one sequence of so many tokens, and the number of blocks that it uses."""
+    ids, width = array("i", [0] * count), -(-count // block_size)
+    chunk = Chunk(0, count, list(range(width)))
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [chunk], [], [Draw(at=count - 1)]), width
 
 
 class Gauge:

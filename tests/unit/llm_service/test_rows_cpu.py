@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.blocked import FEW
 from common.kernels import rows_cpu
 from llm_service.layers import gate, kernels, norm
 from llm_service.models import decoder
@@ -20,7 +21,7 @@ def test_a_norm_is_torch_s(rows: int, size: int) -> None:
     row_cases.check_norm(rows_cpu, rows, size, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 33])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("queries", "keys", "head"), row_cases.HEADS)
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
@@ -29,7 +30,7 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     row_cases.check_turn(rows_cpu, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
 
 
-@pytest.mark.parametrize("inner", row_cases.GATES)
+@pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
 def test_a_gate_is_torch_s(inner: int) -> None:
     row_cases.check_gate(rows_cpu, inner, torch.float32, "cpu")
 
@@ -49,3 +50,21 @@ def test_decoders_give_the_same_tokens_without_them(
     for module in (gate, norm, decoder):
         monkeypatch.setattr(module, "row_kernels", lambda x: None)
     assert row_cases.greedy_tokens(folder) == with_them
+
+
+def test_many_rows_on_all_threads_are_what_few_are_on_one() -> None:
+    x = torch.randn(FEW + 8, 8 * 64, generator=torch.Generator().manual_seed(0))
+    gain, angles = x[0, :64].clone(), x[:, None, 64:128]
+    heads = x.view(len(x), 8, 64)
+
+    def few(kernel: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([kernel(slice(row, row + 1)) for row in range(len(x))])
+
+    def turned(rows: slice) -> torch.Tensor:
+        return rows_cpu.turned(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
+
+    every = slice(None)
+    assert torch.equal(few(turned), turned(every))
+    assert torch.equal(few(lambda rows: rows_cpu.gated(x[rows])), rows_cpu.gated(x))
+    wide = torch.ones(8 * 64)
+    assert torch.equal(few(lambda rows: rows_cpu.rms_norm(x[rows], wide, 1e-6)), rows_cpu.rms_norm(x, wide, 1e-6))
