@@ -97,7 +97,7 @@ def _encoder_ports(count: int) -> list[int]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make up", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make up", description=__doc__, allow_abbrev=False)
     default = "(default: %(default)s)"
     parser.add_argument("--model", default=_DEMO_MODEL, help=f"a checkpoint's folder or hub name {default}")
     parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from twinlens._version import __version__
 from twinlens.cli import ask, health, status
@@ -64,8 +65,15 @@ def _fail(code: int, text: str) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Wants options spelt out, its commands' as well: an abbreviation may mean another option tomorrow."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="twinlens",
         description="Asks a Twinlens service about pictures and videos, and shows how it is doing.",
         epilog="Exit codes: 0 done, 1 refused or failed, 2 misused, 3 no service answered, 130 interrupted.",

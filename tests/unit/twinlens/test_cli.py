@@ -15,7 +15,7 @@ import pytest
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from twinlens import __version__, v1
-from twinlens.cli import main, watch
+from twinlens.cli import MISUSED, main, watch
 from twinlens.cli.tables import milliseconds, share, size, table
 
 
@@ -233,6 +233,14 @@ class TestStatus:
         out, err = capsys.readouterr()
         assert "encoder 127.0.0.1:1: UNAVAILABLE" in out
         assert "1 of the encoders did not answer" in err
+
+
+@pytest.mark.parametrize("line", ["ask what? --max-tok=5", "status --watc", "--vers"])
+def test_an_option_is_spelt_out(line: str) -> None:
+    """An abbreviation may mean another option tomorrow."""
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == MISUSED
 
 
 def test_python_m_twinlens_is_the_command() -> None:
