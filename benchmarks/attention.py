@@ -53,7 +53,7 @@ def main() -> None:
 def _ways(count: int, known: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM)
     mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
-    ours = Attention(Spans.of([count], [known], causal=True), np.arange(known), _KV_HEADS, _DIM)
+    ours = Attention(Spans.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
 
     def theirs() -> Tensor:
         q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))

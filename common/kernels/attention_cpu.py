@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.blocked import Array
 from common.kernels import vectors_cpu
 from common.kernels.jit import compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, add_products, highest, to_powers
-
-Array = np.ndarray[Any, Any]
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64
@@ -55,9 +54,9 @@ class Spans:
     begins: Array
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int], *, causal: bool) -> Spans:
-        """Segments of so many queries and keys, one behind the other; `causal`: the last query sees all keys, the one
-        before it one less."""
+    def of(cls, queries: Sequence[int], keys: Sequence[int]) -> Spans:
+        """Segments of so many queries and keys, one behind the other; the last query sees all keys, the one before it
+        one less."""
         segments: list[tuple[int, ...]] = []
         tiles: list[tuple[int, int]] = []
         begins: list[tuple[int, int]] = []
@@ -66,7 +65,7 @@ class Spans:
             segments.append((last - count, last, end - known, known, len(begins)))
             tiles += [(index, first) for first in range(last - count, last, _TILE)]
             begins += [(index, first) for first in range(0, known, _WIDTH)]
-        contexts = [known - count if causal else known for count, known in zip(queries, keys, strict=True)]
+        contexts = [known - count for count, known in zip(queries, keys, strict=True)]
         return cls(*(np.array(part, np.int64) for part in (segments, contexts, tiles, begins)))
 
 
@@ -119,9 +118,9 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
 
 
 @inner
-def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, known: Any, scale: Any) -> None:
-    """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees the first context + i + 1 of `known` keys,
-    which are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, scale: Any) -> None:
+    """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees the first context + i + 1 keys, which are in
+    panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
 
     All scores of a stretch of keys are known before they are weighed.
     """
@@ -132,7 +131,7 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, kn
     for index in range(rows):
         for place in range(dim):
             numbers[index, place] = query[index, place] * scale
-    seen = min(known, context + rows)
+    seen = context + rows
     for start in range(0, seen, _STRETCH):
         wide = (min(_STRETCH, seen - start) + _WIDTH - 1) // _WIDTH
         for index in range(_TILE):
@@ -142,7 +141,7 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, kn
             here = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
             _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
         for index in range(rows):
-            for place in range(max(0, min(known, context + index + 1) - start), wide * _WIDTH):
+            for place in range(max(0, context + index + 1 - start), wide * _WIDTH):
                 scores[index, place] = -np.inf
             above = max(most[index], highest(scores[index].ctypes.data, wide))
             if start and above > most[index]:
@@ -184,7 +183,7 @@ def _attend(
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
         context = contexts[segment] + row - begin
         there = panels[shared, packed], lanes[shared, :, packed]
-        _attend_tile(out[rows, head], query[rows, head], *there, context, known, scale)
+        _attend_tile(out[rows, head], query[rows, head], *there, context, scale)
 
 
 _pack_kernel = compiled(_pack)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.blocked import FEW
+from common.blocked import FEW, Array
 from common.kernels import vectors_cpu
 from common.kernels.jit import compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, gate
-
-Array = np.ndarray[Any, Any]
 
 
 @inner

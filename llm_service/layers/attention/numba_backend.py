@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels.attention_cpu import Array, Attention, Spans
+from common.blocked import Array
+from common.kernels.attention_cpu import Attention, Spans
 from llm_service.layers.attention import numba_decode
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape
 from llm_service.layers.attention.plain import PlainBackend
@@ -55,7 +56,7 @@ class NumbaBackend:
             return self._plain.batch(chunks)
         places = [_places(chunk, self._shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
-        spans = Spans.of([chunk.count for chunk in chunks], [len(all_) for all_ in places], causal=True)
+        spans = Spans.of([chunk.count for chunk in chunks], [len(all_) for all_ in places])
         attention = Attention(spans, np.concatenate(places), self._shape.kv_heads, self._shape.head_dim)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention)
 

@@ -24,7 +24,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, span
 
 
 def plain(
-    query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, queries: list[int], known: list[int], causal: bool
+    query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, queries: list[int], known: list[int]
 ) -> Tensor:
     """Segment by segment, float64."""
     group, out = query.shape[1] // keys.shape[1], []
@@ -34,37 +34,33 @@ def plain(
         q = query[last - count : last].double().transpose(0, 1)
         k, v = (each[here].double().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
         scores = q @ k.transpose(1, 2) / query.shape[2] ** 0.5
-        if causal:
-            scores = scores.masked_fill(~torch.ones(count, seen, dtype=torch.bool).tril(seen - count), -torch.inf)
+        scores = scores.masked_fill(~torch.ones(count, seen, dtype=torch.bool).tril(seen - count), -torch.inf)
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (2, 2, 128), (3, 1, 72), (6, 3, 16)])
 @pytest.mark.parametrize(
     ("queries", "known"),
     [([1], [1]), ([7], [7]), ([65], [65]), ([300], [300]), ([24], [257]), ([3, 50, 1, 24], [3, 600, 64, 100])],
 )
-def test_every_query_sees_its_keys(
-    queries: list[int], known: list[int], heads: int, kv_heads: int, dim: int, *, causal: bool
-) -> None:
+def test_every_query_sees_its_keys(queries: list[int], known: list[int], heads: int, kv_heads: int, dim: int) -> None:
     query, slots = noise(sum(queries), heads, dim, seed=1), sum(known) + 40
     keys, values = noise(slots, kv_heads, dim, seed=2), noise(slots, kv_heads, dim, seed=3)
     places = np.random.default_rng(4).permutation(slots)[: sum(known)]
-    out = attend(query, keys, values, places, Spans.of(queries, known, causal=causal))
-    expected = plain(query, keys, values, places, queries, known, causal)
+    out = attend(query, keys, values, places, Spans.of(queries, known))
+    expected = plain(query, keys, values, places, queries, known)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_query_s_result_is_the_same_to_the_bit_in_any_chunk() -> None:
     query, keys, values = noise(500, 4, 64, seed=1), noise(500, 2, 64, seed=2), noise(500, 2, 64, seed=3)
     places = np.arange(500)
-    whole = attend(query, keys, values, places, Spans.of([500], [500], causal=True))
+    whole = attend(query, keys, values, places, Spans.of([500], [500]))
     for size in (1, 16, 100, 333):
         for first in range(0, 500, size):
             end = min(500, first + size)
-            chunk = attend(query[first:end], keys, values, places[:end], Spans.of([end - first], [end], causal=True))
+            chunk = attend(query[first:end], keys, values, places[:end], Spans.of([end - first], [end]))
             assert torch.equal(chunk, whole[first:end])
 
 
@@ -73,23 +69,23 @@ def test_scores_of_any_size_are_weighed() -> None:
     keys, values = noise(600, 1, 16, seed=2), noise(600, 1, 16, seed=3)
     for size in (1e-6, 30.0, 1e4):
         query = noise(40, 2, 16, seed=1) * size
-        keys[599] = query[0, 0]
-        out = attend(query, keys, values, np.arange(600), Spans.of([40], [600], causal=False))
-        expected = plain(query, keys, values, np.arange(600), [40], [600], causal=False)
+        keys[560] = query[0, 0]
+        out = attend(query, keys, values, np.arange(600), Spans.of([40], [600]))
+        expected = plain(query, keys, values, np.arange(600), [40], [600])
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_a_number_reaches_those_alone_that_see_it() -> None:
     query, keys, values = noise(80, 2, 64, seed=1), noise(80, 1, 64, seed=2), noise(80, 1, 64, seed=3)
     keys[50, 0, 3] = torch.nan
-    out = attend(query, keys, values, np.arange(80), Spans.of([80], [80], causal=True))
+    out = attend(query, keys, values, np.arange(80), Spans.of([80], [80]))
     assert not out[:50].isnan().any()
     assert out[50:].isnan().all()
 
 
 def test_heads_take_turns_where_not_all_of_them_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = noise(90, 6, 32, seed=1), noise(90, 3, 32, seed=2), noise(90, 3, 32, seed=3)
-    spans = Spans.of([90], [90], causal=True)
+    spans = Spans.of([90], [90])
     at_once = attend(query, keys, values, np.arange(90), spans)
     for room in (1, 2 * 2 * 64 * (32 + 64) * 4):
         monkeypatch.setattr(attention_cpu, "_ROOM", room)
@@ -100,6 +96,6 @@ def test_the_kernels_are_compiled_once_for_queries_of_any_layout() -> None:
     keys, values = noise(80, 2, 16, seed=2), noise(80, 2, 16, seed=3)
     wide = noise(5, 9, 16, seed=1)
     for query in (wide[:, :4], wide[:1, :4], wide[:, 2:6], noise(3, 4, 16, seed=1)):
-        attend(query, keys, values, np.arange(80), Spans.of([len(query)], [80], causal=True))
+        attend(query, keys, values, np.arange(80), Spans.of([len(query)], [80]))
     assert len(attention_cpu._attend_kernel.signatures) == 1
     assert len(attention_cpu._pack_kernel.signatures) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.blocked import FEW
-from common.kernels import rows_cpu
+from common.kernels import rows_cpu, vectors_cpu
 from llm_service.layers import gate, kernels, norm
 from llm_service.models import decoder
 from tests import row_cases
@@ -33,6 +33,12 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
 def test_a_gate_is_torch_s(inner: int) -> None:
     row_cases.check_gate(rows_cpu, inner, torch.float32, "cpu")
+
+
+def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors_cpu, "available", lambda: False)
+    monkeypatch.setattr(rows_cpu, "gated_rows", None)
+    row_cases.check_gate(rows_cpu, 24, torch.float32, "cpu")
 
 
 def test_they_are_for_float32_on_a_cpu() -> None:
