@@ -39,8 +39,11 @@ VISION: dict[str, Any] = {
 PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 
 
-def bench_checkpoint(folder: Path) -> Path:
-    """Makes the checkpoint in `folder` unless it is there already (about 1 GB, float32)."""
+def bench_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Makes the checkpoint in `folder` unless it is there already: about 1 GB in float32, half of it in bfloat16, in
+    which models are published. Which one it is, the folder's name says as well."""
+    if dtype != torch.float32:
+        folder = folder.with_name(f"{folder.name}-{str(dtype).removeprefix('torch.')}")
     if (folder / "complete").is_file():
         return folder
     make_checkpoint("qwen3_vl", folder)  # the tokenizer, the template and the processors' files
@@ -54,7 +57,7 @@ def bench_checkpoint(folder: Path) -> Path:
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     redraw(model, seed=0)
     model.generation_config.update(eos_token_id=SPECIAL_IDS["<|im_end|>"], do_sample=False)
-    model.save_pretrained(folder, max_shard_size="10GB")
+    model.to(dtype).save_pretrained(folder, max_shard_size="10GB")
     _write(folder / "config.json", config)
     (folder / "complete").touch()
     return folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 _HIGHEST = 127
@@ -37,15 +37,18 @@ class Int8Weight:
         """The weight [outputs, inputs] as it is now."""
         return (self.values.float() * self.scale.unsqueeze(1)).to(dtype)
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [m, inputs] → x Wᵀ + b, [m, outputs], in the type of x."""
-        if x.shape[0] <= _FEW:
-            out = _few_rows(x, self.values, self.scale)
+    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, through an activation if one is given."""
+        rows = x.flatten(0, -2)
+        if rows.shape[0] <= _FEW:
+            out = _few_rows(rows, self.values, self.scale)
         elif x.dtype == torch.float16:  # sums of eight-bit numbers may be too large for it
-            out = functional.linear(x, self.wide(x.dtype))
+            out = functional.linear(rows, self.wide(x.dtype))
         else:
-            out = (functional.linear(x, self.values.to(x.dtype)) * self.scale).to(x.dtype)
-        return out if bias is None else out + bias
+            out = (functional.linear(rows, self.values.to(x.dtype)) * self.scale).to(x.dtype)
+        out = (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
+        activated: Tensor = out if activation is None else activation(out)
+        return activated
 
 
 def _few_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:

@@ -120,8 +120,9 @@ def make_checkpoint(
     sharded: bool = False,
     layout: Layout = "hub",
     tied: bool | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Writes a tiny float32 checkpoint of `family` into `directory` and returns it.
+    """Writes a tiny checkpoint of `family` into `directory` and returns it; `dtype` is what its weights are stored in.
 
     `layout` "hub" has the files and names that the published checkpoints have (flat text fields and `visual.*` weights
     for Qwen2-VL and Qwen2.5-VL); "saved" has what the library's `save_pretrained` writes today (nested configurations,
@@ -135,7 +136,7 @@ def make_checkpoint(
     redraw(model, seed)
     _draw_generation(model)
     limit = "150KB" if sharded else "1GB"
-    model.save_pretrained(root, max_shard_size=limit, save_original_format=layout == "hub")
+    model.to(dtype).save_pretrained(root, max_shard_size=limit, save_original_format=layout == "hub")
     if layout == "hub":
         _write(root / "config.json", config)
     _write_processors(family, root, layout)

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.blocked import Array
 from common.kernels import vectors_cpu
 from common.kernels.jit import compiled, inner
-from common.kernels.vectors_cpu import FLOAT, LANES, add_products, highest, to_powers
+from common.kernels.vectors_cpu import FLOAT, LANES, NOTHING, add_products, highest, to_powers
+from common.panels import Array
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64
@@ -112,9 +112,10 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
             x.ctypes.data + row * x.strides[0],
             x.strides[0],
             weights.ctypes.data,
-            weights.ctypes.data,
+            0,
+            0,
         )
-        add_products(_ROWS, _VECTORS, 0, places, weights.shape[0])
+        add_products(_ROWS, _VECTORS, NOTHING, weights, places, weights.shape[0])
 
 
 @inner

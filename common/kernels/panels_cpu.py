@@ -1,8 +1,9 @@
-"""A product of few rows with a weight that oneDNN has laid out, compiled by numba.
+"""A product with a weight in panels (`common.panels`), compiled by numba: of one row or of thousands.
 
-Few rows wait for memory. oneDNN's product asks for a line of the weight when it comes to it; this one asks for the next
-stretch while it computes with the last (docs/PERFORMANCE.md). A row's sums are taken in the same order whatever rows
-are beside it.
+Few rows wait for memory: the kernel multiplies with the weights as they are stored, and asks for the next stretch while
+it computes with the last. Many wait for arithmetic: a stretch is made float32 first, in the first-level cache, and all
+rows go through it. Either way a row's sums are taken in the same order, so they are the same to the bit whatever rows
+are beside it (docs/PERFORMANCE.md has the figures).
 """
 
 from __future__ import annotations
@@ -12,79 +13,129 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.blocked import WIDTH, Array
 from common.kernels import vectors_cpu
-from common.kernels.jit import compiled
-from common.kernels.vectors_cpu import FLOAT, LANES, LINE, add_products
+from common.kernels.jit import compiled, inner
+from common.kernels.vectors_cpu import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
+from common.panels import WIDTH, Array
 
 _VECTORS = WIDTH // LANES
 _STRETCH = 64
-"""Inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
-_TOGETHER = 4
+"""Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
+_TOGETHER = 6
 """Rows whose sums are kept in registers, with a panel's weights for one input."""
+_FEW = 4 * _TOGETHER
+"""Rows up to which weights are made float32 anew for every six of them."""
+_MOST = 84 * _TOGETHER
+"""Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
 
 
 @numba.njit(inline="always")
-def _add_rows(lines: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` for any number of rows."""
-    out, out_step, x, x_step, weights, coming = places
-    for row in range(0, rows, _TOGETHER):
-        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, coming)
-        if rows - row >= _TOGETHER:
-            add_products(_TOGETHER, _VECTORS, lines, here, count)
-        elif rows - row == 3:
-            add_products(3, _VECTORS, lines, here, count)
-        elif rows - row == 2:
-            add_products(2, _VECTORS, lines, here, count)
-        else:
-            add_products(1, _VECTORS, lines, here, count)
-        coming += count * lines * LINE
+def _add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` for the rows from one on up to another, six at a time; where 5 are left it computes 6, for 3 it
+    computes 4.
 
-
-def _product(out: Any, x: Any, panels: Any, bias: Any) -> None:
-    """float32 out [m, outputs], x [m, k], panels [n, k or more, 64], bias [outputs] or [0].
-
-    While a stretch is computed, the next is asked for: so many lines for each input and four rows. The rows'
-    numbers are put side by side first: as far apart as rows lie, they would push each other out of the cache.
+    The last of `places` are the address of the weights that come next, as they are stored, and bytes for each input.
     """
+    out, out_step, x, x_step, weights, coming, size = places
+    share = size // max(1, ahead)
+    for row in range(rows[0], rows[1], _TOGETHER):
+        asked = coming + row // _TOGETHER * count * share
+        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, asked, share)
+        left = rows[1] - row
+        if left >= _TOGETHER - 1:
+            add_products(_TOGETHER, _VECTORS, ahead, stored, here, count)
+        elif left >= 3:
+            add_products(4, _VECTORS, ahead, stored, here, count)
+        elif left == 2:
+            add_products(2, _VECTORS, ahead, stored, here, count)
+        else:
+            add_products(1, _VECTORS, ahead, stored, here, count)
+
+
+@inner
+def _pack_row(packed: Any, x: Any, row: Any) -> None:
+    """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, since as far apart as rows lie, they
+    would push each other out of the cache."""
+    inputs = x.shape[1]
+    for stretch in range(packed.shape[0]):
+        for place in range(min(_STRETCH, inputs - stretch * _STRETCH)):
+            packed[stretch, row, place] = x[row, stretch * _STRETCH + place]
+
+
+@inner
+def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+    inputs, size = panels.shape[1], panels.shape[2] * panels.itemsize
+    room = np.zeros((rows + 1 + (_STRETCH if rows > _FEW else 0)) * WIDTH + LANES, np.float32)
+    skipped = (-room.ctypes.data % LINE) // FLOAT
+    sums = room.ctypes.data + skipped * FLOAT
+    wide = sums + (rows + 1) * WIDTH * FLOAT
+    for stretch in range(packed.shape[0]):
+        first = stretch * _STRETCH
+        count = min(_STRETCH, inputs - first)
+        weights = panels.ctypes.data + (panel * inputs + first) * size
+        coming = weights + _STRETCH * size
+        numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
+        if rows > _FEW:
+            weights = widened_stretch(_VECTORS, panels, wide, weights, count)
+        places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
+        if rows <= _TOGETHER:
+            _add_rows(1, panels, (0, rows), places, count)
+        elif rows <= 3 * _TOGETHER:
+            _add_rows(2, panels, (0, rows), places, count)
+        elif rows <= _FEW:
+            _add_rows(4, panels, (0, rows), places, count)
+        else:
+            _add_rows(4, room, (0, _FEW), places, count)
+            _add_rows(ROWS, room, (_FEW, rows), places, count)
+    first = panel * WIDTH
+    for row in range(rows):
+        for place in range(min(WIDTH, out.shape[1] - first)):
+            total = room[skipped + row * WIDTH + place]
+            if len(scale):
+                total *= scale[first + place]
+            out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+
+
+def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) -> None:
+    """float32 out [m, outputs], x [m, k], panels as in `PanelWeight`; scale and bias [outputs] or [0]. A task has
+    `most` rows of a panel's outputs."""
     rows, inputs = x.shape
     stretches = (inputs + _STRETCH - 1) // _STRETCH
-    packed = np.empty((stretches, rows, _STRETCH), np.float32)
-    for row in range(rows):
-        for place in range(inputs):
-            packed[place // _STRETCH, row, place % _STRETCH] = x[row, place]
-    for panel in numba.prange(panels.shape[0]):
-        first = np.intp(panel) * WIDTH
-        here = min(WIDTH, out.shape[1] - first)
-        sums = np.zeros((rows, WIDTH), np.float32)
-        for stretch in range(stretches):
-            count = min(_STRETCH, inputs - stretch * _STRETCH)
-            weights = panels.ctypes.data + (first * panels.shape[1] + stretch * _STRETCH * WIDTH) * FLOAT
-            numbers = packed.ctypes.data + stretch * rows * _STRETCH * FLOAT
-            coming = weights + _STRETCH * WIDTH * FLOAT
-            places = (sums.ctypes.data, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming)
-            if rows <= _TOGETHER:
-                _add_rows(4, rows, places, count)
-            elif rows <= 2 * _TOGETHER:
-                _add_rows(2, rows, places, count)
-            else:
-                _add_rows(1, rows, places, count)
+    packed = np.empty((stretches, rows + 1, _STRETCH), np.float32)
+    for stretch in range(stretches):
+        packed[stretch, rows] = np.float32(0.0)
+    if rows <= _FEW:
         for row in range(rows):
-            for place in range(here):
-                out[row, first + place] = sums[row, place] + bias[first + place] if len(bias) else sums[row, place]
+            _pack_row(packed, x, row)
+    else:
+        for row in numba.prange(rows):
+            _pack_row(packed, x, row)
+    parts = (rows + most - 1) // most
+    for task in numba.prange(panels.shape[0] * parts):
+        begin = np.intp(task) % parts * most
+        _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
 _kernel = compiled(_product, made_of=vectors_cpu)
+_NONE = np.empty(0, np.float32)
 
 
-def product(x: Array, panels: Array, bias: Array, shape: tuple[int, int]) -> Array:
-    """x float32 [m, inputs] → x Wᵀ + b, float32 [m, outputs]; for panels and bias see `_product`.
+def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, outputs: int) -> Array:
+    """x float32 [m, inputs] → (x · panels) · scale + bias, float32 [m, outputs].
 
-    `shape` is (outputs, inputs). Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or type.
     """
-    outputs, inputs = shape
-    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
-    out = np.empty((x.shape[0], outputs), np.float32)
-    _kernel(out, np.ascontiguousarray(x), panels, bias)
+    if x.ndim != 2 or x.shape[1] != panels.shape[1] or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {panels.shape[1]} inputs")
+    rows = x.shape[0]
+    out = np.empty((rows, outputs), np.float32)
+    given = [_NONE if each is None else each for each in (scale, bias)]
+    _kernel(out, np.ascontiguousarray(x), panels, *given, _task_rows(rows, len(panels), numba.get_num_threads()))
     return out
+
+
+def _task_rows(rows: int, panels: int, threads: int) -> int:
+    """Rows of a task: so many that each thread has two tasks or more, in full sets of what is computed together."""
+    shared = -(-rows * panels // (2 * threads * _TOGETHER)) * _TOGETHER
+    return min(_MOST, max(_FEW, shared))

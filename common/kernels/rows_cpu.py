@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.blocked import FEW, Array
 from common.kernels import vectors_cpu
 from common.kernels.jit import compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, gate
+from common.panels import Array, wide_vectors
+
+FEW = 32
+"""Rows up to which one thread is faster."""
 
 
 @inner
@@ -150,7 +153,7 @@ def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -
 
 def gated(x: Tensor) -> Tensor:
     """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
-    if vectors_cpu.available():
+    if wide_vectors():
         return torch.from_numpy(gated_rows(x.numpy()))
     first, second = x.chunk(2, dim=-1)
     return functional.silu(first).mul_(second)

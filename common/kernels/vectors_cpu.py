@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -21,12 +20,19 @@ FLOAT = 4
 """Bytes."""
 LINE = LANES * FLOAT
 """Bytes of a vector, and of a line of a cache."""
+NOTHING, ROWS = 0, -1
+"""What a product may ask of the memory while it computes: nothing, or the rows of out and x that come next (all of
+them, where rows lie one behind the other, and there are as many inputs as outputs). A number above 0 is for the weights
+that come next: by how many products they are asked for, of which this one does its part."""
 
 Value = Any
 """A value of LLVM's, as its builder gives them."""
 
 _WORD, _FLAG, _SINGLE, _BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(8)
 _VECTOR, _WHOLE = ir.VectorType(_SINGLE, LANES), ir.VectorType(_FLAG, LANES)
+_HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
+_STORED = {types.float32: 4, types.uint32: 2, types.uint16: 2, types.int8: 1}
+"""Bytes of a weight, by the type of the array that has it (`common.panels`)."""
 _FOUR = 4
 """Vectors that are worked at side by side, since a sum of two waits for the one before it."""
 _LEAST = -200.0
@@ -35,35 +41,32 @@ _POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).co
 """2^x between -½ and ½, interpolated at Chebyshev's points: less than 2 · 10⁻⁷ off."""
 
 
-def available() -> bool:
-    """Whether this processor has such vectors."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _add_products(_: Any, rows: Any, vectors: Any, lines: Any, _places: Any, _count: Any) -> Any:
+def _add_products(_: Any, rows: Any, vectors: Any, ahead: Any, stored: Any, _places: Any, _count: Any) -> Any:
     """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
 
-    w is 16 · `vectors`; `rows`, `vectors` and `lines` are literals, rows · vectors at most 24, since the sums stay in
-    registers; `places` are (address of out, bytes from one row of it to the next, the same of x, address of weights,
-    address of what comes next). For each input it also asks for `lines` lines of what comes next.
+    w is 16 · `vectors`; `rows` and `vectors` are literals, of which the product is at most 24, since the sums stay in
+    registers. `stored` is an array of the type that the weights are stored in (`common.panels`). `places` are (address
+    of out, bytes from one row of it to the next, the same of x, address of weights, address of the weights that come
+    next, bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
     """
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, lines)):
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, ahead)):
         return None  # numba asks again, with what it knows of constants
-    signature = types.void(rows, vectors, lines, types.UniTuple(types.intp, 6), types.intp)
-    shape = rows.literal_value, vectors.literal_value, lines.literal_value
+    signature = types.void(rows, vectors, ahead, stored, types.UniTuple(types.intp, 7), types.intp)
+    shape, kind = (rows.literal_value, vectors.literal_value, ahead.literal_value), stored.dtype
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        _write_products(builder, shape, cgutils.unpack_tuple(builder, given[3]), given[4])
+        _write_products(builder, shape, kind, cgutils.unpack_tuple(builder, given[4]), given[5])
         return context.get_dummy_value()
 
     return signature, generate
 
 
-def _write_products(builder: Any, shape: tuple[int, int, int], places: Sequence[Value], count: Value) -> None:
+def _write_products(
+    builder: Any, shape: tuple[int, int, int], kind: Any, places: Sequence[Value], count: Value
+) -> None:
     """The loop over inputs, with the sums of all rows in registers."""
-    (rows, vectors, lines), (out, out_step, x, x_step, weights, coming) = shape, places
-    parts = range(vectors)
-    prefetch = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE.as_pointer(), _FLAG, _FLAG, _FLAG])
+    (rows, vectors, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
+    parts, size = range(vectors), _stored_bytes(kind, vectors)
     ends = [[_at(builder, out, _WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
     before, begin = builder.block, [[_load(builder, end, _VECTOR) for end in row] for row in ends]
     loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -72,12 +75,14 @@ def _write_products(builder: Any, shape: tuple[int, int, int], places: Sequence[
     builder.position_at_end(loop)
     index = builder.phi(_WORD)
     sums = [[builder.phi(_VECTOR) for _ in parts] for _ in range(rows)]
-    lanes = [_at(builder, weights, index, _WORD(LINE * vectors), LINE * part) for part in parts]
-    weight = [_load(builder, lane, _VECTOR) for lane in lanes]
-    for line in range(lines):
-        address = _at(builder, coming, index, _WORD(LINE * lines), LINE * line)
-        # To read, often, as data.
-        builder.call(prefetch, [_pointer(builder, address, _BYTE), _FLAG(0), _FLAG(3), _FLAG(1)])
+    weight = _widened(builder, kind, _at(builder, weights, index, _WORD(size)), vectors)
+    if ahead > NOTHING:
+        for line in range(max(1, size // (LINE * ahead))):
+            _ask(builder, _at(builder, coming, index, coming_step, LINE * line))
+    if ahead == ROWS:
+        for base, step in ((out, out_step), (x, x_step)):
+            following = _at(builder, base, _WORD(rows), step)
+            _ask(builder, _at(builder, following, index, _WORD(rows * FLOAT)))
     totals = []
     for row in range(rows):
         place = _at(builder, _at(builder, x, _WORD(row), x_step), index, _WORD(FLOAT))
@@ -96,6 +101,47 @@ def _write_products(builder: Any, shape: tuple[int, int, int], places: Sequence[
     for row in range(rows):
         for part in parts:
             _store(builder, totals[row][part], ends[row][part])
+
+
+def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: Any, _count: Any) -> Any:
+    """Makes float32 of weights as they are stored, 16 · `vectors` for each of `count` inputs: from one address to
+    another, of which it gives back the one that has float32."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.intp(vectors, stored, types.intp, types.intp, types.intp)
+    many, kind = vectors.literal_value, stored.dtype
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        _, _, wide, weights, count = given
+        if kind == types.float32:
+            return weights
+        with cgutils.for_range(builder, count) as loop:
+            place = _at(builder, weights, loop.index, _WORD(_stored_bytes(kind, many)))
+            for part, number in enumerate(_widened(builder, kind, place, many)):
+                _store(builder, number, _at(builder, wide, loop.index, _WORD(LINE * many), LINE * part))
+        return wide
+
+    return signature, generate
+
+
+def _stored_bytes(kind: Any, vectors: int) -> int:
+    """Bytes of the weights of one input."""
+    return LANES * vectors * _STORED[kind]
+
+
+def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
+    """The weights of one input as vectors of float32, of those at an address."""
+    if kind == types.uint32:  # of two numbers side by side, bfloat16 is the upper half of a float32 each
+        pairs = [_load(builder, _plus(builder, place, LINE * line), _WHOLE) for line in range(vectors // 2)]
+        halves = [(builder.shl(pair, _flags(16)), builder.and_(pair, _flags(0xFFFF0000))) for pair in pairs]
+        return [builder.bitcast(half, _VECTOR) for both in halves for half in both]
+    size = _stored_bytes(kind, 1)
+    places = [_plus(builder, place, size * part) for part in range(vectors)]
+    if kind == types.uint16:
+        return [builder.fpext(_load(builder, each, _HALVES, size=2), _VECTOR) for each in places]
+    if kind == types.int8:
+        return [builder.sitofp(builder.sext(_load(builder, each, _BYTES, size=1), _WHOLE), _VECTOR) for each in places]
+    return [_load(builder, each, _VECTOR) for each in places]
 
 
 def _highest(_: Any, _place: Any, _fours: Any) -> Any:
@@ -184,16 +230,27 @@ def _power(builder: Any, x: Value) -> Value:
 
 
 def _at(builder: Any, base: Value, index: Value, step: Value, more: int = 0) -> Value:
-    return builder.add(builder.add(base, builder.mul(index, step)), _WORD(more))
+    return _plus(builder, builder.add(base, builder.mul(index, step)), more)
 
 
 def _pointer(builder: Any, address: Value, kind: Any) -> Value:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _load(builder: Any, address: Value, kind: Any) -> Value:
+def _plus(builder: Any, base: Value, more: int) -> Value:
+    return builder.add(base, _WORD(more))
+
+
+def _ask(builder: Any, address: Value) -> None:
+    """Has the line at an address fetched: to read, often, as data."""
+    prefetch = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE.as_pointer(), _FLAG, _FLAG, _FLAG])
+    builder.call(prefetch, [_pointer(builder, address, _BYTE), _FLAG(0), _FLAG(3), _FLAG(1)])
+
+
+def _load(builder: Any, address: Value, kind: Any, *, size: int = FLOAT) -> Value:
+    """A value whose numbers have so many bytes."""
     value = builder.load(_pointer(builder, address, kind))
-    value.align = FLOAT
+    value.align = size
     return value
 
 
@@ -205,11 +262,15 @@ def _constant(number: float) -> Value:
     return ir.Constant(_VECTOR, [number] * LANES)
 
 
+def _flags(number: int) -> Value:
+    return ir.Constant(_WHOLE, [number] * LANES)
+
+
 def _spread(builder: Any, number: Value) -> Value:
     """A vector of one number."""
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, number, _FLAG(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_WHOLE, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, _flags(0))
 
 
 def _multiply_add(builder: Any, one: Value, other: Value, more: Value) -> Value:
@@ -221,6 +282,7 @@ def _declared(builder: Any, name: str, result: Any, arguments: Any) -> Value:
 
 
 add_products: Any = intrinsic(_add_products)
+widened_stretch: Any = intrinsic(_widened_stretch)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 gate: Any = intrinsic(_gate)

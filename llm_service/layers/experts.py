@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.int8 import Int8Weight
-from common.linear import Linear
+from common.linear import LaidOut, Linear, laid_out
 from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Stored
@@ -22,7 +21,8 @@ class Experts(nn.Module):
     def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self._inner, self._share = inner, group.share(inner)
-        self._int8: list[tuple[Int8Weight, Int8Weight]] = []
+        self._laid_out: list[tuple[LaidOut, LaidOut]] = []
+        self._missing = {"gate_up_proj", "down_proj"}
         share = self._share.stop - self._share.start
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
@@ -48,15 +48,27 @@ class Experts(nn.Module):
         if source.shape != target.shape:
             raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
+        self._missing.discard(kind)
+
+    def whole(self) -> bool:
+        """Whether all weights have been read."""
+        return not self._missing
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
         inner = gated(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
-    def round(self) -> None:
-        """Rounds all weights, which are final, to 8 bits. For CPUs: `run_grouped` needs the plain ones."""
-        self._int8 = [(Int8Weight.of(up), Int8Weight.of(down)) for up, down in zip(*self._weights(), strict=True)]
+    def settle(self, *, int8: bool = False) -> None:
+        """Called when the weights are final: on a CPU they are laid out for speed, or rounded to 8 bits. `run_grouped`
+        needs the plain ones."""
+        if self.gate_up_proj.device.type != "cpu":
+            return
+        for up, down in zip(*self._weights(), strict=True):
+            both = laid_out(up, panels=True, int8=int8), laid_out(down, panels=True, int8=int8)
+            if both[0] is None or both[1] is None:
+                return
+            self._laid_out.append((both[0], both[1]))
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
 
@@ -65,8 +77,8 @@ class Experts(nn.Module):
 
     def run(self, expert: int, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
-        if self._int8:
-            gate_up, down = self._int8[expert]
+        if self._laid_out:
+            gate_up, down = self._laid_out[expert]
             return down.product(gated(gate_up.product(x)))
         return functional.linear(gated(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
 

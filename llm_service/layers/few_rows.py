@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.blocked import FEW, Array
+from common.panels import Array
 from llm_service.layers.norm import RMSNorm
 
 Product = Callable[[Array], Array]
-"""float32 [m, inputs] → [m, outputs], m ≤ FEW."""
+"""float32 [m, inputs] → [m, outputs]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,9 @@ class FewRows:
         self._gains = rows_cpu.both_gains(heads.gains, heads.eps, heads.size)
         self._before, self._after = ((norm.weight.numpy(), norm.eps) for norm in norms)
 
-    @staticmethod
-    def takes(x: Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether x [n, hidden] is few rows."""
-        return x.shape[0] <= FEW
+        return x.shape[0] <= self._kernels.FEW
 
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Layer.before`."""

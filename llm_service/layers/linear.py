@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.linear import Linear
+from common.panels import narrowed
 from llm_service.layers.group import TensorGroup
 
 
@@ -30,12 +31,13 @@ class PackedLinear(Linear):
     this rank's ranges of the checkpoint's columns and of each part's rows.
     """
 
-    few_rows = True
+    panels = True
 
     def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
         self.parts = parts
         super().__init__(_length(inputs), sum(map(_length, parts.values())), bias=bias, dtype=dtype)
         self._inputs = inputs
+        self._missing = set(parts)
 
     def place(self, part: str, kind: str, stored: Stored) -> None:
         """Reads this rank's share of a part (`kind` is weight or bias); raises ValueError on a wrong shape."""
@@ -47,6 +49,12 @@ class PackedLinear(Linear):
         if target.shape != source.shape:
             raise ValueError(f"{part}.{kind} is {tuple(source.shape)}, expected {tuple(target.shape)}")
         target.copy_(source)
+        if kind == "weight":
+            self._missing.discard(part)
+
+    def whole(self) -> bool:
+        """Whether all parts of the weight have been read."""
+        return not self._missing
 
 
 class VocabularyEmbedding(nn.Module):
@@ -56,18 +64,26 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.share = group.vocabulary_share(total)
         self._group = group
+        self._dtype = dtype
         self.weight = nn.Parameter(torch.empty(_length(self.share), hidden, dtype=dtype), requires_grad=False)
+
+    def settle(self) -> None:
+        """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""
+        self.weight = nn.Parameter(narrowed(self.weight.detach()), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int [n] → [n, hidden]."""
         if self._group.size == 1:
-            return functional.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         local = token_ids - self.share.start
         foreign = (local < 0) | (local >= self.weight.shape[0])
         if not len(self.weight):
-            return self._group.sum(self.weight.new_zeros(len(token_ids), self.weight.shape[1]))
-        out = functional.embedding(local.masked_fill(foreign, 0), self.weight)
+            return self._group.sum(self.weight.new_zeros(len(token_ids), self.weight.shape[1], dtype=self._dtype))
+        out = self._rows(local.masked_fill(foreign, 0))
         return self._group.sum(out.masked_fill(foreign.unsqueeze(1), 0.0))
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        return functional.embedding(token_ids, self.weight).to(self._dtype)
 
 
 def _length(part: slice) -> int:

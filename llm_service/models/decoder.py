@@ -128,7 +128,7 @@ class Layer(nn.Module):
     def settle(self) -> None:
         """Called when the weights are final and laid out: how few rows are computed where nothing better is there."""
         attention, mlp = self.self_attn, self.mlp
-        if not (self._alone and isinstance(mlp, MLP)):
+        if not (self._alone and isinstance(mlp, MLP) and self.input_layernorm.weight.dtype == torch.float32):
             return
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         qkv, o, gate_up, down = (linear.array_product() for linear in linears)
@@ -223,6 +223,8 @@ class Decoder(nn.Module):
 
     def settle(self) -> None:
         """Called when the weights are final and laid out."""
+        if self.lm_head.weight is not self.embed_tokens.weight:
+            self.embed_tokens.settle()
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer.settle()

@@ -44,8 +44,8 @@ def load_decoder(
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
     stay. Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
     """
-    config = TextConfig.of(checkpoint.config)
-    if weight_dtype and config.experts and device.type != "cpu":
+    config, int8 = TextConfig.of(checkpoint.config), weight_dtype == "int8"
+    if int8 and config.experts and device.type != "cpu":
         raise CheckpointError("--weight-dtype int8 with a mixture of experts is computed on CPUs alone")
     try:
         decoder = decoder_class(config.architecture)(config, group, dtype, device)
@@ -54,16 +54,13 @@ def load_decoder(
     missing = set(_expected(decoder))
     for name, stored in load_slices(checkpoint, lambda name: _own_name(name, tied=config.tied)):
         try:
-            _place(decoder, name, stored)
+            _place(decoder, name, stored, int8=int8)
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} does not fit the model: {error}") from error
         missing.discard(name)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
-    settle_linears(decoder, int8=PackedLinear if weight_dtype else None)
-    for module in decoder.modules():
-        if weight_dtype and isinstance(module, Experts):
-            module.round()
+    settle_linears(decoder, int8=PackedLinear if int8 else None)
     decoder.settle()
     return decoder.eval()
 
@@ -91,8 +88,9 @@ def _expected(decoder: Decoder) -> Iterator[str]:
             yield name
 
 
-def _place(decoder: Decoder, name: str, stored: Stored) -> None:
-    """Copies this rank's share of a tensor to its place in the decoder."""
+def _place(decoder: Decoder, name: str, stored: Stored, *, int8: bool) -> None:
+    """Copies this rank's share of a tensor to its place in the decoder. What is whole then, and large, is settled: so
+    no more than one weight is there in a longer type than it will have."""
     path, _, kind = name.rpartition(".")
     owner, _, part = path.rpartition(".")
     if part in _PACKED or part == "lm_head":
@@ -100,9 +98,13 @@ def _place(decoder: Decoder, name: str, stored: Stored) -> None:
         if not isinstance(packed, PackedLinear):
             raise AttributeError(f"{owner} has no packed {part}")
         packed.place(part, kind, stored)
+        if packed.whole():
+            packed.settle(int8=int8)
         return
     if isinstance(experts := decoder.get_submodule(path), Experts):
         experts.place(kind, stored)
+        if experts.whole():
+            experts.settle(int8=int8)
         return
     module, parameter = decoder.get_submodule(path), decoder.get_parameter(name)
     tensor = stored[module.share] if isinstance(module, VocabularyEmbedding) else stored[:]

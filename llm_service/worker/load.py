@@ -8,12 +8,12 @@ import torch
 
 from common import log
 from common.arena import SharedBuffer
-from common.blocked import FEW
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
+from common.kernels.rows_cpu import FEW
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup

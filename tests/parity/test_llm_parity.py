@@ -42,11 +42,15 @@ PROMPTS: dict[str, list[Part]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_vl_moe"])
+KINDS = [(family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe")]
+STORED = [("qwen2_vl", torch.bfloat16), ("qwen3_vl", torch.float16), ("qwen3_vl_moe", torch.bfloat16)]
+"""As models are published. All compute in float32."""
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *STORED], ids=lambda kind: "-".join(map(str, kind)))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(request.param, folder)
-    return folder
+    family, dtype = request.param
+    return make_checkpoint(family, tmp_path_factory.mktemp(family), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", PROMPTS)

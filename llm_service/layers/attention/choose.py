@@ -63,10 +63,10 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes in float32"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    from common.kernels import vectors_cpu
+    from common.panels import wide_vectors
     from llm_service.layers.attention.numba_backend import NumbaBackend
 
-    return NumbaBackend(shape, packs=vectors_cpu.available())
+    return NumbaBackend(shape, packs=wide_vectors())
 
 
 def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.blocked import Array
 from common.kernels.attention_cpu import Attention, Spans
+from common.panels import Array
 from llm_service.layers.attention import numba_decode
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape
 from llm_service.layers.attention.plain import PlainBackend

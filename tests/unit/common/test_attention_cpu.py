@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kernels import attention_cpu, vectors_cpu
+from common.kernels import attention_cpu
 from common.kernels.attention_cpu import Attention, Spans
+from common.panels import wide_vectors
 
-pytestmark = pytest.mark.skipif(not vectors_cpu.available(), reason="the processor has no AVX-512")
+pytestmark = pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
 
 
 def noise(*shape: int, seed: int) -> Tensor:

@@ -13,10 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.linear import Linear
 from common.weights import load_slices
+from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear
 from llm_service.models import loader
 from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from tests.checkpoints import FAMILIES, Family
 
@@ -24,7 +28,15 @@ CPU = torch.device("cpu")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_decoder(Checkpoint(folder), torch.float32, CPU).state_dict()
+    """All of them as they were read, not as they are laid out."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_plain(patch)
+        return load_decoder(Checkpoint(folder), torch.float32, CPU).state_dict()
+
+
+def leave_plain(patch: pytest.MonkeyPatch) -> None:
+    for kind in (Linear, Experts):
+        patch.setattr(kind, "settle", lambda self, **_: None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +156,7 @@ def test_a_rank_reads_what_it_holds_and_nothing_else(
         return ((name, Counted(stored, read)) for name, stored in load_slices(*given))
 
     monkeypatch.setattr(loader, "load_slices", counted)
-    monkeypatch.setattr(loader, "settle_linears", lambda module, **_: None)
+    leave_plain(monkeypatch)
     whole = 0
     for rank in range(ranks):
         read.clear()
@@ -185,3 +197,38 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(copied
     (copied / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(CheckpointError, match=r"NoSuchModel is not supported.*Qwen3VL"):
         load_decoder(Checkpoint(copied), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("weight_dtype", ["", "int8"])
+def test_a_weight_is_laid_out_as_soon_as_it_has_been_read(
+    checkpoints: Callable[..., Path], family: Family, weight_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a checkpoint which fits when it is loaded fits while it is loaded."""
+    place, plain = loader._place, []
+
+    def watched(decoder: Decoder, name: str, stored: Any, **options: Any) -> None:
+        place(decoder, name, stored, **options)
+        matrices = [
+            module.weight for module in decoder.modules() if isinstance(module, PackedLinear) and module.whole()
+        ]
+        matrices += [m.gate_up_proj for m in decoder.modules() if isinstance(m, Experts) and m.whole()]
+        plain.append(sum(matrix.numel() for matrix in matrices))
+
+    monkeypatch.setattr(loader, "_place", watched)
+    load_decoder(Checkpoint(checkpoints(family)), torch.float32, CPU, weight_dtype=weight_dtype)
+    assert plain
+    assert not any(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_embeddings_stay_in_16_bits_and_are_computed_with_in_32(
+    checkpoints: Callable[..., Path], dtype: torch.dtype
+) -> None:
+    folder = checkpoints("qwen3_vl", dtype=dtype)
+    words = load_decoder(Checkpoint(folder), torch.float32, CPU).embed_tokens
+    stored = next(tensor for name, tensor in load_file(folder / "model.safetensors").items() if "embed_tokens" in name)
+    assert torch.equal(words.weight, stored)
+    given = words(torch.tensor([3, 0, 3]))
+    assert given.dtype == torch.float32
+    assert torch.equal(given, stored[[3, 0, 3]].float())

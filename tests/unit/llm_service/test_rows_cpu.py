@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.blocked import FEW
-from common.kernels import rows_cpu, vectors_cpu
+from common.kernels import rows_cpu
+from common.kernels.rows_cpu import FEW
 from llm_service.layers import gate, kernels, norm
 from llm_service.models import decoder
 from tests import row_cases
@@ -36,7 +36,7 @@ def test_a_gate_is_torch_s(inner: int) -> None:
 
 
 def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors_cpu, "available", lambda: False)
+    monkeypatch.setattr(rows_cpu, "wide_vectors", lambda: False)
     monkeypatch.setattr(rows_cpu, "gated_rows", None)
     row_cases.check_gate(rows_cpu, 24, torch.float32, "cpu")
 

@@ -1,0 +1,105 @@
+"""A weight on a CPU in panels of 64 outputs, which our kernel multiplies with, and in the shortest type that has it.
+
+Published checkpoints are in 16 bits, and CPUs mostly compute in float32. A float32 that came from 16 bits goes back to
+them without loss: so it is stored in half of the memory, and read in half of the time, which is what a token costs. The
+kernel widens weights as it reads them; products and sums are those of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.int8 import Int8Weight
+
+WIDTH = 64
+"""Outputs of a panel, whose weights for one input lie side by side."""
+_PAIR = 32
+"""Outputs of bfloat16 that lie in one line of a cache, two to a word: the first with the 17th, and so on."""
+_AT_ONCE = 64
+"""Panels that are laid out at a time, so that this takes little memory beside the weight's."""
+_NARROW = torch.bfloat16, torch.float16
+_STORED = {torch.bfloat16: np.uint32, torch.float16: np.uint16}
+"""The array's type, by which the kernel knows what it holds; other types are themselves."""
+
+Array = np.ndarray[Any, Any]
+
+
+def wide_vectors() -> bool:
+    """Whether this processor has vectors of 16 float32, for which our kernels are written."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """A weight [outputs, inputs] as `panels` [⌈outputs / 64⌉, inputs, 64], padded with zeros, times `scale` float32
+    [outputs] if there is one.
+
+    The panels are float32, float16 (as uint16), int8, or pairs of bfloat16 (as uint32 [⌈outputs / 64⌉, inputs, 32]:
+    word l of a line of 16 has outputs l, in its lower half, and 16 + l of the line's 32).
+    """
+
+    outputs: int
+    panels: Array
+    scale: Array | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PanelWeight | None:
+        """Lays out a weight [outputs, inputs] that is final, without loss; None where the kernel does not compute what
+        this weight's type or device does."""
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel() or not wide_vectors():
+            return None
+        return cls(weight.shape[0], _panels(narrowed(weight)))
+
+    @classmethod
+    def rounded(cls, weight: Tensor) -> PanelWeight | None:
+        """The same in 8 bits, with their loss, and for any type of floats."""
+        if weight.device.type != "cpu" or not weight.numel() or not wide_vectors():
+            return None
+        rounded = Int8Weight.of(weight)
+        return cls(weight.shape[0], _panels(rounded.values), rounded.scale.numpy())
+
+    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, through an activation if one is given."""
+        rows = x.reshape(-1, x.shape[-1]).float().numpy()
+        wide = None if bias is None else bias.float()
+        out = torch.from_numpy(self.array_product(wide)(rows)).to(x.dtype).view(*x.shape[:-1], self.outputs)
+        activated: Tensor = out if activation is None else activation(out)
+        return activated
+
+    def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
+        """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
+        from common.kernels import panels_cpu  # numba takes its time, and an encoder has no panels
+
+        added = None if bias is None else bias.numpy()
+        return partial(panels_cpu.product, panels=self.panels, scale=self.scale, bias=added, outputs=self.outputs)
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """A float32 weight [n, k] in 16 bits if they have all of its numbers; else, or of another type, as it is."""
+    for dtype in _NARROW if weight.dtype == torch.float32 else ():
+        if all(torch.equal(part.to(dtype).float(), part) for part in weight.split(WIDTH)):
+            return weight.to(dtype)
+    return weight
+
+
+def _panels(weight: Tensor) -> Array:
+    outputs, inputs = weight.shape
+    count = -(-outputs // WIDTH)
+    out = torch.empty(count, inputs, WIDTH, dtype=weight.dtype)
+    for part, rows in zip(out.split(_AT_ONCE), weight.split(_AT_ONCE * WIDTH), strict=True):
+        padded = rows.new_zeros(len(part) * WIDTH, inputs)
+        padded[: len(rows)] = rows
+        numbers = padded.view(len(part), WIDTH, inputs).transpose(1, 2)
+        if weight.dtype == torch.bfloat16:
+            numbers = numbers.unflatten(2, (WIDTH // _PAIR, 2, _PAIR // 2)).transpose(3, 4).flatten(2)
+        part.copy_(numbers)
+    if weight.dtype not in _STORED:
+        return out.numpy()
+    return out.view(torch.int16).numpy().view(_STORED[weight.dtype])
