@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import twinlens_side, vllm_side
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.workload import CONCURRENT
 
 Figures = dict[str, float]
@@ -36,14 +36,14 @@ _SIDES = tuple(_NAMES)
 def main() -> None:
     """Measures one side after the other and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
     parser.add_argument("--starts", type=int, default=1, help="times that each side is started; the median is shown")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
     parser.add_argument("--vllm", type=Path, help="vLLM's program, such as /opt/vllm/bin/vllm")
     parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
     given = parser.parse_args()
-    folder = given.model or bench_checkpoint(CACHE)
+    folder = chosen_model(given)
     wanted = [given.only] if given.only else [side for side in _SIDES if side != "vllm" or given.vllm]
     if "vllm" in wanted and given.vllm is None:
         parser.error("--only vllm needs --vllm")

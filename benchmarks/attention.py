@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from common import allocator
 from common.devices import usable_cores
-from common.kernels import vectors_cpu
 from common.kernels.attention_cpu import Attention, Spans
 from common.kernels.jit import use_threads
+from common.panels import wide_vectors
 
 _SHAPES = ((16, 2048), (215, 215), (512, 512), (256, 1280), (512, 4096))
 """Tokens of a chunk, and all that it sees."""
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
-    if not vectors_cpu.available():
+    if not wide_vectors():
         parser.error("this processor lacks AVX-512, which our kernel needs")
     allocator.keep_large_blocks()
     use_threads(given.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -39,11 +40,25 @@ VISION: dict[str, Any] = {
 PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 
 
-def bench_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Makes the checkpoint in `folder` unless it is there already: about 1 GB in float32, half of it in bfloat16, in
-    which models are published. Which one it is, the folder's name says as well."""
-    if dtype != torch.float32:
-        folder = folder.with_name(f"{folder.name}-{str(dtype).removeprefix('torch.')}")
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--model` and `--weights`."""
+    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    parser.add_argument(
+        "--weights",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what the random one's weights are stored in; models are published in bfloat16; all compute in float32",
+    )
+
+
+def chosen_model(given: argparse.Namespace) -> Path:
+    """The checkpoint that the options name, made if it is not there."""
+    folder: Path | None = given.model
+    return folder or bench_checkpoint(CACHE.with_name(f"{CACHE.name}-{given.weights}"), getattr(torch, given.weights))
+
+
+def bench_checkpoint(folder: Path, dtype: torch.dtype) -> Path:
+    """Makes the checkpoint in `folder` unless it is there already: about 1 GB in float32, half of it in 16 bits."""
     if (folder / "complete").is_file():
         return folder
     make_checkpoint("qwen3_vl", folder)  # the tokenizer, the template and the processors' files

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.kernels.jit import use_threads
@@ -34,11 +34,11 @@ _BLOCK = 16
 def main() -> None:
     """Measures all and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args()
-    folder = given.model or bench_checkpoint(CACHE)
+    folder = chosen_model(given)
     torch.set_num_threads(1)
     use_threads(1)
     peer = [_least(step, given.steps) for step in _peer(folder, given.context)]

@@ -14,11 +14,10 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.services import process
 from benchmarks.workload import QUESTION, jpeg, photograph
 from twinlens.v1 import llm_pb2, media_pb2
@@ -89,10 +88,10 @@ async def _measure(early: str, late: str, runs: int) -> None:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.early_prefill", description=__doc__)
-    parser.add_argument("model", type=Path, nargs="?", help="by default a random checkpoint of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
     given = parser.parse_args()
-    model = ("--model", str(given.model or bench_checkpoint(CACHE)), "--threads", "1")
+    model = ("--model", str(chosen_model(given)), "--threads", "1")
     with ExitStack() as stack:
         encoder = stack.enter_context(process("encoder_service", *model, "--batch-items", "1"))
         llm = ("llm_service", *model, "--encoders", encoder, "--kv-cache-bytes", "1GiB")

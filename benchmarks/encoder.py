@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.services import process
 from benchmarks.workload import jpeg, photograph
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -144,14 +144,14 @@ def peers(folder: Path, threads: int) -> Iterator[Peer]:
 def main() -> None:
     """Measures and prints two tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoder", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="pictures of each size, one at a time; the median is shown")
     parser.add_argument("--count", type=int, default=16, help="pictures of each size that come together; 0 for none")
     parser.add_argument("--many", type=int, default=8, help="how many of those are asked for at once")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the peers, and of one worker")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sides in pixels")
     given = parser.parse_args()
-    folder = given.model or bench_checkpoint(CACHE)
+    folder = chosen_model(given)
     flags = ("--model", str(folder), "--threads")
     rates: dict[tuple[int, int], dict[str, float]] = {}
     with peers(folder, given.threads) as peer, process("encoder_service", *flags, str(given.threads)) as address:

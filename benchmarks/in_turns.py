@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from pathlib import Path
 
 import grpc
 import torch
 
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.services import both
 from benchmarks.transformers_side import Peer
 from benchmarks.twinlens_side import ask
@@ -46,11 +45,11 @@ async def _measure(peer: Peer, address: str, pictures: int, tokens: int) -> None
 def main() -> None:
     """Measures and prints a table of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.in_turns", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--pictures", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24)
     given = parser.parse_args()
-    folder = given.model or bench_checkpoint(CACHE)
+    folder = chosen_model(given)
     torch.set_num_threads(usable_cores())
     peer = Peer(folder)
     with both(folder) as (_, llm):

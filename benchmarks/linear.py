@@ -1,14 +1,14 @@
-"""`python -m benchmarks.linear`: a linear layer of few rows, torch's own, oneDNN's and those of `common.linear`.
+"""`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as a decoder's are on a CPU.
 
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
-the largest number of rows, where arithmetic decides, GFLOP/s.
+many rows, where arithmetic decides, GFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,16 +18,19 @@ from common.kernels.jit import use_threads
 from common.linear import Linear
 
 _SHAPES = ((6144, 1024), (1024, 3072))
-_ROWS = (1, 2, 4, 8, 16, 32, 216)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
+_MANY = 64
 _BYTES = 200_000_000
 
 
-def _best(work: Callable[[], object], passes: int, clock: Callable[[], float]) -> float:
-    best = float("inf")
+def _best(works: Sequence[Callable[[], object]], passes: int, clock: Callable[[], float]) -> list[float]:
+    """Of each, the least of some passes that they take in turns."""
+    best = [float("inf")] * len(works)
     for _ in range(passes):
-        started = clock()
-        work()
-        best = min(best, clock() - started)
+        for index, work in enumerate(works):
+            started = clock()
+            work()
+            best[index] = min(best[index], clock() - started)
     return best
 
 
@@ -41,9 +44,9 @@ def _through(x: torch.Tensor, layers: list[Linear]) -> None:
         layer(x)
 
 
-def _settled(weight: torch.Tensor, *, few_rows: bool = False, int8: bool = False) -> Linear:
+def _settled(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.few_rows = few_rows
+    layer.panels = panels
     layer.weight.data.copy_(weight)
     layer.settle(int8=int8)
     return layer
@@ -59,24 +62,26 @@ def main() -> None:
         clock = time.thread_time
         torch.set_num_threads(1)
         use_threads(1)
-    names = ("torch", "oneDNN", "ours", "int8", "ours ÷ torch", "ours ÷ oneDNN", "int8 ÷ torch")
-    print("| outputs × inputs | rows | " + " | ".join(names) + " |\n|---|" + "---:|" * (1 + len(names)))
+    names = ("torch", "oneDNN", "float32", "bfloat16", "int8")
+    ratios = [f"{name} ÷ oneDNN" for name in names[2:]]
+    print("| outputs × inputs | rows | " + " | ".join((*names, *ratios)) + " |\n|---|" + "---:|" * (len(names) + 4))
     for outputs, inputs in _SHAPES:
         weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
         sides = [
+            [_settled(weight, panels=False) for weight in weights],
             [_settled(weight) for weight in weights],
-            [_settled(weight, few_rows=True) for weight in weights],
+            [_settled(weight.bfloat16().float()) for weight in weights],
             [_settled(weight, int8=True) for weight in weights],
         ]
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
-            passes = 10 if rows < 100 else 3
+            passes = 10 if rows < _MANY else 4
             works = [partial(_plain, x, weights), *(partial(_through, x, layers) for layers in sides)]
-            plain, blocked, ours, small = (_best(work, passes, clock) for work in works)
+            best = _best(works, passes, clock)
             size = outputs * inputs * len(weights)
-            work, unit = (2 * rows * size, "GFLOP/s") if rows == _ROWS[-1] else (4 * size, "GB/s")
-            cells = [f"{work / seconds / 1e9:.1f} {unit}" for seconds in (plain, blocked, ours, small)]
-            cells += [f"{ratio:.2f}" for ratio in (ours / plain, ours / blocked, small / plain)]
+            work, unit = (2 * rows * size, "GFLOP/s") if rows >= _MANY else (4 * size, "GB/s")
+            cells = [f"{work / seconds / 1e9:.1f} {unit}" for seconds in best]
+            cells += [f"{seconds / best[1]:.2f}" for seconds in best[2:]]
             print(f"| {outputs} × {inputs} | {rows} | " + " | ".join(cells) + " |")
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoint import CACHE, bench_checkpoint
+from benchmarks.checkpoint import add_model_options, chosen_model
 from common.checkpoint import Checkpoint
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
@@ -24,12 +23,12 @@ from tests import reference
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tower", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    add_model_options(parser)
     parser.add_argument("--sides", type=int, nargs="+", default=(256, 448, 896), help="in pixels")
     parser.add_argument("--runs", type=int, default=5, help="passes of each kind")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    folder = given.model or bench_checkpoint(CACHE)
+    folder = chosen_model(given)
     checkpoint, cpu = Checkpoint(folder), torch.device("cpu")
     settings = config.read(checkpoint)
     theirs = reference.model(folder).model.visual

@@ -33,6 +33,8 @@ _VECTOR, _WHOLE = ir.VectorType(_SINGLE, LANES), ir.VectorType(_FLAG, LANES)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _STORED = {types.float32: 4, types.uint32: 2, types.uint16: 2, types.int8: 1}
 """Bytes of a weight, by the type of the array that has it (`common.panels`)."""
+_TURN = 4
+"""Inputs of one turn of a product's loop, which costs instructions of its own."""
 _FOUR = 4
 """Vectors that are worked at side by side, since a sum of two waits for the one before it."""
 _LEAST = -200.0
@@ -64,7 +66,28 @@ def _add_products(_: Any, rows: Any, vectors: Any, ahead: Any, stored: Any, _pla
 def _write_products(
     builder: Any, shape: tuple[int, int, int], kind: Any, places: Sequence[Value], count: Value
 ) -> None:
-    """The loop over inputs, with the sums of all rows in registers."""
+    """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
+    if shape[2] > NOTHING:
+        _write_turns(builder, shape, kind, places, count, 1)
+        return
+    out, out_step, x, x_step, weights, coming, coming_step = places
+    turns = builder.sdiv(count, _WORD(_TURN))
+    done = builder.mul(turns, _WORD(_TURN))
+    left = builder.sub(count, done)
+    with builder.if_then(builder.icmp_signed(">", turns, _WORD(0))):
+        _write_turns(builder, shape, kind, places, turns, _TURN)
+    with builder.if_then(builder.icmp_signed(">", left, _WORD(0))):
+        x = _at(builder, x, done, _WORD(FLOAT))
+        weights = _at(builder, weights, done, _WORD(_stored_bytes(kind, shape[1])))
+        coming = _at(builder, coming, done, coming_step)
+        rest = (out, out_step, x, x_step, weights, coming, coming_step)
+        _write_turns(builder, shape, kind, rest, left, 1)
+
+
+def _write_turns(
+    builder: Any, shape: tuple[int, int, int], kind: Any, places: Sequence[Value], turns: Value, inputs: int
+) -> None:
+    """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
     (rows, vectors, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
     parts, size = range(vectors), _stored_bytes(kind, vectors)
     ends = [[_at(builder, out, _WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
@@ -73,29 +96,34 @@ def _write_products(
     builder.branch(loop)
 
     builder.position_at_end(loop)
-    index = builder.phi(_WORD)
+    turn = builder.phi(_WORD)
     sums = [[builder.phi(_VECTOR) for _ in parts] for _ in range(rows)]
-    weight = _widened(builder, kind, _at(builder, weights, index, _WORD(size)), vectors)
-    if ahead > NOTHING:
-        for line in range(max(1, size // (LINE * ahead))):
-            _ask(builder, _at(builder, coming, index, coming_step, LINE * line))
-    if ahead == ROWS:
-        for base, step in ((out, out_step), (x, x_step)):
-            following = _at(builder, base, _WORD(rows), step)
-            _ask(builder, _at(builder, following, index, _WORD(rows * FLOAT)))
-    totals = []
-    for row in range(rows):
-        place = _at(builder, _at(builder, x, _WORD(row), x_step), index, _WORD(FLOAT))
-        number = _spread(builder, _load(builder, place, _SINGLE))
-        totals.append([_multiply_add(builder, number, weight[part], sums[row][part]) for part in parts])
-    following = builder.add(index, _WORD(1))
-    index.add_incoming(_WORD(0), before)
-    index.add_incoming(following, loop)
+    totals = sums
+    first = builder.mul(turn, _WORD(inputs))
+    for step in range(inputs):
+        index = _plus(builder, first, step)
+        weight = _widened(builder, kind, _at(builder, weights, first, _WORD(size), size * step), vectors)
+        if ahead > NOTHING:
+            for line in range(max(1, size // (LINE * ahead))):
+                _ask(builder, _at(builder, coming, index, coming_step, LINE * line))
+        if ahead == ROWS and step % 2 == 0:  # every other time is enough for all lines
+            for base, apart in ((out, out_step), (x, x_step)):
+                following = _at(builder, base, _WORD(rows), apart)
+                _ask(builder, _at(builder, following, index, _WORD(rows * FLOAT)))
+        nexts = []
+        for row in range(rows):
+            place = _at(builder, _at(builder, x, _WORD(row), x_step), first, _WORD(FLOAT), FLOAT * step)
+            number = _spread(builder, _load(builder, place, _SINGLE))
+            nexts.append([_multiply_add(builder, number, weight[part], totals[row][part]) for part in parts])
+        totals = nexts
+    following = builder.add(turn, _WORD(1))
+    turn.add_incoming(_WORD(0), before)
+    turn.add_incoming(following, loop)
     for row in range(rows):
         for part in parts:
             sums[row][part].add_incoming(begin[row][part], before)
             sums[row][part].add_incoming(totals[row][part], loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.cbranch(builder.icmp_signed("<", following, turns), loop, after)
 
     builder.position_at_end(after)
     for row in range(rows):
