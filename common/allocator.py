@@ -1,8 +1,8 @@
-"""How the C library's allocator treats blocks of about a megabyte, which is what messages with rows are.
+"""How the C library's allocator treats free memory.
 
-glibc gives such a block back to the system when it is freed, and the next one comes page by page, each zeroed when it
-is first touched: that costs several times what copying a message into it does. A service that streams such messages
-all day keeps the memory in its own process.
+Blocks of about a megabyte are what messages with rows are. glibc gives such a block back to the system when it is
+freed, and the next one comes page by page, each zeroed when it is first touched: that costs several times what copying
+a message into it does. A service that streams such messages all day keeps the memory in its own process.
 """
 
 from __future__ import annotations
@@ -27,3 +27,13 @@ def keep_large_blocks() -> bool:
     options = {_MMAP_THRESHOLD: _OWN_MAPPING, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _OWN_MAPPING}
     taken = [set_option(option, value) for option, value in options.items()]
     return all(taken)
+
+
+def give_back() -> bool:
+    """Gives what is free in this process back to the system: after much has been loaded, that lies between what is
+    kept. False where the C library has no such call."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        return False
+    return True

@@ -56,10 +56,12 @@ def check_gate(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str)
     _same(kernels.gated(x), torch.nn.functional.silu(first) * second)
 
 
-def greedy_tokens(folder: Path) -> list[Outcome]:
+def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:
     """What a whole decoder says of a picture."""
     prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
-    return LocalEngine(folder).run(prompts, Sampling(max_tokens=6, temperature=0.0, ignore_eos=True))
+    return LocalEngine(folder, weight_dtype=weight_dtype).run(
+        prompts, Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    )
 
 
 def _drawn(rows: int, size: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

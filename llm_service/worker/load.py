@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from common import log
+from common.allocator import give_back
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
@@ -52,6 +53,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
+    give_back()
     width = decoder.config.hidden_size
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)

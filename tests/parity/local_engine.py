@@ -118,9 +118,10 @@ class LocalEngine:
         attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
         overlap: bool = False,
         keep_media_whole: bool = False,
+        weight_dtype: str = "",
     ) -> None:
         checkpoint = Checkpoint(directory)
-        decoder = load_decoder(checkpoint, torch.float32, torch.device(device))
+        decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)
         levels = 1 + len(checkpoint.config["vision_config"].get("deepstack_visual_indexes", ()))
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)

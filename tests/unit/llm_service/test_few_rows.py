@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import panels
 from common.checkpoint import Checkpoint
+from common.linear import Linear
+from common.panels import PanelWeight
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder, Layer
 from llm_service.models.loader import load_decoder
@@ -60,6 +63,19 @@ def test_decoders_give_the_same_tokens_without_them(
     with_them = row_cases.greedy_tokens(folder)
     monkeypatch.setattr(Layer, "settle", lambda self: None)
     assert row_cases.greedy_tokens(folder) == with_them
+
+
+@pytest.mark.parametrize("family", [*DENSE, "qwen3_vl_moe"])
+@pytest.mark.parametrize("weights", ["", "int8"])
+def test_decoders_give_the_same_tokens_on_processors_without_panels(
+    family: Family, weights: str, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints(family, dtype=torch.bfloat16)
+    with_them = row_cases.greedy_tokens(folder, weights)
+    monkeypatch.setattr(panels, "wide_vectors", lambda: False)
+    decoder = loaded(folder, weight_dtype=weights)
+    assert not any(isinstance(part._laid_out, PanelWeight) for part in decoder.modules() if isinstance(part, Linear))
+    assert row_cases.greedy_tokens(folder, weights) == with_them
 
 
 def test_other_layers_have_none(checkpoints: Callable[..., Path]) -> None:
