@@ -27,6 +27,8 @@ _FEW = 4 * _TOGETHER
 """Rows up to which weights are made float32 anew for every six of them."""
 _MOST = 84 * _TOGETHER
 """Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
+_AT_ONCE = 4 * _MOST
+"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
 
 @numba.njit(inline="always")
@@ -128,10 +130,12 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
     """
     if x.ndim != 2 or x.shape[1] != panels.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {panels.shape[1]} inputs")
-    rows = x.shape[0]
-    out = np.empty((rows, outputs), np.float32)
+    out, x = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x)
     given = [_NONE if each is None else each for each in (scale, bias)]
-    _kernel(out, np.ascontiguousarray(x), panels, *given, _task_rows(rows, len(panels), numba.get_num_threads()))
+    for begin in range(0, len(x), _AT_ONCE):
+        part = x[begin : begin + _AT_ONCE]
+        most = _task_rows(len(part), len(panels), numba.get_num_threads())
+        _kernel(out[begin : begin + _AT_ONCE], part, panels, *given, most)
     return out
 
 

@@ -85,7 +85,7 @@ def test_rows_are_multiplied_as_by_torch(kind: type[np.generic], outputs: int, i
 @needs_wide_vectors
 def test_so_many_rows_that_tasks_share_a_panel() -> None:
     weight = from_bfloat16(noise(100, 80))
-    x = noise(1201, 80, seed=1)
+    x = noise(2500, 80, seed=1)
     expected = functional.linear(x.double(), weight.double())
     torch.testing.assert_close(panelled(weight).product(x).double(), expected, rtol=1e-5, atol=1e-4)
 
