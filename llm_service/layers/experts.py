@@ -64,11 +64,13 @@ class Experts(nn.Module):
         needs the plain ones."""
         if self.gate_up_proj.device.type != "cpu":
             return
-        for up, down in zip(*self._weights(), strict=True):
-            both = laid_out(up, panels=True, int8=int8), laid_out(down, panels=True, int8=int8)
-            if both[0] is None or both[1] is None:
+        every = []
+        for weights in zip(*self._weights(), strict=True):
+            gate_up, down = (laid_out(weight, panels=True, int8=int8) for weight in weights)
+            if gate_up is None or down is None:
                 return
-            self._laid_out.append((both[0], both[1]))
+            every.append((gate_up, down))
+        self._laid_out = every
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
 
