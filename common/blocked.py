@@ -41,10 +41,11 @@ class BlockedWeight:
             x = functional.pad(x, (0, 0, 0, _PADDED - rows))
         out = torch.ops.mkldnn._linear_pointwise(x, self.blocked, bias, name, [], variant)
         out = out[:rows] if rows in (1, 2) else out
-        return out if fused else _through(activation, out)
+        return out if fused else through(activation, out)
 
 
-def _through(activation: nn.Module | None, x: Tensor) -> Tensor:
+def through(activation: nn.Module | None, x: Tensor) -> Tensor:
+    """x after an activation, if there is one."""
     activated: Tensor = x if activation is None else activation(x)
     return activated
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 _HIGHEST = 127
@@ -37,8 +37,8 @@ class Int8Weight:
         """The weight [outputs, inputs] as it is now."""
         return (self.values.float() * self.scale.unsqueeze(1)).to(dtype)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
-        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, through an activation if one is given."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.flatten(0, -2)
         if rows.shape[0] <= _FEW:
             out = _few_rows(rows, self.values, self.scale)
@@ -46,9 +46,7 @@ class Int8Weight:
             out = functional.linear(rows, self.wide(x.dtype))
         else:
             out = (functional.linear(rows, self.values.to(x.dtype)) * self.scale).to(x.dtype)
-        out = (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
-        activated: Tensor = out if activation is None else activation(out)
-        return activated
+        return (out if bias is None else out + bias).view(*x.shape[:-1], len(self.values))
 
 
 def _few_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:

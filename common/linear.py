@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.blocked import BlockedWeight
+from common.blocked import BlockedWeight, through
 from common.int8 import Int8Weight
 from common.panels import Array, PanelWeight
 
@@ -17,8 +17,8 @@ from common.panels import Array, PanelWeight
 class LaidOut(Protocol):
     """A weight [outputs, inputs] in a form of its own."""
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
-        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, through an activation if one is given."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         ...
 
 
@@ -49,11 +49,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
         """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""
-        if self._laid_out is not None:
+        if isinstance(self._laid_out, BlockedWeight):
             return self._laid_out.product(x, self.bias, activation)
-        out = functional.linear(x, self.weight, self.bias)
-        activated: Tensor = out if activation is None else activation(out)
-        return activated
+        if self._laid_out is not None:
+            return through(activation, self._laid_out.product(x, self.bias))
+        return through(activation, functional.linear(x, self.weight, self.bias))
 
 
 def laid_out(weight: Tensor, *, panels: bool, int8: bool = False) -> LaidOut | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.int8 import Int8Weight
 
@@ -65,13 +65,11 @@ class PanelWeight:
         rounded = Int8Weight.of(weight)
         return cls(weight.shape[0], _panels(rounded.values), rounded.scale.numpy())
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
-        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, through an activation if one is given."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float().numpy()
         wide = None if bias is None else bias.float()
-        out = torch.from_numpy(self.array_product(wide)(rows)).to(x.dtype).view(*x.shape[:-1], self.outputs)
-        activated: Tensor = out if activation is None else activation(out)
-        return activated
+        return torch.from_numpy(self.array_product(wide)(rows)).to(x.dtype).view(*x.shape[:-1], self.outputs)
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""

@@ -14,12 +14,12 @@ from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
-from common.kernels.rows_cpu import FEW
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
+from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
@@ -63,7 +63,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     gauge = Gauge(device, here)
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
-    plan, blocks = prompt(FEW + 1, settings.block_size) if given else largest_step(settings)
+    plan, blocks = _more_than_few(settings) if given else largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
     first.warm_up()
     if settings.compile:
@@ -87,6 +87,13 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         )
         runner.capture(bounds, CudaCapture(device), most_bytes=settings.graph_bytes, agree=group.least)
     return runner
+
+
+def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:
+    """A prompt that the kernels for many rows compute."""
+    from common.kernels.rows_cpu import FEW
+
+    return prompt(FEW + 1, settings.block_size)
 
 
 def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:

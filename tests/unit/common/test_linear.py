@@ -40,10 +40,12 @@ class Halved(nn.Module):
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), Halved()])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("panels", [False, True])
 def test_an_activation_in_the_same_pass_is_the_same(
-    activation: nn.Module, dtype: torch.dtype, tolerance: float
+    panels: bool, activation: nn.Module, dtype: torch.dtype, tolerance: float
 ) -> None:
     layer = filled(48, 33, dtype=dtype)
+    layer.panels = panels
     for rows in (1, 2, 17):
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         expected = activation(layer(x).float()).to(dtype)
@@ -58,6 +60,15 @@ def test_a_batch_of_any_shape_is_taken() -> None:
     expected = layer(x)
     layer.settle()
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("panels", [False, True])
+def test_a_batch_of_no_rows_gives_none(panels: bool, int8: bool) -> None:
+    layer = filled(16, 8)
+    layer.panels = panels
+    layer.settle(int8=int8)
+    assert layer(torch.empty(0, 16)).shape == (0, 8)
 
 
 def test_the_plain_weight_is_let_go_of_unless_another_module_has_it() -> None:
