@@ -8,6 +8,8 @@ ENCODERS ?= 1
 TP ?= 1
 ENVIRONMENT ?=
 ARGS ?=
+# What the tests of one file share is started once.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 
 VENV := .venv
 BIN := $(or $(ENVIRONMENT),$(VENV))/bin
@@ -16,7 +18,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint fmt type proto proto-check proto-lint bench bench-gpu gpu-check demo-model clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint bench bench-gpu gpu-check demo-model clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -38,8 +40,11 @@ demo: $(STAMP)  ## start both services, ask about a picture and a video, show th
 up: $(STAMP)  ## both services in the foreground: MODEL=… ENCODERS=n TP=n
 	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
 
-test: $(STAMP)  ## the whole CPU test suite; ARGS='-k name' narrows it
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-soak: $(STAMP)  ## minutes of mixed load, storms of faults, rolling restarts
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(BIN)/ruff check .

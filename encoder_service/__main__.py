@@ -10,16 +10,16 @@ from common.checkpoint import CheckpointError
 from common.config import load
 from common.processes import ChildDied
 from encoder_service.config import PREFIX, EncoderConfig
-from encoder_service.engine.workers import WorkerError
+from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.server import serve
 
 
-def main() -> None:
-    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+def main(*, worker: str = MODULE) -> None:
+    """Serves until a signal comes; exits with 1 and one line where it cannot begin. Device workers run `worker`."""
     config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
     keep_large_blocks()
     try:
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, worker=worker))
     except (CheckpointError, WorkerError, ChildDied, OSError) as error:
         sys.exit(f"encoder_service: {error}")
 

@@ -24,7 +24,7 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.engine.workers import WorkerError
+from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.meters import Meters
@@ -43,8 +43,11 @@ LAST_SECONDS = 6.0
 _log = log.get("server")
 
 
-async def serve(config: EncoderConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises CheckpointError, WorkerError or OSError where it cannot begin."""
+async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
+    """Serves until SIGTERM or SIGINT, with device workers that run the module `worker`.
+
+    Raises CheckpointError, WorkerError or OSError where it cannot begin.
+    """
     log.configure(config.log_level, service="encoder")
     tracing.start("twinlens-encoder")
     checkpoint = Checkpoint.resolve(config.model)
@@ -89,6 +92,7 @@ async def serve(config: EncoderConfig) -> None:
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
             start_seconds=config.start_seconds,
+            module=worker,
             on_change=lambda _: report(),
             on_batch=meters.computed,
             pools=pools,

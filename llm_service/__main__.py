@@ -10,17 +10,18 @@ from common.checkpoint import CheckpointError
 from common.config import load
 from common.errors import TwinlensError
 from llm_service.config import LlmConfig
+from llm_service.engine.reserve import MODULE
 from llm_service.node import lend
 from llm_service.server import serve
 
 
-def main() -> None:
-    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+def main(*, engine: str = MODULE) -> None:
+    """Serves until a signal comes; exits with 1 and one line where it cannot begin. The engine runs `engine`."""
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
     keep_large_blocks()
     try:
         meeting = config.meeting()
-        asyncio.run(lend(config, meeting) if meeting.node_rank else serve(config))
+        asyncio.run(lend(config, meeting) if meeting.node_rank else serve(config, engine_module=engine))
     except (CheckpointError, OSError, TwinlensError) as error:
         sys.exit(f"llm_service: {error}")
 

@@ -20,6 +20,7 @@ from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.engine.front import EngineFront
 from llm_service.engine.mirrors import Mirrors
+from llm_service.engine.reserve import MODULE
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Vocabulary
@@ -42,8 +43,11 @@ _COMPILE_SECONDS = 0.7
 """The longest that a structure may take to compile: its caller has an answer within a second."""
 
 
-async def serve(config: LlmConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises CheckpointError, OSError or Internal where it cannot begin."""
+async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
+    """Serves until SIGTERM or SIGINT, with an engine that runs `engine_module`.
+
+    Raises CheckpointError, OSError or Internal where it cannot begin.
+    """
     log.configure(config.log_level, service="llm")
     tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
@@ -73,6 +77,7 @@ async def serve(config: LlmConfig) -> None:
             start_seconds=config.start_seconds,
             step_seconds=config.step_seconds,
             spare=config.spare_engine,
+            module=engine_module,
         )
         engine.mirrors.on_lost = rows.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None

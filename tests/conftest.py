@@ -16,11 +16,14 @@ from tests import triton_interpreter
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
 # other processes spin against each other. The services that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba does not look at the other
+# Services are started a hundred times: their sources are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The suite for CPUs is the same on a machine with GPUs: neither it nor the services that it starts see them."""
-    if config.option.markexpr == "not gpu":
+    """The suites for CPUs are the same on a machine with GPUs: neither they nor their services see them."""
+    if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
     if not cuda_device_count():

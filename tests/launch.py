@@ -1,4 +1,7 @@
-"""Real services as child processes of a test: started on a free port, stopped with SIGTERM, checked for leavings."""
+"""Services as child processes of a test: started on a free port, stopped with SIGTERM, checked for leavings.
+
+They are light (`tests.light`) unless a test says `light=False`, as those do that are about what is computed.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ from tests.waiting import until
 ROOT = Path(__file__).resolve().parent.parent
 _READY = "ready "
 _STOP_SECONDS = 120
+_ENCODER = {True: "tests.light.encoder", False: "encoder_service"}
+_LLM = {True: "tests.light.llm", False: "llm_service"}
+_LIGHT = {"encoder_service.worker": "tests.light.worker", "llm_service.engine": "tests.light.engine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,9 @@ class Service:
         return descendants(self.pid)
 
     def children(self, module: str) -> list[int]:
-        """Direct or indirect child processes that run `python -m module`."""
-        return [pid for pid, line in self.descendants().items() if f"-m {module} " in line + " "]
+        """Direct or indirect child processes that run `python -m module`, or what stands for it in light services."""
+        named = tuple(f"-m {name} " for name in (module, _LIGHT.get(module, module)))
+        return [pid for pid, line in self.descendants().items() if any(name in line + " " for name in named)]
 
 
 @contextlib.contextmanager
@@ -97,19 +104,21 @@ def _living(processes: set[int]) -> dict[int, str]:
 
 @contextlib.contextmanager
 def encoder_server(
-    model: Path, *, exit_code: int | None = 0, module: str = "encoder_service", **flags: object
+    model: Path, *, light: bool = True, exit_code: int | None = 0, module: str = "", **flags: object
 ) -> Iterator[Service]:
-    """An encoder on a free port; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
+    """An encoder on a free port, as the `module`; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
     given = _flags(**{"model": model, "listen": "127.0.0.1:0", **flags})
-    with launch(module, *given, exit_code=exit_code) as service:
+    with launch(module or _ENCODER[light], *given, exit_code=exit_code) as service:
         yield service
 
 
 @contextlib.contextmanager
-def llm_server(model: Path, *encoders: str, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
+def llm_server(
+    model: Path, *encoders: str, light: bool = True, exit_code: int | None = 0, **flags: object
+) -> Iterator[Service]:
     """An LLM service on a free port, with the encoders at these addresses."""
     given = _flags(model=model, listen="127.0.0.1:0", encoders=",".join(encoders), **flags)
-    with launch("llm_service", *given, exit_code=exit_code) as service:
+    with launch(_LLM[light], *given, exit_code=exit_code) as service:
         yield service
 
 

@@ -69,7 +69,7 @@ def room_of(name: str) -> str:
     ('nouns', 'engine', 'front')
     """
     parts = name.split(".")[1:]
-    if parts in (["item"], ["request"], ["plan"], ["settings"], ["models", "config"]):
+    if parts in (["item"], ["request"], ["plan"], ["settings"], ["tokens"], ["models", "config"]):
         return "nouns"
     if parts[-1:] == ["messages"]:
         return "messages"

@@ -86,8 +86,8 @@ class Slot:
 
 
 class Workers:
-    """One process for each of `begins`, which inherits the descriptors `fds`. `start` and `stop` are the owner's. A
-    process that has not loaded its tower after `start_seconds` is ended.
+    """One process for each of `begins`, which runs `module` and inherits the descriptors `fds`. `start` and `stop` are
+    the owner's. A process that has not loaded its tower after `start_seconds` is ended.
 
     `on_answer` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
     when a worker is gone and no longer writes anywhere, `on_life` when a replacement is ready.
@@ -100,6 +100,7 @@ class Workers:
         pools: DevicePools,
         *,
         start_seconds: float,
+        module: str,
         on_answer: Callable[[Slot, FromWorker], None],
         on_death: Callable[[Slot], None],
         on_life: Callable[[Slot], None],
@@ -109,6 +110,7 @@ class Workers:
         self._fds = fds
         self._pools = pools
         self._start_seconds = start_seconds
+        self._module = module
         self._on_answer = on_answer
         self._on_death = on_death
         self._on_life = on_life
@@ -149,7 +151,7 @@ class Workers:
         return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
     async def _start(self, slot: Slot) -> None:
-        child: Child[FromWorker] = await Child.start(MODULE, receives=FromWorker, fds=self._fds)
+        child: Child[FromWorker] = await Child.start(self._module, receives=FromWorker, fds=self._fds)
         try:
             child.send(self.begins[slot.index])
             answer = await self._first_answer(child)

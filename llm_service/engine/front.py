@@ -38,7 +38,7 @@ from llm_service.engine.messages import (
     Wanted,
 )
 from llm_service.engine.mirrors import Mirrors
-from llm_service.engine.reserve import Reserve
+from llm_service.engine.reserve import MODULE, Reserve
 from llm_service.engine.ticket import Event, Ticket
 from llm_service.engine.watch import Watch
 from llm_service.plan import MirrorOrder
@@ -50,9 +50,12 @@ _RESTART_SECONDS = 0.2
 
 
 class EngineFront:
-    """One engine process, and another in reserve with `spare`; one that does not serve within `start_seconds`, or takes
-    more than `step_seconds` for a step, is ended. `on_ready` is told whenever it becomes able, or unable, to serve;
-    `latest` is what it last said of its queues and counters by itself, once a second."""
+    """One engine process that runs `module`, and another in reserve with `spare`.
+
+    One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready` is
+    told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
+    itself, once a second.
+    """
 
     def __init__(
         self,
@@ -63,11 +66,12 @@ class EngineFront:
         start_seconds: float,
         step_seconds: float,
         spare: bool = False,
+        module: str = MODULE,
     ) -> None:
         self._settings = settings
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
-        self._reserve = Reserve(arena_fd, ahead=spare)
+        self._reserve = Reserve(arena_fd, ahead=spare, module=module)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None

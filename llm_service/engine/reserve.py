@@ -12,15 +12,17 @@ from common import tasks
 from common.processes import Child
 from llm_service.engine.messages import FromEngine
 
-_MODULE = "llm_service.engine"
+MODULE = "llm_service.engine"
 
 
 class Reserve:
-    """Starts engines that inherit `arena_fd`. Whoever takes one owns it; the one in reserve is ended by `stop`."""
+    """Starts engines that run `module` and inherit `arena_fd`. Whoever takes one owns it; `stop` ends the one in
+    reserve."""
 
-    def __init__(self, arena_fd: int, *, ahead: bool) -> None:
+    def __init__(self, arena_fd: int, *, ahead: bool, module: str = MODULE) -> None:
         self._arena_fd = arena_fd
         self._ahead = ahead
+        self._module = module
         self._spare: Child[FromEngine] | None = None
         self._preparing: asyncio.Task[None] | None = None
 
@@ -51,5 +53,5 @@ class Reserve:
         self._spare = await self._start()
 
     async def _start(self) -> Child[FromEngine]:
-        child: Child[FromEngine] = await Child.start(_MODULE, receives=FromEngine, fds=(self._arena_fd,))
+        child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=(self._arena_fd,))
         return child

@@ -24,4 +24,4 @@ async def _compute_and_die(self: Pipeline, flight: Flight, plan: Plan, header: H
 
 if __name__ == "__main__":
     Pipeline.compute = _compute_and_die  # type: ignore[method-assign]
-    main()
+    main(worker="tests.light.worker")

@@ -5,31 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 from encoder_service.__main__ import main
-from encoder_service.engine import workers
+from tests.light import worker
+
+_rows = worker.rows
 
 
-def work(*descriptors: int) -> None:
+def _rows_or_die(staging: Any, piece: Any, layout: Any) -> bytes:
     """A worker that ends at a picture of one colour."""
-    from encoder_service.worker.__main__ import main as serve
-    from encoder_service.worker.runner import Runner
-
-    cut = Runner._patches
-
-    def cut_or_die(self, piece):
-        patches = cut(self, piece)
-        if patches.min() == patches.max():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return patches
-
-    Runner._patches = cut_or_die
-    serve(*descriptors)
+    pixels = staging[piece.pixels : piece.pixels + piece.frames * piece.height * piece.width * 3]
+    if pixels.min() == pixels.max():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _rows(staging, piece, layout)
 
 
 if __name__ == "__main__":
     if sys.argv[1].isdecimal():
-        work(*map(int, sys.argv[1:4]))
+        worker.rows = _rows_or_die
+        worker.main(*map(int, sys.argv[1:4]))
     else:
-        workers.MODULE = "tests.faults.deadly_workers"
-        main()
+        main(worker="tests.faults.deadly_workers")

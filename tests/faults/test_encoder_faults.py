@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tests import pictures
-from tests.launch import Service, launch, llm_server
+from tests.launch import Service, encoder_server, llm_server
 from tests.rpc.pairs import (
     ENCODER_FLAGS,
     LLM_FLAGS,
@@ -45,9 +45,8 @@ def new_picture() -> bytes:
 @contextmanager
 def encoder(checkpoint: Path, address: str = "127.0.0.1:0", *, dies: bool = False) -> Iterator[Service]:
     """An encoder that may be killed where `dies` says so."""
-    flags = {"model": checkpoint, "listen": address, **ENCODER_FLAGS}
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    with launch("encoder_service", *given, exit_code=-signal.SIGKILL if dies else 0) as service:
+    code = -signal.SIGKILL if dies else 0
+    with encoder_server(checkpoint, exit_code=code, **{**ENCODER_FLAGS, "listen": address}) as service:
         yield service
 
 

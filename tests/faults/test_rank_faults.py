@@ -20,7 +20,7 @@ PROMPT = asked(user("Tell me about two red circles."))
 
 @pytest.fixture(scope="module")
 def group(checkpoints: Callable[..., Path]) -> Iterator[Service]:
-    with llm_server(checkpoints("qwen3_vl"), **LLM_FLAGS, tp=2, rank_timeout_seconds=5) as service:
+    with llm_server(checkpoints("qwen3_vl"), light=False, **LLM_FLAGS, tp=2, rank_timeout_seconds=5) as service:
         yield service
 
 

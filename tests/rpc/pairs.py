@@ -108,11 +108,11 @@ def usable(client: LlmClient, count: int) -> bool:
 
 
 @contextmanager
-def pair(checkpoint: Path, **llm_flags: object) -> Iterator[Pair]:
+def pair(checkpoint: Path, *, light: bool = True, **llm_flags: object) -> Iterator[Pair]:
     """Both services for the length of the block; asserts that nothing is held at its end."""
     with (
-        encoder_server(checkpoint, **ENCODER_FLAGS) as encoder,
-        llm_server(checkpoint, encoder.address, **{**LLM_FLAGS, **llm_flags}) as llm,
+        encoder_server(checkpoint, light=light, **ENCODER_FLAGS) as encoder,
+        llm_server(checkpoint, encoder.address, light=light, **{**LLM_FLAGS, **llm_flags}) as llm,
         EncoderClient(encoder.address) as media,
         LlmClient(llm.address) as text,
     ):

@@ -39,7 +39,7 @@ def checkpoint(checkpoints: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> Iterator[Pair]:
     """Two services that share nothing: what the tokens are."""
-    with pair(checkpoint, shared_memory=False) as both:
+    with pair(checkpoint, light=False, shared_memory=False) as both:
         yield both
 
 
@@ -141,11 +141,11 @@ def test_a_cpu_is_no_gpu(checkpoint: Path) -> None:
     """Without the twin, that is for anybody but these tests, both options are refused by name."""
     with (
         pytest.raises(RuntimeError, match="a cpu has no memory of its own to share: this needs a GPU"),
-        encoder_server(checkpoint, **ENCODER_FLAGS, device="cpu", device_pool_bytes="8MiB"),
+        encoder_server(checkpoint, light=False, **ENCODER_FLAGS, device="cpu", device_pool_bytes="8MiB"),
     ):
         pass
     with (
         pytest.raises(RuntimeError, match="--row-mirror: a cpu has no memory of its own to share"),
-        llm_server(checkpoint, **LLM_FLAGS, device="cpu", row_mirror="yes"),
+        llm_server(checkpoint, light=False, **LLM_FLAGS, device="cpu", row_mirror="yes"),
     ):
         pass

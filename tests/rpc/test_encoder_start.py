@@ -55,7 +55,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, t
     for name, value in change.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match=says), encoder_server(folder):
+    with pytest.raises(RuntimeError, match=says), encoder_server(folder, light=False):
         pass
 
 

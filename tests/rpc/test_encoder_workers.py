@@ -39,16 +39,22 @@ def test_rows_do_not_depend_on_the_number_of_workers(family, checkpoints):
             np.testing.assert_allclose(one.rows, two.rows, rtol=1e-4, atol=1e-4)
 
 
+def _type(name):
+    return media_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
+
+
 def test_shorter_types_give_the_same_rows_but_for_rounding(checkpoints):
     found = {}
     for dtype in ("float32", "bfloat16", "float16"):
-        with encoder_server(checkpoints("qwen3_vl"), dtype=dtype) as service, Client(service) as client:
+        with encoder_server(checkpoints("qwen3_vl"), light=False, dtype=dtype) as service, Client(service) as client:
             found[dtype] = client.encode(*items())
-            assert client.info().dtype == media_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
+            assert client.info().dtype == _type(dtype)
     for dtype, share in (("bfloat16", 0.05), ("float16", 0.01)):
         for exact, near in zip(found["float32"], found[dtype], strict=True):
             error = np.linalg.norm(exact.rows - near.rows) / np.linalg.norm(exact.rows)
             assert 0 < error < share, dtype
+            assert exact.header.key != near.header.key
+            assert (exact.header.dtype, near.header.dtype) == (_type("float32"), _type(dtype))
 
 
 @pytest.mark.skipif(triton_interpreter.is_too_old(), reason="the service's Triton cannot interpret kernels with loops")
@@ -56,7 +62,10 @@ def test_our_kernel_gives_the_rows_of_torch_s_attention(checkpoints):
     """In Triton's interpreter, where there is no GPU."""
     found = []
     for attention in ("sdpa", "triton"):
-        with encoder_server(checkpoints("qwen2_5_vl"), attention=attention) as service, Client(service) as client:
+        with (
+            encoder_server(checkpoints("qwen2_5_vl"), light=False, attention=attention) as service,
+            Client(service) as client,
+        ):
             found.append(client.one(image(SMALL)).rows)
             assert f'"attention": "{attention}"' in service.log.read_text()
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
@@ -72,6 +81,6 @@ def test_our_kernel_gives_the_rows_of_torch_s_attention(checkpoints):
 def test_what_this_machine_cannot_do_ends_the_start_with_one_line_that_says_so(flags, why, checkpoints):
     with (
         pytest.raises(RuntimeError, match=f"encoder_service: {why}"),
-        encoder_server(checkpoints("qwen3_vl"), device="cpu", **flags),
+        encoder_server(checkpoints("qwen3_vl"), light=False, device="cpu", **flags),
     ):
         pass

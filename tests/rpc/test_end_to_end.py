@@ -92,7 +92,7 @@ def both(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> It
     if request.param == "qwen3_vl":
         yield request.getfixturevalue("qwen3")
     else:
-        with pair(checkpoints(request.param)) as running:
+        with pair(checkpoints(request.param), light=False) as running:
             yield running
 
 

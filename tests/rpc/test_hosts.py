@@ -65,11 +65,11 @@ def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, checkpoints: Callable
     folder, address = checkpoints("qwen3_vl"), f"127.0.0.1:{free_port()}"
     spread = {"tp": ranks, "nodes": 2, "rendezvous": address}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in spread.items()]
-    with pair(folder) as one:
+    with pair(folder, light=False) as one:
         expected = [tokens(one.text, asked(prompt, greedy(32))) for prompt in PROMPTS]
         with (
             other_host(folder, *flags, "--node-rank=1") as second,
-            llm_server(folder, one.encoder.address, **LLM_FLAGS, **spread) as service,
+            llm_server(folder, one.encoder.address, light=False, **LLM_FLAGS, **spread) as service,
             LlmClient(service.address) as two,
         ):
             assert second.stdout is not None
@@ -91,7 +91,7 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
             patch.setenv(name, value)
         with (
             other_host(folder, "--tp=2", RANK="1") as second,
-            llm_server(folder, **first) as service,
+            llm_server(folder, light=False, **first) as service,
             LlmClient(service.address) as client,
         ):
             expected = tokens(client, asked(PROMPTS[1]))

@@ -25,10 +25,13 @@ WAYS = [greedy(48), v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, max_to
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
 def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
-    with pair(folder) as one:
+    with pair(folder, light=False) as one:
         asking = [asked(prompt, way) for prompt in PROMPTS for way in WAYS]
         expected = [tokens(one.text, each) for each in asking]
-        with llm_server(folder, one.encoder.address, **LLM_FLAGS, tp=2) as service, LlmClient(service.address) as two:
+        with (
+            llm_server(folder, one.encoder.address, light=False, **LLM_FLAGS, tp=2) as service,
+            LlmClient(service.address) as two,
+        ):
             until(lambda: usable(two, 1), "the encoder is usable")
             assert [tokens(two, each) for each in asking] == expected
             assert list(two.get_info().devices) == ["cpu", "cpu"]
@@ -39,15 +42,15 @@ def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[
 def test_four_ranks_share_two_kv_heads(checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints("qwen3_vl")
     prompt = asked(user("Tell me about two red circles."), greedy(16))
-    with llm_server(folder, **LLM_FLAGS) as service, LlmClient(service.address) as one:
+    with llm_server(folder, light=False, **LLM_FLAGS) as service, LlmClient(service.address) as one:
         expected = tokens(one, prompt)
-    with llm_server(folder, **LLM_FLAGS, tp=4) as service, LlmClient(service.address) as four:
+    with llm_server(folder, light=False, **LLM_FLAGS, tp=4) as service, LlmClient(service.address) as four:
         assert tokens(four, prompt) == expected
 
 
 def test_ranks_that_cannot_share_the_model_are_refused_at_once(checkpoints: Callable[..., Path]) -> None:
     with (
         pytest.raises(RuntimeError, match="llm_service: 2 KV heads cannot be shared by 3 ranks"),
-        llm_server(checkpoints("qwen3_vl"), **LLM_FLAGS, tp=3),
+        llm_server(checkpoints("qwen3_vl"), light=False, **LLM_FLAGS, tp=3),
     ):
         pass

@@ -193,9 +193,9 @@ def test_rows_of_a_video_are_read_before_its_last_group_is_computed(checkpoint: 
         until(lambda: media.get_load().leases == 0, "no lease is left")
 
 
-def test_two_ranks_receive_each_row_once(checkpoint: Path, inline: Pair) -> None:
-    with pair(checkpoint, tp=2) as both:
-        assert tokens(both.text, asked(about(FILES[2]))) == tokens(inline.text, asked(about(FILES[2])))
+def test_two_ranks_receive_each_row_once(checkpoint: Path, qwen3: Pair) -> None:
+    with pair(checkpoint, light=False, tp=2) as both:
+        assert tokens(both.text, asked(about(FILES[2]))) == tokens(qwen3.text, asked(about(FILES[2])))
         sent = by_transport(both.media)
         assert both.text.get_load().rows_received == sum(sent.values()) == rows_of(both.media, FILES[2])
 

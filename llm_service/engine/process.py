@@ -1,0 +1,122 @@
+"""What an engine process does, whoever computes in it: reads its settings, has the model loaded, runs the loop.
+
+Its main thread computes, a second one decides (see `pipeline`), and a third says every second that the process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common import log
+from common.checkpoint import Checkpoint, CheckpointError
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from llm_service.engine.blocks import BlockManager
+from llm_service.engine.core import EngineCore
+from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
+from llm_service.engine.pipeline import Executor, Pipeline
+from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.structure import Matchers, Structures
+from llm_service.engine.wake import Wake
+from llm_service.models.config import TextConfig
+from llm_service.settings import EngineSettings
+from llm_service.tokens import end_tokens
+
+_BEAT_SECONDS = 1.0
+"""The front hears this often that the process runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
+    UUIDs of those whose memory every rank reads."""
+
+    executor: Executor
+    blocks: int
+    row_bytes: int
+    devices: list[str]
+    reachable: list[str]
+
+
+Load = Callable[[EngineSettings, int], Loaded]
+"""From settings and the row arena's descriptor to what computes. Raises CheckpointError where that cannot be."""
+
+
+def serve(load: Load) -> None:
+    """Serves the front that started this process, as `python -m MODULE SOCKET_FD ROW_ARENA_FD`, until it is gone."""
+    die_with_parent()
+    leave_signals_to_parent()
+    link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
+    try:
+        settings = link.receive()
+        assert isinstance(settings, EngineSettings)
+        log.configure(settings.log_level, service="llm-engine")
+        core, pipeline = _build(settings, load(settings, int(sys.argv[2])), link)
+    except CheckpointError as error:
+        link.send(Unable(str(error)))
+    except EOFError:
+        _log_end()
+    else:
+        gc.collect()
+        gc.freeze()  # what is here now stays: collections need not look at it again
+        threading.Thread(target=_decide, args=(core, pipeline), name="scheduler", daemon=True).start()
+        pipeline.work()
+
+
+def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, Pipeline]:
+    """Puts the loop together and tells the front how much there is room for."""
+    checkpoint = Checkpoint.resolve(settings.model)
+    config = TextConfig.of(checkpoint.config)
+    context = min(config.longest(settings.max_context), loaded.blocks * settings.block_size)
+    wake = Wake()
+    scheduler = Scheduler(
+        BlockManager(
+            loaded.blocks,
+            settings.block_size,
+            prefix_cache=settings.prefix_cache,
+            session_share=settings.session_share,
+        ),
+        Limits(
+            settings.max_running,
+            settings.max_step_tokens,
+            context,
+            settings.keep_media_whole,
+            settings.early_prefill_tokens,
+        ),
+        end_tokens(checkpoint),
+        loaded.row_bytes,
+        Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)), wake.set),
+    )
+    link.send(
+        Ready(context=context, kv_blocks=loaded.blocks, devices=loaded.devices, reachable=loaded.reachable),
+    )
+    pipeline = Pipeline(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
+    threading.Thread(target=_beat, args=(link, scheduler, pipeline), daemon=True).start()
+    return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
+
+
+def _decide(core: EngineCore, pipeline: Pipeline) -> None:
+    """Runs the loop until the front goes away; whatever ends it ends the process."""
+    try:
+        core.run()
+    except EOFError:
+        _log_end()
+    finally:
+        pipeline.close()
+
+
+def _log_end() -> None:
+    log.get("engine").info("the front has ended")
+
+
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline) -> None:
+    """Says every second that this process runs, from a thread of its own, since a step may take longer."""
+    with contextlib.suppress(EOFError):
+        while True:
+            link.send(Beat(scheduler.state(), pipeline.busy_seconds))
+            time.sleep(_BEAT_SECONDS)

@@ -1,0 +1,166 @@
+"""An engine without a model: `python -m tests.light.engine SOCKET_FD ROW_ARENA_FD`. The loop, the scheduler, the blocks
+and the grammars are the real ones; `Hashes` computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from array import array
+
+import numpy as np
+
+from common.arena import SharedBuffer
+from common.checkpoint import Checkpoint, CheckpointError
+from common.wire import DType
+from llm_service.engine.process import Loaded, serve
+from llm_service.models.config import TextConfig
+from llm_service.plan import Draw, MirrorOrder, Pulled, StepPlan, StepResult, TokenLogprobs
+from llm_service.settings import EngineSettings
+
+STEP_SECONDS = 0.001
+"""A step sleeps as long as that: an answer of a thousand tokens takes a second, as from a small model."""
+
+
+def load(settings: EngineSettings, arena_fd: int) -> Loaded:
+    """A cache of as many blocks as the model would have."""
+    if settings.device != "cpu" or settings.tensor_parallel != 1 or settings.row_mirror:
+        raise CheckpointError("a light engine is one rank on a CPU")
+    checkpoint = Checkpoint.resolve(settings.model)
+    config = TextConfig.of(checkpoint.config)
+    itemsize = DType(settings.dtype).itemsize
+    block_bytes = 2 * config.layers * settings.block_size * config.kv_heads * config.head_dim * itemsize
+    context = config.longest(settings.max_context)
+    wanted = settings.max_running * -(-context // settings.block_size)
+    blocks = settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes else wanted
+    if not blocks:
+        raise CheckpointError(
+            f"--kv-cache-bytes is too small for this model: one KV block takes {block_bytes} bytes",
+        )
+    row_bytes = settings.row_levels * config.hidden_size * itemsize
+    arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
+    executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint))
+    return Loaded(executor, blocks, row_bytes, devices=["cpu"], reachable=[])
+
+
+def _special(checkpoint: Checkpoint) -> list[int]:
+    tokenizer = json.loads(checkpoint.text("tokenizer.json") or "{}")
+    return [token["id"] for token in tokenizer.get("added_tokens", ()) if token["special"]]
+
+
+class Hashes:
+    """Runs plans on a KV cache of hashes: a slot holds one of everything up to its token."""
+
+    beat_seconds: float | None = None
+
+    def __init__(
+        self, arena: SharedBuffer, row_bytes: int, block_size: int, vocabulary: int, special: list[int]
+    ) -> None:
+        self._arena = arena
+        self._row_bytes = row_bytes
+        self._block_size = block_size
+        self._vocabulary = vocabulary
+        self._special = special
+        self._slots: dict[int, int] = {}
+
+    def beat(self) -> None:
+        """There is no one to keep company."""
+
+    def obey(self, order: MirrorOrder) -> Pulled:
+        """There is no mirror."""
+        raise AssertionError(order)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        states = self._states(plan)
+        chosen = [self._choose(states[draw.at], draw) for draw in plan.draws]
+        scores = [
+            [
+                _entry(_log_softmax(self._logits(states[asked.at + n])), target, asked.top)
+                for n, target in enumerate(array("i", asked.targets))
+            ]
+            for asked in plan.scores
+        ]
+        return StepResult([token for token, _ in chosen], [logprobs for _, logprobs in chosen], scores)
+
+    def _states(self, plan: StepPlan) -> list[int]:
+        """The hash at each place of the batch, which the cache then has as well."""
+        tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
+        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).T.tolist()
+        rows = self._rows(plan)
+        states: list[int] = []
+        for chunk in plan.chunks:
+            assert len(chunk.blocks) * self._block_size >= chunk.context + chunk.count
+            state = self._slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
+            for index in range(chunk.context, chunk.context + chunk.count):
+                at = len(states)
+                state = hash((state, tokens[at], *positions[at], rows.get(at, -1)))
+                self._slots[self._slot(chunk.blocks, index)] = state
+                states.append(state)
+        return states
+
+    def _slot(self, blocks: list[int], index: int) -> int:
+        return blocks[index // self._block_size] * self._block_size + index % self._block_size
+
+    def _rows(self, plan: StepPlan) -> dict[int, int]:
+        out: dict[int, int] = {}
+        for piece in plan.rows:
+            for n in range(piece.count):
+                begin = piece.offset + n * self._row_bytes
+                row = hashlib.blake2b(self._arena.view[begin : begin + self._row_bytes], digest_size=8)
+                out[piece.at + n] = int.from_bytes(row.digest(), "little")
+        return out
+
+    def _logits(self, state: int) -> np.ndarray:
+        """float64 [vocabulary]; special tokens are unlikely, so that answers are as long as was asked for."""
+        draws = np.random.Generator(np.random.Philox(key=state % (1 << 64)))
+        logits = 3.0 * draws.standard_normal(self._vocabulary)
+        logits[self._special] -= 40.0
+        return logits
+
+    def _choose(self, state: int, draw: Draw) -> tuple[int, TokenLogprobs | None]:
+        logits = self._logits(state)
+        token = _token(logits.copy(), draw)
+        asked = draw.logprobs >= 0
+        return token, _entry(_log_softmax(logits), token, draw.logprobs) if asked else None
+
+
+def _token(logits: np.ndarray, draw: Draw) -> int:
+    """One token of an adjusted distribution, in the order of the real sampler: bias, penalties, bans, the grammar."""
+    for token, bias in draw.logit_bias.items():
+        logits[token] += bias
+    output = np.bincount(np.frombuffer(draw.output, np.int32), minlength=len(logits))
+    seen = output > 0
+    seen[np.frombuffer(draw.prompt, np.int32)] = True
+    factor = np.where(logits > 0, 1 / draw.repetition_penalty, draw.repetition_penalty)
+    logits = np.where(seen, logits * factor, logits)
+    logits -= draw.presence_penalty * (output > 0) + draw.frequency_penalty * output
+    logits[list(draw.banned)] = -np.inf
+    if draw.allowed:
+        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little")[: len(logits)]
+        logits[bits == 0] = -np.inf
+    if draw.temperature == 0.0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")
+    chances = np.exp(_log_softmax(logits[order] / draw.temperature))
+    keep = np.cumsum(chances) - chances < draw.top_p
+    keep &= chances >= draw.min_p * chances[0]
+    if draw.top_k:
+        keep[draw.top_k :] = False
+    sums = np.cumsum(np.where(keep, chances, 0.0))
+    return int(order[np.searchsorted(sums, draw.uniform * sums[-1], side="right")])
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max()
+    out: np.ndarray = shifted - np.log(np.exp(shifted).sum())
+    return out
+
+
+def _entry(logprobs: np.ndarray, token: int, top: int) -> TokenLogprobs:
+    likeliest = np.argsort(-logprobs, kind="stable")[:top].tolist()
+    return TokenLogprobs(float(logprobs[token]), [(index, float(logprobs[index])) for index in likeliest])
+
+
+if __name__ == "__main__":
+    serve(load)
