@@ -21,6 +21,11 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba does not look at the ot
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long `make test-soak` keeps the services under mixed load."""
+    parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=180.0, help="seconds of mixed load")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The suites for CPUs are the same on a machine with GPUs: neither they nor their services see them."""
     if config.option.markexpr != "gpu":

@@ -34,6 +34,7 @@ def sees(client: LlmClient, replica: Replica) -> bool:
     return any(encoder.address == replica.address and encoder.usable for encoder in client.get_load().encoders)
 
 
+@pytest.mark.soak
 def test_an_encoder_that_is_killed_again_and_again_costs_no_caller_an_error(checkpoint: Path) -> None:
     with replicas(checkpoint, 2) as both, served(checkpoint, *(each.address for each in both)) as client:
         crowd = Crowd.taught(client)
@@ -67,6 +68,7 @@ def test_a_frozen_encoder_is_noticed_and_taken_back_when_it_thaws(checkpoint: Pa
         assert set(crowd.outcomes) == {"right"}
 
 
+@pytest.mark.soak
 def test_five_rolling_restarts_under_load_fail_no_request(checkpoint: Path) -> None:
     with replicas(checkpoint, 2) as both, served(checkpoint, *(each.address for each in both)) as client:
         crowd = Crowd.taught(client)
