@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 ConfigT = TypeVar("ConfigT")
 
@@ -31,6 +32,21 @@ def size(text: str) -> int:
     if match is None:
         raise ValueError("expected a size such as 512MiB")
     return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def whole(text: str) -> int:
+    """Reads a whole number."""
+    if re.fullmatch(r"[+-]?\d+", text.strip(), re.ASCII) is None:
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Reads a number such as 0.5."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
 
 
 def boolean(text: str) -> bool:
@@ -88,19 +104,21 @@ def load(
     one line and exits with status 2, as argparse does.
     """
     environ = os.environ if environ is None else environ
-    parser = argparse.ArgumentParser(prog=_program(kind), description=description, allow_abbrev=False)
+    parser = _Parser(prog=_program(kind), description=description, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known = {f"{prefix}_{field.name.upper()}": field.name for field in fields}
     for name in environ:
         if name.startswith(prefix + "_") and name not in known and not _is_service_link(name, environ[name]):
-            parser.error(f"the environment variable {name} names no option")
+            meant = _nearest(name, known)
+            parser.error(f"the environment variable {name} names no option" + (f": is {meant} meant?" if meant else ""))
     for field in fields:
         _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
     # A variable is read as a flag is, so that both are checked alike; then the flags have the last word.
-    stated = [f"{_flag(known[name])}={value}" for name, value in environ.items() if name in known]
+    stated = {name: [f"{_flag(known[name])}={value}"] for name, value in environ.items() if name in known}
     given: dict[str, Any] = {}
-    for line in (stated, sys.argv[1:] if argv is None else argv):
+    for variable, line in (*stated.items(), ("", sys.argv[1:] if argv is None else argv)):
+        parser.source = f"the environment variable {variable}: " if variable else ""
         parsed = vars(parser.parse_args(list(line)))
         given |= {name: value for name, value in parsed.items() if value is not None}
     config = kind(**given)
@@ -117,6 +135,25 @@ _LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCT
 def _is_service_link(name: str, value: str) -> bool:
     """What Kubernetes tells every container of a service that is called `twinlens-llm`, say: none of our options."""
     return bool(_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line. `source` is where the words that are read stand, if not on the command line."""
+
+    source = ""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2. The usage, of a hundred lines here, would hide what is wrong."""
+        flag, unknown, rest = message.partition("unrecognized arguments: ")
+        if unknown and not flag:
+            meant = _nearest(rest.split()[0].partition("=")[0], self._option_string_actions)
+            message += f": is {meant} meant?" if meant else f" (`{self.prog} --help` lists what there is)"
+        self.exit(2, f"{self.prog}: {self.source}{message}\n")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """What somebody who wrote `word` may have meant; empty where nothing is like it."""
+    return next(iter(difflib.get_close_matches(word, list(known), 1, 0.75)), "")
 
 
 def _flag(name: str) -> str:
@@ -159,7 +196,7 @@ class _Join(argparse.Action):
 
 
 def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
-    by_type: dict[Any, Callable[[str], Any]] = {bool: boolean, int: int, float: float, tuple: words}
+    by_type: dict[Any, Callable[[str], Any]] = {bool: boolean, int: whole, float: number, tuple: words}
     read = about["parse"] or by_type.get(typing.get_origin(hint) or hint, str)
 
     def reader(text: str) -> Any:

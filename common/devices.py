@@ -40,6 +40,23 @@ def default_device() -> str:
     return "cuda:0" if cuda_device_count() else "cpu"
 
 
+def check_device(device: str, wanted: int = 1, there: int | None = None) -> None:
+    """Raises ValueError, in words for whoever starts the service, where `device` (cpu, cuda or cuda:N) is none, or is
+    not here together with those after it, `wanted` in all. `there` is how many there are, by default as the driver says.
+    """
+    if device == "cpu":
+        return
+    kind, colon, index = device.partition(":")
+    if kind != "cuda" or (colon and not (index.isascii() and index.isdecimal())):
+        raise ValueError(f"--device {device} is none of cpu, cuda and cuda:N")
+    count = cuda_device_count() if there is None else there
+    if not count:
+        raise ValueError(f"--device {device}: no GPU can be seen here; --device cpu needs none")
+    last = int(index or 0) + wanted - 1
+    if last >= count:
+        raise ValueError(f"cuda:{last} is needed, and the last GPU that can be seen here is cuda:{count - 1}")
+
+
 def default_dtype(device: str) -> str:
     """bfloat16 on a GPU, float32 on a CPU."""
     return "bfloat16" if device.startswith("cuda") else "float32"

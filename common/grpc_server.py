@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,6 +26,9 @@ from common.grpc_calls import CallFrame
 
 _log = log.get("server")
 
+LISTEN: Final = "address to serve gRPC on; port 0 picks a free one"
+"""What --listen means; each service has a default of its own."""
+
 _LAST_WORDS_SECONDS = 0.5
 """For statuses of calls that have just ended to be sent; it ends sooner where nobody watches health."""
 
@@ -33,7 +37,7 @@ _LAST_WORDS_SECONDS = 0.5
 class ServerConfig:
     """Options that every server has."""
 
-    listen: str = option("127.0.0.1:0", "address to serve gRPC on; port 0 picks a free one")
+    listen: str = option("127.0.0.1:0", LISTEN)
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
     tls_client_ca: str = option("", "PEM roots; callers must then show a certificate signed by one of them")
@@ -127,7 +131,10 @@ class GrpcServer:
             else:
                 port = self.server.add_insecure_port(self._config.listen)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._config.listen}") from error
+            raise OSError(
+                f"cannot listen on {self._config.listen}: another program does, or it is no address of this machine;"
+                " --listen says where else"
+            ) from error
         self.address = f"{host}:{port}"
         await self._publish()
         await self.server.start()

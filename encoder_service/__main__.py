@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from common.allocator import keep_large_blocks
-from common.checkpoint import CheckpointError
-from common.config import load
-from common.processes import ChildDied
-from encoder_service.config import PREFIX, EncoderConfig
-from encoder_service.engine.workers import MODULE, WorkerError
-from encoder_service.server import serve
+from common.extra import require
 
 
-def main(*, worker: str = MODULE) -> None:
+def main(*, worker: str = "encoder_service.worker") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. Device workers run `worker`."""
+    require("encoder_service")  # before anything that is installed with it is imported
+    from common.allocator import keep_large_blocks
+    from common.checkpoint import CheckpointError
+    from common.config import load
+    from common.processes import ChildDied
+    from encoder_service.config import PREFIX, EncoderConfig
+    from encoder_service.engine.workers import WorkerError
+    from encoder_service.server import serve
+
     config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
     keep_large_blocks()
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, size, words
-from common.grpc_server import ServerConfig
+from common.devices import check_device
+from common.grpc_server import LISTEN, ServerConfig
 from encoder_service.engine.tier_client import check_url
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
@@ -17,7 +18,8 @@ PREFIX = "TWINLENS_ENCODER"
 class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     """Options of `python -m encoder_service`."""
 
-    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub")
+    listen: str = option("127.0.0.1:7001", LISTEN)
+    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub (required)")
     device: str = option(
         "auto", "where the vision tower runs: auto, cpu, cuda (each worker on the next GPU), or cuda:N for all workers"
     )
@@ -94,7 +96,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     def validate(self) -> None:
         """Raises ValueError where options contradict each other."""
         if not self.model:
-            raise ValueError("--model is needed")
+            raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
+        if self.device != "auto":
+            check_device(self.device)
         if self.shared_store:
             self._check_shared_store()
         if self.batch_patches > self.max_patches_per_call:

@@ -28,6 +28,11 @@ class Meters:
         self._preprocess = metrics.histogram("preprocess_seconds", "seconds from pixels to patches, for a batch")
         self._vit = metrics.histogram("vit_seconds", "seconds of the vision tower, for a batch")
 
+    def describe(self, **labels: str) -> None:
+        """Has every scrape say what this service is, for other series to be joined with."""
+        about = "what this service is, by its labels; always 1"
+        self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
+
     def watch(self, encoder: Encoder, link: Link) -> None:
         """Has every scrape read queues, totals and the store."""
         self._metrics.read(lambda: _queues(encoder))

@@ -32,6 +32,7 @@ from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, Parts
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import Begin
+from twinlens import __version__
 from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 SERVICE = "twinlens.v1.EncoderService"
@@ -65,6 +66,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         frame = GrpcServer(config, [SERVICE])
         servicer = EncoderServicer()
         add_EncoderServiceServicer_to_server(servicer, frame.server)
+        running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         await frame.bind()
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
@@ -130,6 +132,14 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
                 lease_seconds=config.lease_seconds,
                 pools=pools if config.device_pool_bytes else None,
             )
+        )
+        meters.describe(
+            version=__version__,
+            model=checkpoint.name,
+            architecture=model.architecture,
+            digest=digest,
+            device=device,
+            dtype=dtype.value,
         )
         meters.watch(encoder, link)
         servicer.parts = Parts(config, checkpoint.name, encoder, link, meters)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from common.allocator import keep_large_blocks
-from common.checkpoint import CheckpointError
-from common.config import load
-from common.errors import TwinlensError
-from llm_service.config import LlmConfig
-from llm_service.engine.reserve import MODULE
-from llm_service.node import lend
-from llm_service.server import serve
+from common.extra import require
 
 
-def main(*, engine: str = MODULE) -> None:
+def main(*, engine: str = "llm_service.engine") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. The engine runs `engine`."""
+    require("llm_service")  # before anything that is installed with it is imported
+    from common.allocator import keep_large_blocks
+    from common.checkpoint import CheckpointError
+    from common.config import load
+    from common.errors import TwinlensError
+    from llm_service.config import LlmConfig
+    from llm_service.node import lend
+    from llm_service.server import serve
+
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
     keep_large_blocks()
     try:

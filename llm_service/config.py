@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
+from common.devices import check_device, default_device
 from common.grpc_channel import ChannelSecurity
-from common.grpc_server import ServerConfig, read_token
+from common.grpc_server import LISTEN, ServerConfig, read_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Meeting:
 class LlmConfig(ServerConfig):
     """Everything that `python -m llm_service` can be told."""
 
-    model: str = option("", "checkpoint folder or hub name (required)")
+    listen: str = option("127.0.0.1:7002", LISTEN)
+    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub (required)")
     served_model_name: str = option("", "name that requests may ask for; by default the folder's")
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
@@ -158,14 +160,14 @@ class LlmConfig(ServerConfig):
         """Raises ValueError where options are missing or contradict each other."""
         self.check_server()
         if not self.model:
-            raise ValueError("--model is required")
+            raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
         for address in self.encoders:
             if address.startswith("file:///"):
                 continue
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not is_port(port):
                 raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
-        self.meeting()
+        check_device(self.device or default_device(), self.tp // self.meeting().nodes)
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):

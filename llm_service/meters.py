@@ -42,6 +42,11 @@ class Meters:
         self._ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
         self._outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
 
+    def describe(self, **labels: str) -> None:
+        """Has every scrape say what this service is, for other series to be joined with."""
+        about = "what this service is, by its labels; always 1"
+        self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
+
     def request(self) -> RequestMeter:
         """For a request that has just come."""
         return RequestMeter(self)
@@ -100,7 +105,7 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield gauge("num_sequences_running", "choices in prefill or decode", state.running)
     yield gauge("num_sequences_waiting", "choices that the engine has not begun on, or has put back", state.waiting)
     yield gauge("kv_cache_usage_ratio", "KV blocks that requests hold, of all", share)
-    yield gauge("kv_blocks_total", "KV blocks in all", state.kv_blocks_total)
+    yield gauge("kv_blocks", "KV blocks in all", state.kv_blocks_total)
     yield gauge("kv_blocks_used", "KV blocks that requests hold", state.kv_blocks_used)
     yield gauge("kv_blocks_cached", "KV blocks that no request holds and a prompt can use", state.kv_blocks_cached)
     yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", state.prefix_query_tokens)

@@ -35,6 +35,7 @@ from llm_service.servicer import LlmServicer, Parts
 from llm_service.sessions import SessionLimits, Sessions
 from llm_service.settings import EngineSettings
 from llm_service.tokens import end_tokens
+from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
 SERVICE = "twinlens.v1.LlmService"
@@ -93,6 +94,14 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         )
         metrics = Metrics("twinlens_llm")
         meters = Meters(metrics)
+        meters.describe(
+            version=__version__,
+            model=model,
+            architecture=text.architecture,
+            digest=digest,
+            device=settings.device,
+            dtype=settings.dtype,
+        )
         compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)

@@ -36,10 +36,10 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     try:
         runner = Runner(begin, staging, store)
         link.send(runner.warm_up())
-    except (AttentionUnavailable, GraphsUnavailable, DeviceMemoryError) as error:
+    except (AttentionUnavailable, CheckpointError, GraphsUnavailable, DeviceMemoryError) as error:
         link.send(Failed(why=str(error)))
         return
-    except (CheckpointError, OSError, KeyError, RuntimeError) as error:
+    except (OSError, KeyError, RuntimeError) as error:
         link.send(Failed(why=f"{type(error).__name__}: {error}"))
         return
     take = ahead if runner.device.type == "cuda" else in_turn

@@ -14,6 +14,7 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
+from common.gpu import use_gpu
 from common.graphs import CudaCapture
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
@@ -48,7 +49,7 @@ class Runner:
             torch.set_num_threads(begin.threads)
         self.device = torch.device(begin.device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # Triton launches on the current one, wherever the tensors are
+            use_gpu(self.device)
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)

@@ -12,6 +12,7 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
+from common.gpu import use_gpu
 from common.graphs import CudaCapture
 from common.kernels.jit import use_threads
 from llm_service.layers.attention.backend import CacheShape
@@ -37,7 +38,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
     cannot be served, or not on this device.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current one, wherever the tensors are
+        use_gpu(device)
     try:
         return _load(settings, device, group, arena_fd)
     except torch.OutOfMemoryError as error:

@@ -67,10 +67,12 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, t
         ({"max_ratio": "nan"}, "outside"),
         ({"no_such_option": "1"}, "unrecognized arguments"),
         ({"start_seconds": "0.1"}, "has not started within 0.1 seconds"),
+        ({"device": "cuda:0"}, "no GPU can be seen"),
     ],
 )
 def test_a_bad_option_ends_it_with_one_line(checkpoints, flags, says):
-    given = {"model": checkpoints("qwen2_vl"), **flags}
+    given = {"model": checkpoints("qwen2_vl"), "listen": "127.0.0.1:0", **flags}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    with pytest.raises(RuntimeError, match=says), launch("encoder_service", *words):
+    with pytest.raises(RuntimeError, match=says) as failed, launch("encoder_service", *words):
         pass
+    assert len(str(failed.value).splitlines()) == 2, "what the test says, and what the service said"

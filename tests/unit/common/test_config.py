@@ -34,11 +34,12 @@ def read(*argv: str, **environ: str) -> Options:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
-    """The last line of what a bad start prints; it must end with status 2."""
+    """The one line that a bad start prints; it must end with status 2."""
     with pytest.raises(SystemExit) as end:
         read(*argv, **environ)
     assert end.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 def test_defaults_stand_where_nothing_is_said() -> None:
@@ -87,11 +88,15 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_left_alone() -> None:
     [
         ([], {"TWINLENS_TEST_PORT": "7002"}, "TWINLENS_TEST_PORT"),
         ([], {"TWINLENS_TEST_CUONT": "4"}, "TWINLENS_TEST_CUONT"),
-        (["--cuont=4"], {}, "--cuont"),
+        ([], {"TWINLENS_TEST_CUONT": "4"}, "is TWINLENS_TEST_COUNT meant?"),
+        (["--cuont=4"], {}, "--cuont=4: is --count meant?"),
         (["--coun=4"], {}, "--coun"),
+        (["--wholly-unknown"], {}, "--help` lists what there is"),
         (["stray"], {}, "stray"),
-        (["--count=many"], {}, "--count"),
-        ([], {"TWINLENS_TEST_COUNT": "many"}, "--count"),
+        (["--count=many"], {}, "--count: 'many' is not valid: expected a whole number"),
+        (["--count=1.5"], {}, "expected a whole number"),
+        (["--rate=fast"], {}, "expected a number"),
+        ([], {"TWINLENS_TEST_COUNT": "many"}, "the environment variable TWINLENS_TEST_COUNT: argument --count"),
         (["--count=0"], {}, "outside 1 to 8"),
         (["--count=9"], {}, "outside 1 to 8"),
         (["--rate=nan"], {}, "outside 0 to any"),
@@ -168,6 +173,11 @@ def test_yes_and_no_have_their_usual_spellings() -> None:
     assert [boolean(word) for word in ("0", "False", "no", "OFF")] == [False] * 4
 
 
+@pytest.mark.parametrize(("kind", "port"), [(EncoderConfig, 7001), (LlmConfig, 7002)])
+def test_the_ports_are_those_of_the_contract(kind: type[EncoderConfig | LlmConfig], port: int) -> None:
+    assert kind().listen == f"127.0.0.1:{port}"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -186,6 +196,8 @@ def test_yes_and_no_have_their_usual_spellings() -> None:
         (["--model=m", "--auth-token=sekr\nt"], "a token is one line"),
         (["--model=m", "--encoder-token=sekrét"], "a token is one line"),
         (["--model=m", "--encoder-ca=/no/such/file"], "/no/such/file cannot be read"),
+        (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),
+        (["--model=m", "--device=gpu"], "--device gpu is none of cpu, cuda and cuda:N"),
         (["--model=m", "--max-message-bytes=2g"], "--max-message-bytes"),
         (["--model=m", "--encoders=h:70000"], "--encoders: h:70000"),
         (["--model=m", "--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:70000"], "--rendezvous"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
+from common.devices import check_device, cuda_device_count, default_device, default_dtype, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,30 @@ def test_the_suite_for_cpus_sees_no_gpu_whatever_the_machine_has() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert cuda_device_count() == 0
     assert default_device() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "there"), [("cpu", 8, 0), ("cuda", 1, 1), ("cuda:0", 2, 2), ("cuda:1", 1, 2), ("cuda", 4, 4)]
+)
+def test_a_device_that_is_there_is_none_to_complain_of(device: str, wanted: int, there: int) -> None:
+    check_device(device, wanted, there)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "there", "says"),
+    [
+        ("cuda:0", 1, None, "--device cuda:0: no GPU can be seen here; --device cpu needs none"),
+        ("cuda:2", 1, 2, "cuda:2 is needed, and the last GPU that can be seen here is cuda:1"),
+        ("cuda:0", 4, 1, "cuda:3 is needed"),
+        ("gpu", 1, 1, "--device gpu is none of cpu, cuda and cuda:N"),
+        ("cuda:", 1, 1, "is none of"),
+        ("cuda:-1", 1, 1, "is none of"),
+        ("cpu:0", 1, 1, "is none of"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(device: str, wanted: int, there: int | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_device(device, wanted, there)
 
 
 def test_the_type_of_weights_follows_from_the_device() -> None:

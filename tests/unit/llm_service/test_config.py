@@ -13,7 +13,7 @@ HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--model is required"),
+        ([], "--model is needed"),
         (["--model=m", "--max-running=64", "--max-step-tokens=32"], "--max-step-tokens"),
         (["--model=m", "--encoder-key=x"], "--encoder-cert and --encoder-key"),
         (["--model=m", "--row-mirror", "--shared-memory=no"], "--row-mirror needs --shared-memory"),
