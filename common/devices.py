@@ -41,8 +41,8 @@ def default_device() -> str:
 
 
 def check_device(device: str, wanted: int = 1, there: int | None = None) -> None:
-    """Raises ValueError, in words for whoever starts the service, where `device` (cpu, cuda or cuda:N) is none, or is
-    not here together with those after it, `wanted` in all. `there` is how many there are, by default as the driver says.
+    """Raises ValueError, in words for whoever starts the service, where `device` (cpu, cuda or cuda:N) is none, or
+    is not here with those after it, `wanted` in all. `there` is how many there are, by default as the driver says.
     """
     if device == "cpu":
         return
