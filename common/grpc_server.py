@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common import log
+from common import log, papers
 from common.config import is_port, option, size
 from common.grpc_calls import CallFrame
 
@@ -57,6 +57,11 @@ class ServerConfig:
             raise ValueError("--tls-cert and --tls-key go together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert")
+        papers.check(
+            ca=("--tls-client-ca", self.tls_client_ca),
+            cert=("--tls-cert", self.tls_cert),
+            key=("--tls-key", self.tls_key),
+        )
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
         self.token()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common import papers
 from common.config import is_port, option, size, words
 from common.devices import check_device, default_device
 from common.grpc_channel import ChannelSecurity
@@ -203,9 +204,11 @@ class LlmConfig(ServerConfig):
         return Meeting(nodes, node_rank, host, int(port))
 
     def link(self) -> ChannelSecurity:
-        """How encoders are spoken to. Raises ValueError where a file of it cannot be read, or holds no token."""
+        """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
         token = read_token(self.encoder_token, self.encoder_token_file)
-        for file in filter(None, (self.encoder_ca, self.encoder_cert, self.encoder_key)):
-            if not os.access(file, os.R_OK):
-                raise ValueError(f"{file} cannot be read")
+        papers.check(
+            ca=("--encoder-ca", self.encoder_ca),
+            cert=("--encoder-cert", self.encoder_cert),
+            key=("--encoder-key", self.encoder_key),
+        )
         return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token)

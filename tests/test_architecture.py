@@ -43,6 +43,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "front": ("nouns", "messages", "models", "media", "engine"),
 }
 
+# What the client and the LLM service, which is a client of encoders, have in common.
+LINKING = ("twinlens.pem.*", "twinlens.obstacles.*")
+
 UNSAFE_MODULES = {
     "pickle",
     "cPickle",
@@ -86,9 +89,10 @@ def ground_floor(tree: Tree) -> list[str]:
 
 
 def services_apart(tree: Tree) -> list[str]:
-    """A service imports its own modules, `common`, the contract and the release, and nothing else of ours."""
+    """A service imports its own modules, `common`, the contract and the release, and nothing else of ours but what
+    whoever opens a connection needs: what its files must hold, and what it means that it failed."""
     ours = {"common", "twinlens", *SERVICES, "tests", "tools", "benchmarks"}
-    shared = ("common.*", "twinlens.v1.*", "twinlens.__version__", "twinlens._version.*")
+    shared = ("common.*", "twinlens.v1.*", "twinlens.__version__", "twinlens._version.*", *LINKING)
     found = []
     for service in ("common", *SERVICES):
         for module in tree.matching(f"{service}.*"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import grpc.aio
 
+from twinlens import pem
 from twinlens._version import __version__
 
 MAX_MESSAGE_BYTES = 70 * 1024 * 1024
@@ -53,12 +55,22 @@ class Tls:
             raise ValueError("cert_file and key_file must be given together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises OSError for one that cannot be read."""
+        """Reads the files. Raises OSError for one that cannot be read, ValueError for one that holds something else."""
+        self.check(lambda field: field)
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca_file),
             private_key=_read(self.key_file),
             certificate_chain=_read(self.cert_file),
         )
+
+    def check(self, named: Callable[[str], str]) -> None:
+        """Raises as `credentials`; `named` makes of a field's name what a message calls it."""
+        if self.ca_file is not None:
+            pem.certificates(self.ca_file, named("ca_file"))
+        if self.cert_file is not None and self.key_file is not None:
+            pem.certificates(self.cert_file, named("cert_file"))
+            pem.private_key(self.key_file, named("key_file"))
+            pem.check_pair(self.cert_file, self.key_file, named("cert_file"), named("key_file"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,11 @@ class Endpoint:
             raise ValueError(
                 "a token would cross the network unencrypted: use TLS, or plaintext_token for a network that you trust"
             )
+
+    @property
+    def names_port(self) -> bool:
+        """Whether the address says a port, or is a socket's; gRPC takes 443 where it does not."""
+        return self.address.startswith(_SOCKETS) or _port(self.address) > 0
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

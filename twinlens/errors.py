@@ -14,6 +14,7 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
+from twinlens.obstacles import Obstacle, obstacle_in
 from twinlens.v1 import Status
 
 STATUS_TRAILER = "twinlens-status-bin"
@@ -67,7 +68,18 @@ class TwinlensError(Exception):
 
 
 class NotReachableError(TwinlensError):
-    """No service answered: wrong address, not started, gone, or a TLS handshake that failed."""
+    """No service answered: wrong address, not started, gone, or a TLS handshake that failed.
+
+    `obstacle` is which of these it was, where gRPC's words, the `message`, tell it.
+    """
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """What stands in the way; None where that is not known."""
+        return obstacle_in(self.message)
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.obstacle.value} ({self.message})" if self.obstacle else super().__str__()
 
 
 def error_from(call: FailedCall) -> TwinlensError:

@@ -15,6 +15,7 @@ import grpc
 from common import log
 from common.grpc_channel import ChannelSecurity
 from common.wire import RowLayout
+from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.convert import media_message
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
@@ -72,7 +73,7 @@ class Asking:
 
 class Peer:
     """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
-    there may be room for one more item."""
+    there may be room for one more item. `trouble` is why it could not be used last."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Peer:
         self.name = name
         self.health = Health(address, quarantine)
         self.breaker = Breaker()
+        self.trouble = ""
         self.region: Region | None = None
         self.device: CudaIpc | None = None
         self._settings = settings
@@ -142,15 +144,18 @@ class Peer:
                 encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
+            self.trouble = trouble(error.code(), error.details() or "", self._settings.security)
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(error.code(), began)
         if info is None or load is None:  # what gRPC makes of bytes that are no message
+            self.trouble = "what it answers is no message of ours"
             return Verdict.GONE
         self._told_load = load.queued_patches + load.running_patches
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
         if info.digest != self._settings.digest:
+            self.trouble = "it serves another model, or with other settings or another --dtype"
             return Verdict.GONE
         if not self.health.fits:
             self.breaker.succeeded()  # what its streams did in another life says nothing of this one

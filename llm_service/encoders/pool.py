@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from common import log, tasks
 from common.errors import Unavailable
+from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.line import Line
 from llm_service.encoders.peer import LinkSettings, Peer
@@ -37,6 +38,8 @@ class EncoderPool:
         self.line = Line()
         self._retiring: set[asyncio.Task[None]] = set()
         self._sources = Resolver(addresses)
+        self._configured = bool(addresses)
+        self._absence = Absence()
         self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._resolver: asyncio.Task[None] | None = None
@@ -48,6 +51,11 @@ class EncoderPool:
 
     async def start(self) -> None:
         """Begins to look encoders up and to watch them; does not wait for any."""
+        if not self._configured:
+            _log.warning(
+                "no encoder is configured: requests with pictures or videos fail", hint="--encoders names them"
+            )
+            return
         self._resolver = tasks.start(self._keep_resolving(), "encoder resolver")
 
     async def stop(self) -> None:
@@ -68,6 +76,7 @@ class EncoderPool:
                 self._add(address, wanted[address])
             for address in self._peers.keys() - wanted.keys():
                 await self._remove(address, grace=self.settings.timeout)
+            self._absence.look(self.peers)
             await asyncio.sleep(_RESOLVE_SECONDS)
 
     def _add(self, address: str, name: str) -> None:

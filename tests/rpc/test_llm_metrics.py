@@ -90,6 +90,15 @@ def test_what_runs_is_seen_while_it_runs_and_load_says_the_same(service: Service
     assert samples(service)['requests_total{outcome="cancelled"}'] == cancelled + 3
 
 
+def test_a_scrape_says_what_runs_and_which_encoders_it_needs(service: Service, client: LlmClient) -> None:
+    info = client.get_info()
+    (line,) = [name for name in samples(service) if name.startswith("info")]
+    for label, value in (("version", info.version), ("model", info.model), ("digest", info.encoder_digest)):
+        assert f'{label}="{value}"' in line
+    assert samples(service)[line] == 1
+    assert samples(service)["kv_blocks"] == client.get_load().kv_blocks_total
+
+
 def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(client: LlmClient) -> None:
     refused = client.get_load().refused_requests
     with ExitStack() as streams:

@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from twinlens._version import __version__
-from twinlens.cli import ask, health, status
+from twinlens.cli import advice, ask, health, status
+from twinlens.cli.connection import endpoint
 from twinlens.errors import NotReachableError, TwinlensError
 
 DONE, FAILED, MISUSED, NOT_REACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -32,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _flush()
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         return FAILED
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return _fail(MISUSED, named)
+    except ValueError as error:
         return _fail(MISUSED, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -41,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
-    except NotReachableError as error:
-        return _fail(NOT_REACHABLE, f"no service answers at {arguments.address}: {error.message}")
     except TwinlensError as error:
-        hint = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
-        return _fail(FAILED, f"{error}{hint}")
+        told = advice.why(error, endpoint(arguments.address, arguments))
+        if isinstance(error, NotReachableError):
+            return _fail(NOT_REACHABLE, f"no service answers at {arguments.address}: {told}")
+        return _fail(FAILED, told)
 
 
 def _flush() -> None:
@@ -66,10 +70,18 @@ def _fail(code: int, text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wants options spelt out, its commands' as well: an abbreviation may mean another option tomorrow."""
+    """Wants options spelt out, its commands' as well: an abbreviation may mean another option tomorrow. What is wrong
+    is said in one line, which no usage hides."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        _, unknown, first = message.partition("unrecognized arguments: ")
+        if unknown and not first.startswith("-"):
+            message += "; a question of several words is put in quotes"
+        self.exit(MISUSED, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 
 def _parser() -> argparse.ArgumentParser:

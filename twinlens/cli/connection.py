@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from twinlens.channel import Endpoint, Tls
@@ -26,9 +26,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--server-name", metavar="NAME", help="name expected in the service's certificate")
 
 
+def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for encoders that are reached in another way than the LLM service."""
+    group = parser.add_argument_group(
+        "connection to the encoders",
+        "what is not given is as for the LLM service; a certificate and its key go together",
+    )
+    group.add_argument("--encoder-token-file", metavar="FILE", help="file with their bearer token")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument("--encoder-tls", action="store_true", default=None, help="use TLS, trusting the public roots")
+    how.add_argument("--encoder-plaintext", action="store_true", help="use no TLS, though the LLM service has it")
+    group.add_argument("--encoder-ca-file", metavar="PEM", help="use TLS, trusting these roots alone")
+    group.add_argument("--encoder-cert-file", metavar="PEM", help="client certificate, with --encoder-key-file")
+    group.add_argument("--encoder-key-file", metavar="PEM", help="private key of --encoder-cert-file")
+    group.add_argument("--encoder-server-name", metavar="NAME", help="name expected in their certificates")
+
+
 def endpoint(address: str, arguments: argparse.Namespace) -> Endpoint:
     """An address with the flags' token and TLS. Raises ValueError or OSError for unusable flags."""
-    return Endpoint(address, _token(arguments), _tls(arguments), arguments.plaintext_token)
+    names = {name: name for name in _NAMES}
+    return Endpoint(address, _token(arguments, names), _tls(arguments, names), arguments.plaintext_token)
+
+
+def encoder_endpoint(address: str, arguments: argparse.Namespace) -> Endpoint:
+    """An encoder's address: each flag of its own goes before the one for the LLM service. Raises as `endpoint`."""
+    given = {name: f"encoder_{name}" for name in _NAMES if getattr(arguments, f"encoder_{name}") is not None}
+    if "cert_file" in given or "key_file" in given:  # half of the LLM service's pair is of no use
+        given |= {name: f"encoder_{name}" for name in ("cert_file", "key_file")}
+    if arguments.encoder_tls:  # the public roots
+        given["ca_file"] = "encoder_ca_file"
+    names = {name: name for name in _NAMES} | given
+    tls = None if arguments.encoder_plaintext else _tls(arguments, names)
+    return Endpoint(address, _token(arguments, names), tls, arguments.plaintext_token)
+
+
+_FILES = ("ca_file", "cert_file", "key_file", "server_name")
+_NAMES = ("token_file", "tls", *_FILES)
 
 
 def bounded(kind: Callable[[str], float], low: float = 0, high: float = float("inf")) -> Callable[[str], float]:
@@ -44,14 +77,27 @@ def bounded(kind: Callable[[str], float], low: float = 0, high: float = float("i
     return read
 
 
-def _token(arguments: argparse.Namespace) -> str | None:
-    if arguments.token_file is None:
+def _token(arguments: argparse.Namespace, names: Mapping[str, str]) -> str | None:
+    """The token of the flag that `names` says, else of the environment."""
+    file = getattr(arguments, names["token_file"])
+    if file is None:
         return os.environ.get("TWINLENS_TOKEN", "").strip() or None
-    if not (token := Path(arguments.token_file).read_text("utf-8").strip()):
-        raise ValueError(f"{arguments.token_file} holds no token")
+    if not (token := Path(file).read_text("utf-8").strip()):
+        raise ValueError(f"{_flag(names['token_file'])} {file} holds no token")
     return token
 
 
-def _tls(arguments: argparse.Namespace) -> Tls | None:
-    files = (arguments.ca_file, arguments.cert_file, arguments.key_file, arguments.server_name)
-    return Tls(*files) if arguments.tls or any(files) else None
+def _tls(arguments: argparse.Namespace, names: Mapping[str, str]) -> Tls | None:
+    """TLS by the flags that `names` says; None where none of them is given."""
+    files = [getattr(arguments, names[name]) for name in _FILES]
+    if not (getattr(arguments, names["tls"]) or any(files)):
+        return None
+    if (files[1] is None) != (files[2] is None):
+        raise ValueError(f"{_flag(names['cert_file'])} and {_flag(names['key_file'])} go together")
+    tls = Tls(*files)
+    tls.check(lambda field: _flag(names[field]))
+    return tls
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

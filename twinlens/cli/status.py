@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from twinlens.cli import sections, watch
-from twinlens.cli.connection import add_flags, bounded, endpoint
+from twinlens.cli import advice, sections, watch
+from twinlens.cli.connection import add_encoder_flags, add_flags, bounded, encoder_endpoint, endpoint
 from twinlens.client import EncoderClient, LlmClient
-from twinlens.errors import TwinlensError
-from twinlens.v1 import EncoderServiceGetLoadResponse, LlmServiceGetLoadResponse
+from twinlens.errors import NotReachableError, TwinlensError
+from twinlens.v1 import EncoderServiceGetInfoResponse, EncoderServiceGetLoadResponse, LlmServiceGetLoadResponse
 
 Load = TypeVar("Load", EncoderServiceGetLoadResponse, LlmServiceGetLoadResponse)
 
@@ -45,6 +45,7 @@ def add_parser(commands: Any) -> None:
         help="show queues, caches and throughput every so often (default: 2 s), until interrupted",
     )
     add_flags(parser)
+    add_encoder_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,16 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     texts = [sections.llm(arguments.address, info, load)]
     failures = 0
     for address in arguments.encoder or _addresses(load):
-        try:
-            with EncoderClient(endpoint(address, arguments)) as encoder:
-                its_info, its_load = encoder.get_info(), encoder.get_load()
-        except (TwinlensError, ValueError) as error:  # or an address that the token may not be sent to
+        said = _ask(address, arguments)
+        if isinstance(said, str):
             failures += 1
-            report["encoders"].append({"address": address, "error": str(error)})
-            texts.append(f"encoder {address}: {error}")
+            report["encoders"].append({"address": address, "error": said})
+            texts.append(f"encoder {address}: {said}")
         else:
-            report["encoders"].append({"address": address, **_pair(its_info, its_load)})
-            texts.append(sections.encoder(address, its_info, its_load))
+            report["encoders"].append({"address": address, **_pair(*said)})
+            texts.append(sections.encoder(address, *said))
     print(json.dumps(report, indent=2) if arguments.json else "\n\n".join(texts))
     if failures:
         print(f"twinlens: {failures} of the encoders did not answer", file=sys.stderr)
@@ -82,7 +81,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
         def ask(address: str) -> EncoderServiceGetLoadResponse:
             if address not in encoders:
-                encoders[address] = stack.enter_context(EncoderClient(endpoint(address, arguments)))
+                encoders[address] = stack.enter_context(EncoderClient(encoder_endpoint(address, arguments)))
             return encoders[address].get_load()
 
         def sample() -> watch.Sample:
@@ -93,6 +92,23 @@ def _watch(arguments: argparse.Namespace) -> int:
             return watch.Sample(time.monotonic(), load, asked)
 
         return watch.run(sample, arguments.watch)
+
+
+def _ask(
+    address: str, arguments: argparse.Namespace
+) -> tuple[EncoderServiceGetInfoResponse, EncoderServiceGetLoadResponse] | str:
+    """What an encoder says of itself, or why it says nothing. Raises OSError for a file that cannot be read."""
+    try:
+        its = encoder_endpoint(address, arguments)
+    except ValueError as error:  # a token that may not be sent there, say
+        return str(error)
+    try:
+        with EncoderClient(its) as encoder:
+            return encoder.get_info(), encoder.get_load()
+    except NotReachableError as error:
+        return f"{error.code.name}: {advice.why(error, its, of_encoder=True)}"
+    except TwinlensError as error:
+        return advice.why(error, its, of_encoder=True)
 
 
 def _addresses(load: LlmServiceGetLoadResponse) -> list[str]:

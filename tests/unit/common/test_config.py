@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
+import trustme
 
 from common.config import boolean, load, option, size, words
 from encoder_service.config import EncoderConfig
@@ -209,6 +211,39 @@ def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
     with pytest.raises(SystemExit):
         load(LlmConfig, "TWINLENS_LLM", "LLM.", argv, {})
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"tls-cert": "key.pem", "tls-key": "key.pem"}, "--tls-cert {}/key.pem holds a private key, where cert"),
+        ({"tls-cert": "cert.pem", "tls-key": "cert.pem"}, "--tls-key {}/cert.pem holds a certificate, where a private"),
+        ({"tls-cert": "cert.pem", "tls-key": "none.pem"}, "--tls-key {}/none.pem cannot be read: No such file"),
+        ({"tls-cert": "cert.pem", "tls-key": "other.pem"}, "and --tls-key {}/other.pem are not of one pair"),
+        (
+            {"tls-cert": "cert.pem", "tls-key": "key.pem", "tls-client-ca": "key.pem"},
+            "--tls-client-ca {}/key.pem holds a private key, where certificates are wanted",
+        ),
+        ({"encoder-ca": "key.pem"}, "--encoder-ca {}/key.pem holds a private key, where certificates are wanted"),
+        (
+            {"encoder-ca": "cert.pem", "encoder-cert": "cert.pem", "encoder-key": "other.pem"},
+            "--encoder-cert {0}/cert.pem and --encoder-key {0}/other.pem are not of one pair",
+        ),
+    ],
+)
+def test_a_file_for_tls_that_is_another_is_named_with_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], says: str
+) -> None:
+    authority = trustme.CA()
+    for name, issued in (("key", authority.issue_cert("a.test")), ("other", authority.issue_cert("b.test"))):
+        issued.private_key_pem.write_to_path(str(tmp_path / f"{name}.pem"))
+        if name == "key":
+            issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    given = [f"--{name}={tmp_path / file}" for name, file in flags.items()]
+    with pytest.raises(SystemExit):
+        load(LlmConfig, "TEST", "", ["--model=m", *given], {})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says.format(tmp_path) in line
 
 
 def test_a_token_that_cannot_be_one_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,7 @@ def test_where_all_are_there_nothing_is_said() -> None:
 def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODULES, "missing-one", "no_such_module")
     monkeypatch.setitem(MODULES, "missing-two", "no_such_package.module")
-    with pytest.raises(
-        SystemExit, match=r"^a_service: not installed: missing-one, missing-two\. .*services"
-    ):
+    with pytest.raises(SystemExit, match=r"^a_service: not installed: missing-one, missing-two\. .*services"):
         require("a_service")
 
 

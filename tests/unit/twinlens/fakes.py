@@ -68,6 +68,7 @@ class FakeLlm(v1.LlmServiceServicer):
         return v1.TokenizeResponse(ids=[len(request.chat.messages)])
 
     def GetInfo(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         self.remaining = context.time_remaining()
         return v1.LlmServiceGetInfoResponse(
             version="0.9",
@@ -101,6 +102,9 @@ class FakeLlm(v1.LlmServiceServicer):
 class FakeEncoder(v1.EncoderServiceServicer):
     """An encoder service."""
 
+    def __init__(self) -> None:
+        self.metadata: dict[str, str | bytes] = {}
+
     def Encode(self, request, context):
         for item, media in enumerate(request.items):
             if media.data == b"broken":
@@ -121,6 +125,7 @@ class FakeEncoder(v1.EncoderServiceServicer):
         return v1.ReleaseResponse(released=len(request.leases))
 
     def GetInfo(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         return v1.EncoderServiceGetInfoResponse(
             version="0.9",
             model="demo",

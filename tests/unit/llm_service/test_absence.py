@@ -1,0 +1,103 @@
+"""What the log says where no encoder can be used: when, how often, and which option may help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from common.grpc_channel import ChannelSecurity
+from common.wire import DType, RowLayout
+from llm_service.encoders.absence import Absence, trouble
+from llm_service.encoders.peer import LinkSettings
+from llm_service.encoders.pool import EncoderPool
+
+PLAIN, ROOTS = ChannelSecurity(), ChannelSecurity(ca="ca.pem")
+PAPERS = ChannelSecurity(ca="ca.pem", cert="cert.pem", key="key.pem")
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+NO_VERSION = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER: OK"
+
+
+@dataclass
+class FakePeer:
+    """What is looked at."""
+
+    address: str
+    usable: bool = False
+    trouble: str = ""
+
+
+class Watch:
+    """An `Absence` with a clock of its own: what it logs at a time, of some encoders."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._absence = Absence(patience=15, again=300, clock=lambda: self._now)
+
+    def at(self, seconds: float, *peers: FakePeer) -> list[Any]:
+        self._now = seconds
+        with capture_logs() as lines:
+            self._absence.look(peers)
+        return lines
+
+
+def test_an_encoder_has_time_to_start() -> None:
+    watch, peer = Watch(), FakePeer("a:1", trouble="nothing listens there")
+    assert not watch.at(0, peer) + watch.at(14, peer)
+    (line,) = watch.at(15, peer)
+    assert line["log_level"] == "warning"
+    assert line["encoders"] == {"a:1": "nothing listens there"}
+    assert line["for_seconds"] == 15
+
+
+def test_it_is_said_again_now_and_then() -> None:
+    watch, peer = Watch(), FakePeer("a:1")
+    said = [second for second in range(0, 1000, 5) if watch.at(second, peer)]
+    assert said == [15, 315, 615, 915]
+
+
+def test_one_that_can_be_used_is_enough_and_begins_the_wait_anew() -> None:
+    watch, one, other = Watch(), FakePeer("a:1"), FakePeer("b:1", usable=True)
+    assert not watch.at(0, one) + watch.at(20, one, other) + watch.at(30, one)
+    assert not watch.at(44, one)
+    assert watch.at(45, one)
+
+
+def test_where_nobody_is_found_the_name_is_in_question() -> None:
+    watch = Watch()
+    watch.at(0)
+    (line,) = watch.at(15)
+    assert "--encoders" in line["hint"]
+
+
+async def test_a_service_without_encoders_says_so_at_once() -> None:
+    with capture_logs() as lines:
+        pool = EncoderPool([], LinkSettings(digest="", layout=RowLayout(1, 4, DType.FLOAT32), merge=2))
+        await pool.start()
+        await pool.stop()
+    assert [(line["log_level"], "no encoder is configured" in line["event"]) for line in lines] == [("warning", True)]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "security", "says"),
+    [
+        (UNAVAILABLE, "… Connection refused", PLAIN, "nothing listens there"),
+        (UNAVAILABLE, "… Socket closed", PLAIN, "--encoder-ca turns TLS on"),
+        (UNAVAILABLE, "… Socket closed", ROOTS, "--encoder-cert and --encoder-key"),
+        (UNAVAILABLE, "… Socket closed", PAPERS, "may not trust the certificate of --encoder-cert"),
+        (UNAVAILABLE, NO_VERSION, ROOTS, "does not speak TLS: without --encoder-ca no TLS is used"),
+        (UNAVAILABLE, "CERTIFICATE_VERIFY_FAILED", ROOTS, "--encoder-ca says which roots to trust"),
+        (UNAVAILABLE, "Hostname Verification Check failed.", ROOTS, "the host that --encoders names"),
+        (UNAVAILABLE, "something else", PLAIN, "UNAVAILABLE: something else"),
+        (grpc.StatusCode.UNAUTHENTICATED, "", PLAIN, "--encoder-token-file"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", PLAIN, "it is no encoder"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PLAIN, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_option_that_helps(
+    code: grpc.StatusCode, details: str, security: ChannelSecurity, says: str
+) -> None:
+    assert says in trouble(code, details, security)

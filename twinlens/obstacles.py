@@ -1,0 +1,40 @@
+"""What stands between a client and a service, told from what gRPC says of a connection that failed."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Obstacle(Enum):
+    """Why a service could not be reached; the value says it in words."""
+
+    NOBODY_LISTENS = "nothing listens there"
+    UNKNOWN_HOST = "no host of that name is known"
+    CLOSED = "the connection was closed at once, as where TLS, or a client certificate, is wanted"
+    NO_TLS = "what listens there does not speak TLS"
+    UNTRUSTED = "its certificate is not signed by the roots that are trusted"
+    OTHER_NAME = "its certificate is for another name"
+    NO_GRPC = "what listens there does not speak gRPC"
+
+
+_SAID = {
+    "Connection refused": Obstacle.NOBODY_LISTENS,
+    "hostname lookup error": Obstacle.UNKNOWN_HOST,
+    "Domain name not found": Obstacle.UNKNOWN_HOST,
+    "WRONG_VERSION_NUMBER": Obstacle.NO_TLS,
+    "CERTIFICATE_VERIFY_FAILED": Obstacle.UNTRUSTED,
+    "Hostname Verification Check failed": Obstacle.OTHER_NAME,
+    "Failed parsing HTTP/2": Obstacle.NO_GRPC,
+    "Socket closed": Obstacle.CLOSED,
+    "Connection reset by peer": Obstacle.CLOSED,
+}
+"""What gRPC's text has in it. These words are not promised by anyone; where they change, gRPC's own are shown."""
+
+
+def obstacle_in(details: str) -> Obstacle | None:
+    """The obstacle that gRPC's text tells of, or None.
+
+    >>> obstacle_in("connections to all backends failing; last error: … Connection refused")
+    <Obstacle.NOBODY_LISTENS: 'nothing listens there'>
+    """
+    return next((obstacle for said, obstacle in _SAID.items() if said in details), None)

@@ -1,0 +1,45 @@
+"""Certificates and keys as PEM files. What is wrong with one is said before gRPC sees it, which says little."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+_CERTIFICATE, _KEY, _ENCRYPTED = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----", b"ENCRYPTED"
+
+
+def certificates(path: str | Path, option: str) -> bytes:
+    """A file with at least one certificate. Raises OSError, or ValueError, which names `option`."""
+    content = _read(path, option)
+    if _CERTIFICATE not in content:
+        instead = "a private key" if _KEY in content else "no PEM certificate"
+        raise ValueError(f"{option} {path} holds {instead}, where certificates are wanted")
+    return content
+
+
+def private_key(path: str | Path, option: str) -> bytes:
+    """A file with a private key that no password protects. Raises as `certificates`."""
+    content = _read(path, option)
+    if _KEY not in content:
+        instead = "a certificate" if _CERTIFICATE in content else "no PEM key"
+        raise ValueError(f"{option} {path} holds {instead}, where a private key is wanted")
+    if _ENCRYPTED in content:
+        raise ValueError(f"{option} {path} is protected by a password: give a key without one")
+    return content
+
+
+def check_pair(cert: str | Path, key: str | Path, cert_option: str, key_option: str) -> None:
+    """Raises ValueError where a key is not the one of the first certificate in a file."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        said = "are not of one pair" if error.reason == "KEY_VALUES_MISMATCH" else "cannot be used"
+        raise ValueError(f"{cert_option} {cert} and {key_option} {key} {said}") from None
+
+
+def _read(path: str | Path, option: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        error.filename = f"{option} {path}"  # it is shown with the reason
+        raise
