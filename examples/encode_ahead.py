@@ -1,24 +1,38 @@
 """Encodes a picture ahead of the question: the encoder is called directly, the LLM service is given a key alone.
 
-    python examples/encode_ahead.py picture.png "What is in the picture?" [ENCODER] [LLM]
+    python examples/encode_ahead.py picture.png "What is in the picture?"
 
 `Prefetch` answers as soon as the picture's dimensions are known and encodes behind the caller's back; `Encode` would
 send the rows as well. Either says the content key, which stands for the picture from then on, for as long as an
 encoder has its rows.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
-from twinlens import EncoderClient, LlmClient, generate_request, user, v1
+from twinlens import EncoderClient, LlmClient, TwinlensError, generate_request, user, v1
 
 
-def main(file: str, question: str, encoder: str = "127.0.0.1:7001", llm: str = "127.0.0.1:7002") -> None:
-    picture = v1.Media(modality=v1.MODALITY_IMAGE, data=Path(file).read_bytes())
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path, help="a file")
+    parser.add_argument("question", help="in quotes")
+    parser.add_argument("--encoder", metavar="ADDR", default="127.0.0.1:7001", help="default: %(default)s")
+    parser.add_argument("--llm", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
+    given = parser.parse_args()
+    try:
+        ask(given.picture.read_bytes(), given.question, given.encoder, given.llm)
+    except (OSError, TwinlensError) as error:
+        sys.exit(f"encode_ahead: {error}")
+
+
+def ask(picture: bytes, question: str, encoder: str, llm: str) -> None:
+    item = v1.Media(modality=v1.MODALITY_IMAGE, data=picture)
     with EncoderClient(encoder) as media, LlmClient(llm) as text:
-        answer = media.prefetch(v1.PrefetchRequest(items=[picture]))
+        answer = media.prefetch(v1.PrefetchRequest(items=[item]))
         if answer.errors:
-            sys.exit(answer.errors[0].status.message)
+            sys.exit(f"encode_ahead: {answer.errors[0].status.message}")
         header = answer.headers[0]
         print(f"key {header.key.hex()[:16]}…, {header.tokens} rows")
         by_key = v1.Media(modality=v1.MODALITY_IMAGE, key=header.key)
@@ -29,4 +43,4 @@ def main(file: str, question: str, encoder: str = "127.0.0.1:7001", llm: str = "
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,8 +1,8 @@
 """The whole system on one machine in a minute: what `make demo` runs.
 
-Starts both services on free ports, asks about a photograph, a drawing and a film over gRPC, streams the
-answers, shows where the time went, asks again to show the caches at work, and stops everything. The exit code
-is 0 if all of that went as it should.
+Starts both services on free ports, asks about a drawing and a film over gRPC, streams the answers, asks about the
+drawing again to show the caches at work, and last about a photograph, which this model was not made for. Then it
+shows where the time went, and stops everything. The exit code is 0 if all of that went as it should.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from twinlens.v1 import Media
 
 _MODEL = Path("models/demo")
 _START_SECONDS = 300.0
+_OUTSIDE = (
+    " It lies outside the demo model's world of drawn shapes and words, so the answer is\n"
+    "made of these. A real checkpoint (make up MODEL=…) is what photographs are for."
+)
 _SAMPLING = SamplingParams(temperature=0, max_tokens=48)
 
 
@@ -52,9 +56,8 @@ def main() -> int:
 
 def _model(folder: Path) -> Path:
     """The embedded checkpoint, or a random one made on the spot where there is none."""
-    if (_MODEL / "config.json").is_file():
+    if _is_here():
         print(f"model: {_MODEL}, the small trained checkpoint of this repository")
-        print("It knows drawn shapes and words; in a photograph it names what it takes for shapes.")
         return _MODEL
     from tests.checkpoints import make_checkpoint
 
@@ -63,11 +66,17 @@ def _model(folder: Path) -> Path:
     return folder / "random"
 
 
+def _is_here() -> bool:
+    """The embedded checkpoint is in this folder."""
+    return (_MODEL / "config.json").is_file()
+
+
 @contextmanager
 def _running(model: Path, log: Path) -> Iterator[tuple[EncoderClient, LlmClient]]:
     """Both services on free ports, and a client for each."""
     # One thread each: a model this small gains nothing from more, and the two would be in each other's way.
     flags = ["--model", str(model), "--listen", "127.0.0.1:0", "--threads", "1"]
+    print("starting both services …", flush=True)
     with (
         log.open("w") as errors,
         Service("the encoder service", "encoder_service", flags, errors=errors) as encoder,
@@ -84,21 +93,20 @@ def _running(model: Path, log: Path) -> Iterator[tuple[EncoderClient, LlmClient]
 
 def _show(encoder: EncoderClient, llm: LlmClient) -> bool:
     """Asks everything; returns whether the caches did their part."""
-    photograph = image(demo_media.photograph())
-    asked = [
-        _ask(llm, "photo", "What is in the picture?", photograph),
-        _ask(llm, "drawing", "What is in the picture?", image(demo_media.drawing())),
-        _ask(llm, "film", "What happens?", video(demo_media.film())),
-    ]
+    picture = image(demo_media.drawing())
+    drawing = _ask(llm, "drawing", "What is in the picture?", picture)
+    film = _ask(llm, "film", "What happens?", video(demo_media.film()))
     passes = encoder.get_load().vit_calls
-    again = _ask(llm, "photo again", "What is in the picture?", photograph)
+    again = _ask(llm, "drawing again", "What is in the picture?", picture)
     more = encoder.get_load().vit_calls - passes
-    print(f"\nWhere the time went:\n{_times([*asked, again])}")
-    usage, same = again.answer.usage, again.answer.text == asked[0].answer.text
+    usage, same = again.answer.usage, again.answer.text == drawing.answer.text
     print(
-        f"\nThe photo again: {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from cache, "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from cache, "
         f"the encoder ran {more} more ViT passes, and the words are {'the same' if same else 'DIFFERENT'}."
     )
+    print(f"\nLast a photograph of a cat.{_OUTSIDE if _is_here() else ''}")
+    photo = _ask(llm, "photo", "What is in the picture?", image(demo_media.photograph()))
+    print(f"\nWhere the time went:\n{_times([drawing, film, again, photo])}")
     return usage.cached_tokens > 0 and more == 0 and same
 
 

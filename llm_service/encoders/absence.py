@@ -21,10 +21,12 @@ _log = log.get("encoders")
 
 
 class Watched(Protocol):
-    """What is looked at of an encoder: `trouble` is why it cannot be used, as far as that is known."""
+    """What is looked at of an encoder: `trouble` is why it cannot be used, as far as that is known; one that is
+    `starting` says so itself, and will end that one way or the other."""
 
     address: str
     trouble: str
+    starting: bool
 
     @property
     def usable(self) -> bool:
@@ -50,7 +52,7 @@ class Absence:
     def look(self, encoders: Iterable[Watched]) -> None:
         """Warns where none of these can be used, and none could for a while."""
         known, now = list(encoders), self._clock()
-        if any(encoder.usable for encoder in known):
+        if any(encoder.usable or encoder.starting for encoder in known):
             self._since = None
             return
         if self._since is None:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from common import log
-from common.grpc_channel import ChannelSecurity
+from common.grpc_channel import ChannelSecurity, from_rpc_error
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
@@ -73,7 +73,7 @@ class Asking:
 
 class Peer:
     """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
-    there may be room for one more item. `trouble` is why it could not be used last."""
+    there may be room for one more item. `trouble` is why it could not be used last; while it is `starting` it says so."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class Peer:
         self.health = Health(address, quarantine)
         self.breaker = Breaker()
         self.trouble = ""
+        self.starting = False
         self.region: Region | None = None
         self.device: CudaIpc | None = None
         self._settings = settings
@@ -145,8 +146,10 @@ class Peer:
             )
         except grpc.aio.AioRpcError as error:
             self.trouble = trouble(error.code(), error.details() or "", self._settings.security)
+            self.starting = from_rpc_error(error).reason == "STARTING"
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(error.code(), began)
+        self.starting = False
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             self.trouble = "what it answers is no message of ours"
             return Verdict.GONE

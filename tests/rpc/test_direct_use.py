@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,10 +110,24 @@ def test_a_key_that_nobody_has_is_not_found(qwen3: Pair) -> None:
     assert "key" in error.value.field
 
 
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+def test_an_example_shows_how_it_is_used(example: Path) -> None:
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}  # wherever else a client is installed
+    shown = [sys.executable, example, "--help"]
+    done = subprocess.run(shown, capture_output=True, text=True, timeout=60, check=False, env=here)
+    assert done.returncode == 0
+    assert "--llm ADDR" in done.stdout
+    nobody = [sys.executable, example, ROOT / "LICENSE", "What?", "--encoder", "127.0.0.1:1", "--llm", "127.0.0.1:1"]
+    done = subprocess.run(nobody, capture_output=True, text=True, timeout=60, check=False, env=here)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "nothing listens there" in done.stderr
+
+
 def test_the_example_runs(qwen3: Pair, tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(pictures.encoded(pictures.noise(64, 64, 9_990)))
-    command = [sys.executable, "examples/encode_ahead.py", str(file), "What?", qwen3.encoder.address, qwen3.llm.address]
+    where = ["--encoder", qwen3.encoder.address, "--llm", qwen3.llm.address]
+    command = [sys.executable, "examples/encode_ahead.py", str(file), "What?", *where]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 rows" in done.stdout

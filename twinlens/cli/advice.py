@@ -39,6 +39,8 @@ def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
             return f"{prefix}ca-file says which roots to trust"
         case Obstacle.OTHER_NAME:
             return f"{prefix}server-name says which name to expect"
+        case Obstacle.NO_GRPC if endpoint.tls is None:
+            return f"where it is a proxy that wants TLS, say {prefix}ca-file, or {prefix}tls"
         case Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC:
             return ""
 
@@ -48,6 +50,8 @@ def _remedy(error: TwinlensError, prefix: str) -> str:
         return f"; {prefix}token-file" + (" or TWINLENS_TOKEN gives one" if prefix == "--" else " gives one")
     if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
         return "; is this the address of another service? Encoders listen on port 7001, LLM services on 7002"
+    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:  # gRPC's own word for a message's size
+        return "; the pictures and videos of one request are too large together"
     hint = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
     if error.reason == "NO_ENCODER":
         hint += "; `twinlens status` shows which encoders the LLM service knows"

@@ -28,6 +28,7 @@ class FakePeer:
     address: str
     usable: bool = False
     trouble: str = ""
+    starting: bool = False
 
 
 class Watch:
@@ -51,6 +52,14 @@ def test_an_encoder_has_time_to_start() -> None:
     assert line["log_level"] == "warning"
     assert line["encoders"] == {"a:1": "nothing listens there"}
     assert line["for_seconds"] == 15
+
+
+def test_an_encoder_that_says_that_it_is_starting_is_there() -> None:
+    watch, peer = Watch(), FakePeer("a:1", starting=True)
+    assert not watch.at(0, peer) + watch.at(60, peer)
+    peer.starting = False
+    assert not watch.at(70, peer) + watch.at(84, peer)
+    assert watch.at(85, peer)
 
 
 def test_it_is_said_again_now_and_then() -> None:

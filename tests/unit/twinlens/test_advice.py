@@ -112,7 +112,7 @@ def test_another_name(capsys, papers: Path) -> None:
 
 
 def test_another_protocol(capsys, speaks_otherwise: str) -> None:
-    assert said(capsys, speaks_otherwise) == "what listens there does not speak gRPC"
+    assert said(capsys, speaks_otherwise).startswith("what listens there does not speak gRPC; where it is a proxy")
 
 
 def test_the_client_says_it_as_well(wants_tls: str) -> None:
@@ -125,6 +125,14 @@ def test_the_client_says_it_as_well(wants_tls: str) -> None:
 def test_what_grpc_says_of_nothing_that_is_known_is_shown(capsys) -> None:
     error = NotReachableError(grpc.StatusCode.UNAVAILABLE, "the moon is full")
     assert (error.obstacle, str(error)) == (None, "UNAVAILABLE: the moon is full")
+
+
+def test_a_file_that_no_message_holds(capsys, llm_address: str, tmp_path: Path) -> None:
+    file = tmp_path / "long.mp4"
+    with file.open("wb") as content:
+        content.truncate(80 << 20)
+    assert main(["ask", "--llm", llm_address, "what?", "--video", str(file)]) == 1
+    assert "are too large together" in capsys.readouterr().err
 
 
 def test_the_port_of_the_other_service(capsys, encoder_address: str) -> None:
