@@ -73,7 +73,7 @@ class Asking:
 
 class Peer:
     """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
-    there may be room for one more item. `trouble` is why it could not be used last; while it is `starting` it says so."""
+    there may be room for one more item. `trouble` is why it could not be used last, and `starting` that it said so."""
 
     def __init__(
         self,
