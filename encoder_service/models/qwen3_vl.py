@@ -70,7 +70,8 @@ class Qwen3VLTower(PackedTower):
             config["patch_size"],
             bias=True,
         )
-        self.pos_embed = nn.Embedding(config["num_position_embeddings"], width)
+        # A table that nn.Embedding fills by itself, on no device, has torch import its compiler: 1.4 s of a core.
+        self.pos_embed = nn.Embedding.from_pretrained(torch.empty(config["num_position_embeddings"], width))
         inner, act = config["intermediate_size"], config.get("hidden_act", "gelu_pytorch_tanh")
         self.blocks = nn.ModuleList(
             blocks.Block(width, heads, (_norm(width), _norm(width)), FeedForward(width, inner, act))
