@@ -24,6 +24,7 @@ class BlockedWeight:
     """`blocked` is oneDNN's opaque tensor of a weight [outputs, inputs]."""
 
     blocked: Tensor
+    kernel = ""
 
     @classmethod
     def of(cls, weight: Tensor) -> BlockedWeight | None:

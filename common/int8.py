@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.kernels import turn
+
 _HIGHEST = 127
 _FEW = 16
 """Rows up to which the kernels of few rows are used."""
@@ -33,6 +35,11 @@ class Int8Weight:
             part.copy_((whole.float() / factor.unsqueeze(1)).round_())
         return cls(values, scale)
 
+    @property
+    def kernel(self) -> str:
+        """See `LaidOut`."""
+        return "common.kernels.int8_cpu:product" if self.values.device.type == "cpu" else ""
+
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The weight [outputs, inputs] as it is now."""
         return (self.values.float() * self.scale.unsqueeze(1)).to(dtype)
@@ -40,7 +47,7 @@ class Int8Weight:
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.flatten(0, -2)
-        if rows.shape[0] <= _FEW:
+        if rows.shape[0] <= _FEW and (rows.device.type == "cuda" or turn.ours()):
             out = _few_rows(rows, self.values, self.scale)
         elif x.dtype == torch.float16:  # sums of eight-bit numbers may be too large for it
             out = functional.linear(rows, self.wide(x.dtype))

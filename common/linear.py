@@ -17,6 +17,12 @@ from common.panels import Array, PanelWeight
 class LaidOut(Protocol):
     """A weight [outputs, inputs] in a form of its own."""
 
+    @property
+    def kernel(self) -> str:
+        """The name of our kernel that multiplies with it, as `common.kernels.jit.find` takes it; empty where numba
+        compiles none."""
+        ...
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         ...
@@ -42,6 +48,10 @@ class Linear(nn.Module):
         self._laid_out = laid_out(self.weight.detach(), panels=self.panels, int8=int8)
         if self._laid_out is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def kernels(self) -> set[str]:
+        """Names of our kernels that this needs; see `LaidOut`."""
+        return {self._laid_out.kernel} - {""} if self._laid_out is not None else set()
 
     def array_product(self) -> Callable[[Array], Array] | None:
         """See `PanelWeight.array_product`; None where the weight is not in panels."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.int8 import Int8Weight
+from common.kernels import turn
 
 WIDTH = 64
 """Outputs of a panel, whose weights for one input lie side by side."""
@@ -53,23 +54,29 @@ class PanelWeight:
     def of(cls, weight: Tensor) -> PanelWeight | None:
         """Lays out a weight [outputs, inputs] that is final, without loss; None where the kernel does not compute what
         this weight's type or device does."""
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel() or not wide_vectors():
+        if weight.dtype != torch.float32 or not _fits(weight):
             return None
         return cls(weight.shape[0], _panels(narrowed(weight)))
 
     @classmethod
     def rounded(cls, weight: Tensor) -> PanelWeight | None:
         """The same in 8 bits, with their loss, and for any type of floats."""
-        if weight.device.type != "cpu" or not weight.numel() or not wide_vectors():
+        if not _fits(weight):
             return None
         rounded = Int8Weight.of(weight)
         return cls(weight.shape[0], _panels(rounded.values), rounded.scale.numpy())
+
+    @property
+    def kernel(self) -> str:
+        """See `LaidOut`."""
+        return f"common.kernels.panels_cpu:{self.panels.dtype}"
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float().numpy()
         wide = None if bias is None else bias.float()
-        return torch.from_numpy(self.array_product(wide)(rows)).to(x.dtype).view(*x.shape[:-1], self.outputs)
+        out = torch.from_numpy(self.array_product(wide)(rows)) if turn.ours() else self._by_torch(rows, wide)
+        return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
@@ -77,6 +84,22 @@ class PanelWeight:
 
         added = None if bias is None else bias.numpy()
         return partial(panels_cpu.product, panels=self.panels, scale=self.scale, bias=added, outputs=self.outputs)
+
+    def _by_torch(self, x: Array, bias: Tensor | None) -> Tensor:
+        """The product while our kernel is not there: some panels at a time are made float32 in memory, for each."""
+        rows = torch.from_numpy(x)
+        out: Tensor = rows.new_empty(len(rows), len(self.panels), WIDTH)
+        for first in range(0, len(self.panels), _AT_ONCE):
+            weights = _widened(self.panels[first : first + _AT_ONCE])
+            out[:, first : first + len(weights)] = (rows @ weights).transpose(0, 1)
+        out = out.flatten(1)[:, : self.outputs]
+        out = out if self.scale is None else out * torch.from_numpy(self.scale)
+        return (out if bias is None else out + bias).contiguous()
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether there is a kernel for panels of a weight, here."""
+    return weight.device.type == "cpu" and weight.numel() > 0 and wide_vectors() and turn.laid_out()
 
 
 def narrowed(weight: Tensor) -> Tensor:
@@ -101,3 +124,13 @@ def _panels(weight: Tensor) -> Array:
     if weight.dtype not in _STORED:
         return out.numpy()
     return out.view(torch.int16).numpy().view(_STORED[weight.dtype])
+
+
+def _widened(panels: Array) -> Tensor:
+    """Panels, as they are stored, in float32: [p, inputs, 64]."""
+    if panels.dtype == np.uint16:
+        return torch.from_numpy(panels.view(np.int16)).view(torch.float16).float()
+    if panels.dtype != np.uint32:
+        return torch.from_numpy(panels).float()
+    numbers = torch.from_numpy(panels.view(np.int16)).view(torch.bfloat16).float()
+    return numbers.view(*numbers.shape[:2], WIDTH // _PAIR, _PAIR // 2, 2).transpose(3, 4).flatten(2)

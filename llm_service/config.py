@@ -73,6 +73,12 @@ class LlmConfig(ServerConfig):
         "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
         choices=("auto", "torch", "numba", "triton", "flash"),
     )
+    kernels: str = option(
+        "auto",
+        "our own kernels for CPUs, which are compiled at the first start and kept: auto has torch compute meanwhile,"
+        " with wait the service is ready when they are, torch does without",
+        choices=("auto", "wait", "torch"),
+    )
     compile: bool = option(
         False, "have torch compile the layers, but for attention: a slower start; for one rank on a GPU"
     )
@@ -169,6 +175,8 @@ class LlmConfig(ServerConfig):
             if not host or "/" in host or not is_port(port):
                 raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
         check_device(self.device or default_device(), self.tp // self.meeting().nodes)
+        if self.kernels == "torch" and self.attention == "numba":
+            raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if bool(self.encoder_cert) != bool(self.encoder_key):

@@ -102,6 +102,8 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     state = engine.latest
     share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0
     yield gauge("engine_up", "1 while the engine serves", float(engine.ready is not None))
+    compiling = float(engine.compiling)
+    yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)
     yield gauge("num_sequences_running", "choices in prefill or decode", state.running)
     yield gauge("num_sequences_waiting", "choices that the engine has not begun on, or has put back", state.waiting)
     yield gauge("kv_cache_usage_ratio", "KV blocks that requests hold, of all", share)

@@ -21,6 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rendezvous: str
     rank_timeout: float
     attention: str
+    kernels: str
     compile: bool
     graphs: str
     graph_bytes: int

@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba does not look at the other
 # Services are started a hundred times: their sources are compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Who computes never changes in the middle of a test, but where that is what it is about.
+os.environ.setdefault("TWINLENS_LLM_KERNELS", "wait")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.kernels import vectors_cpu
-from common.kernels.jit import compiled, inner
+from common.kernels.jit import Typed, compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, NOTHING, add_products, highest, to_powers
 from common.panels import Array
 
@@ -189,6 +189,15 @@ def _attend(
 
 _pack_kernel = compiled(_pack)
 _attend_kernel = compiled(_attend, made_of=vectors_cpu)
+_slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
+_list, _table = numba.int64[::1], numba.int64[:, ::1]
+TYPED = {
+    "pack": Typed(_pack_kernel, (_packed, _parts, _slots, _slots, _list, _table, _table, numba.intp)),
+    "attend": Typed(
+        _attend_kernel,
+        (_slots, _slots, _packed, _parts, _table, _list, _table, numba.intp, numba.intp, numba.float32),
+    ),
+}
 
 
 class Attention:

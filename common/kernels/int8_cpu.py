@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from common.kernels.jit import compiled
+from common.kernels.jit import Typed, compiled
 
 
 def _product(out: Any, x: Any, weight: Any, scale: Any) -> None:
@@ -23,6 +23,8 @@ def _product(out: Any, x: Any, weight: Any, scale: Any) -> None:
 
 
 _kernel = compiled(_product)
+_matrix = numba.float32[:, ::1]
+TYPED = {"product": Typed(_kernel, (_matrix, _matrix, numba.int8[:, ::1], numba.float32[::1]))}
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numba
-import torch
+from numba.core import event
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
@@ -36,11 +40,83 @@ def inner(function: Callable[..., Any]) -> Any:
     return numba.njit(fastmath=_FREEDOMS, nogil=True, error_model="numpy")(function)
 
 
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A kernel with the types of its arguments, as services call it: what can be compiled without calling it.
+
+    A module with kernels has a table `TYPED` of them.
+    """
+
+    kernel: Any
+    types: tuple[Any, ...]
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is kept on disk; None where no folder can be written."""
+        kept = self.kernel.stats.cache_path
+        return None if kept is None else Path(kept)
+
+    def load(self) -> bool:
+        """Makes it ready from what is kept on disk; False, and nothing has changed, where nothing is kept that was
+        compiled from this source, for this processor, by this numba."""
+        try:
+            with event.install_listener("numba:compile", _Refusal()):
+                self.kernel.compile(self.types)
+        except _NotKept:
+            return False
+        except Exception:  # noqa: BLE001 - a damaged file raises whatever its bytes make pickle raise
+            self._forget()
+            return False
+        return True
+
+    def compile(self) -> None:
+        """Makes it ready, from disk or by compiling it, which takes seconds; then it is kept."""
+        if not self.load():
+            self.kernel.compile(self.types)
+
+    def _forget(self) -> None:
+        name = self.kernel.py_func.__qualname__
+        for file in self.folder.glob(f"*.{name}-*.nb[ic]") if self.folder is not None else ():
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+class _NotKept(Exception):
+    pass
+
+
+class _Refusal(event.Listener):
+    """Ends a compilation of the thread that made this before it has begun; all threads are heard of."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def on_start(self, _: Any) -> None:
+        if threading.get_ident() == self._thread:
+            raise _NotKept
+
+    def on_end(self, _: Any) -> None:
+        pass
+
+
+def find(name: str) -> Typed:
+    """The kernel of a name, `module:key`, in the table of its module.
+
+    >>> find("common.kernels.rows_cpu:few_normed").kernel.py_func.__name__
+    '_norm'
+    """
+    module, _, key = name.partition(":")
+    found: Typed = importlib.import_module(module).TYPED[key]
+    return found
+
+
 def use_threads(count: int) -> None:
     """How many threads the kernels take at most, and torch, in the thread that calls this.
 
     numba starts its threads here, at the latest. It then tells OpenMP, which is torch's as well, to use one for every
     core from now on; so torch is told last, and nothing tells OpenMP anything after that.
     """
+    import torch  # whoever only compiles needs none of it
+
     numba.set_num_threads(min(count, numba.get_num_threads()))
     torch.set_num_threads(count)

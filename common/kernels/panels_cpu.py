@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from common.kernels import vectors_cpu
-from common.kernels.jit import compiled, inner
+from common.kernels.jit import Typed, compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
 from common.panels import WIDTH, Array
 
@@ -120,6 +120,12 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
 
 
 _kernel = compiled(_product, made_of=vectors_cpu)
+_matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
+TYPED = {
+    str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))
+    for stored in (numba.float32, numba.uint32, numba.uint16, numba.int8)
+}
+"""By the type of the panels' array."""
 _NONE = np.empty(0, np.float32)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.kernels import vectors_cpu
-from common.kernels.jit import compiled, inner
+from common.kernels.jit import Typed, compiled, inner
 from common.kernels.vectors_cpu import FLOAT, LANES, gate
 from common.panels import Array, wide_vectors
 
@@ -105,6 +105,19 @@ _few_normed, _many_normed = compiled(_norm, parallel=False), compiled(_norm_many
 _few_turned, _many_turned = compiled(_turn, parallel=False), compiled(_turn_many)
 _few_gated = compiled(_gate, parallel=False, made_of=vectors_cpu)
 _many_gated = compiled(_gate_many, made_of=vectors_cpu)
+
+_number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
+_NORM = _rows, _rows, numba.float32[::1], _number
+_TURN = _heads, _heads, _heads, _heads, _rows, numba.intp, _number
+TYPED = {
+    "few_normed": Typed(_few_normed, _NORM),
+    "many_normed": Typed(_many_normed, _NORM),
+    "few_turned": Typed(_few_turned, _TURN),
+    "many_turned": Typed(_many_turned, _TURN),
+    "few_gated": Typed(_few_gated, (_rows, _rows)),
+    "many_gated": Typed(_many_gated, (_rows, _rows)),
+}
+"""Gates are for processors whose vectors are `vectors_cpu`'s."""
 
 
 def normed_rows(x: Array, gain: Array, eps: float) -> Array:

@@ -31,6 +31,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         row_bytes=runner.row_bytes,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),
+        compiling=lambda: runner.changeover is not None and runner.changeover.waits,
     )
 
 

@@ -52,9 +52,9 @@ _RESTART_SECONDS = 0.2
 class EngineFront:
     """One engine process that runs `module`, and another in reserve with `spare`.
 
-    One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready` is
-    told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
-    itself, once a second.
+    One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
+    is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
+    itself, once a second, and `compiling` whether torch computes while its kernels are compiled.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class EngineFront:
         self._first: asyncio.Future[Ready] | None = None
         self.ready: Ready | None = None
         self.latest = State()
+        self.compiling = False
         self.mirrors = Mirrors(self._order)
 
     async def start(self) -> Ready:
@@ -203,7 +204,7 @@ class EngineFront:
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
-        self.latest = State()
+        self.latest, self.compiling = State(), False
         if was_ready:
             self._on_ready(False)
         error = Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE")
@@ -240,7 +241,7 @@ class EngineFront:
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)
             case Beat(state):
-                self.latest = state
+                self.latest, self.compiling = state, message.compiling
             case Ready() | Unable() | PullEnded():
                 self._take_news(message)
 

@@ -34,13 +34,14 @@ _BEAT_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
-    UUIDs of those whose memory every rank reads."""
+    UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled."""
 
     executor: Executor
     blocks: int
     row_bytes: int
     devices: list[str]
     reachable: list[str]
+    compiling: Callable[[], bool] = lambda: False
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -96,7 +97,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         Ready(context=context, kv_blocks=loaded.blocks, devices=loaded.devices, reachable=loaded.reachable),
     )
     pipeline = Pipeline(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
-    threading.Thread(target=_beat, args=(link, scheduler, pipeline), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, scheduler, pipeline, loaded.compiling), daemon=True).start()
     return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
 
 
@@ -114,9 +115,9 @@ def _log_end() -> None:
     log.get("engine").info("the front has ended")
 
 
-def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline) -> None:
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, compiling: Callable[[], bool]) -> None:
     """Says every second that this process runs, from a thread of its own, since a step may take longer."""
     with contextlib.suppress(EOFError):
         while True:
-            link.send(Beat(scheduler.state(), pipeline.busy_seconds))
+            link.send(Beat(scheduler.state(), pipeline.busy_seconds, compiling()))
             time.sleep(_BEAT_SECONDS)

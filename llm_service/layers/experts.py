@@ -74,6 +74,10 @@ class Experts(nn.Module):
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
 
+    def kernels(self) -> set[str]:
+        """Names of our kernels that this needs; see `LaidOut`."""
+        return {weight.kernel for both in self._laid_out for weight in both} - {""}
+
     def _weights(self) -> tuple[Tensor, Tensor]:
         return self.gate_up_proj.detach(), self.down_proj.detach()
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.kernels import turn
 from common.panels import Array
 from llm_service.layers.norm import RMSNorm
 
@@ -54,8 +55,8 @@ class FewRows:
         self._before, self._after = ((norm.weight.numpy(), norm.eps) for norm in norms)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x [n, hidden] is few rows."""
-        return x.shape[0] <= self._kernels.FEW
+        """Whether x [n, hidden] is few rows, and our kernels compute."""
+        return x.shape[0] <= self._kernels.FEW and turn.ours()
 
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Layer.before`."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from common import log
+from common.kernels import turn
+from common.panels import wide_vectors
 
 _log = log.get("kernels")
 
@@ -40,11 +42,20 @@ def row_kernels(x: Tensor) -> RowKernels | None:
         from common.kernels import rows_gpu
 
         return rows_gpu
-    if x.device.type == "cpu" and x.dtype == torch.float32:
+    if x.device.type == "cpu" and x.dtype == torch.float32 and turn.ours():
         from common.kernels import rows_cpu
 
         return rows_cpu
     return None
+
+
+def row_kernel_names(x: Tensor) -> set[str]:
+    """Names of what `row_kernels` for rows of the device and type of x has numba compile, as `common.kernels.jit.find`
+    takes them."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return set()
+    steps = ["normed", "turned", "gated"] if wide_vectors() else ["normed", "turned"]
+    return {f"common.kernels.rows_cpu:{rows}_{step}" for rows in ("few", "many") for step in steps}
 
 
 @functools.cache

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from common.linear import Linear
 from llm_service.layers.attention.backend import AttentionBatch
-from llm_service.layers.experts import SparseMLP
+from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.few_rows import FewRows, Heads, Products
 from llm_service.layers.gate import gated
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.kernels import row_kernels
+from llm_service.layers.kernels import row_kernel_names, row_kernels
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
 from llm_service.layers.rotary import MultimodalRotary, rotate
@@ -228,6 +229,11 @@ class Decoder(nn.Module):
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer.settle()
+
+    def kernels(self) -> set[str]:
+        """Names of our kernels for CPUs that this needs, as `common.kernels.jit.find` takes them."""
+        products = (part.kernels() for part in self.modules() if isinstance(part, Linear | Experts))
+        return row_kernel_names(self.norm.weight).union(*products)
 
     def compile_layers(self) -> None:
         """Has torch compile what is before and after attention in each layer, at its next use.

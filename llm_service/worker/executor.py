@@ -23,6 +23,8 @@ class LoneExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes one step."""
+        if (changeover := self._runner.changeover) is not None and changeover.due:
+            changeover.ask(ALONE.least)
         return self._runner.run(plan)
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -45,6 +47,7 @@ class GroupExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes one step on all ranks; raises RuntimeError where one is gone."""
+        self._change_over()
         self._ranks.tell(self._encode(ToRank(plan=plan)))
         self._ranks.share_rows(plan.rows, self._runner.arena)
         return self._runner.run(plan)
@@ -56,7 +59,13 @@ class GroupExecutor:
 
     def beat(self) -> None:
         """Finds out at once, while there is nothing to compute, whether a rank has ended."""
+        self._change_over()
         self._ranks.tell(b"")
+
+    def _change_over(self) -> None:
+        if (changeover := self._runner.changeover) is not None and changeover.due:
+            self._ranks.tell(self._encode(ToRank(turn=True)))
+            changeover.ask(self._ranks.group.least)
 
 
 def follow(runner: Runner, ranks: Ranks) -> None:
@@ -70,5 +79,8 @@ def follow(runner: Runner, ranks: Ranks) -> None:
         if told.plan is not None:
             ranks.share_rows(told.plan.rows, runner.arena)
             runner.forward(told.plan)
+        if told.turn:
+            assert runner.changeover is not None, "ranks begin alike"
+            runner.changeover.ask(ranks.group.least)
         if told.order is not None:
             runner.arena.the_mirror.obey(told.order, ranks.group.least)

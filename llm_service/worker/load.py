@@ -14,7 +14,7 @@ from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
-from common.kernels.jit import use_threads
+from common.kernels import turn
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
@@ -22,6 +22,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
+from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
 from llm_service.worker.memory import Gauge, block_count, largest_step, prompt
@@ -48,8 +49,13 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
 def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
     here = group.size // settings.nodes
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
-    if device.type == "cpu":
+    ours = device.type == "cpu" and settings.kernels != "torch"
+    if ours:
+        from common.kernels.jit import use_threads  # numba takes its time
+
         use_threads(torch.get_num_threads())
+    elif device.type == "cpu":
+        turn.leave_to_torch()
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
@@ -66,6 +72,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     given = settings.kv_cache_bytes and device.type == "cpu"
     plan, blocks = _more_than_few(settings) if given else largest_step(settings)
     first = _runner(decoder, arena, settings, group, blocks)
+    changeover = _begin(first.kernels(), group, wait=settings.kernels == "wait") if ours else None
     first.warm_up()
     if settings.compile:
         _compile(decoder, group, device)
@@ -87,11 +94,33 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             settings.row_levels,
         )
         runner.capture(bounds, CudaCapture(device), most_bytes=settings.graph_bytes, agree=group.least)
+    runner.changeover = changeover
     return runner
 
 
+def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
+    """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
+    `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
+    from common.kernels.jit import find
+
+    missing = not_kept(names)
+    if missing and (wait or any(find(name).folder is None for name in missing)):
+        _log.info("our kernels are compiled before this serves", kernels=len(missing))
+        for name in missing:
+            find(name).compile()
+        missing = []
+    all_there = bool(group.least(int(not missing)))
+    turn.give(to_us=all_there)
+    if all_there:
+        return None
+    _log.info("our kernels are being compiled, torch computes meanwhile", kernels=len(missing))
+    return Changeover(CompilingProcess(missing) if missing else There())
+
+
 def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:
-    """A prompt that the kernels for many rows compute."""
+    """A prompt that the kernels for many rows compute, where there are such."""
+    if settings.kernels == "torch":
+        return prompt(2, settings.block_size)
     from common.kernels.rows_cpu import FEW
 
     return prompt(FEW + 1, settings.block_size)

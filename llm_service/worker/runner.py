@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from common.graphs import Capture
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape, WarmBackend
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, NumbaCompiled, WarmBackend
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult, TokenLogprobs
+from llm_service.worker.changeover import Changeover
 from llm_service.worker.fusion import RowArena, fuse
 from llm_service.worker.graphs import Bounds, GraphRunner, StableBackend
 from llm_service.worker.sampler import sample
@@ -18,7 +19,8 @@ from llm_service.worker.scores import score
 
 
 class Runner:
-    """One rank: the weights, and the KV cache that `backend` reads."""
+    """One rank: the weights, and the KV cache that `backend` reads. It has a `changeover` where it began with torch's
+    kernels and is to go on with ours."""
 
     def __init__(self, decoder: Decoder, arena: RowArena, shape: CacheShape, backend: AttentionBackend) -> None:
         self._decoder = decoder
@@ -31,6 +33,7 @@ class Runner:
         self._caches = shape.new_cache(weight.dtype, weight.device)
         self._shape = shape
         self.graphs: GraphRunner | None = None
+        self.changeover: Changeover | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -42,6 +45,11 @@ class Runner:
         """Has the back end's kernels compiled, where it compiles any, so that no request waits for that."""
         if isinstance(self._backend, WarmBackend):
             self._backend.warm_up(self._caches[0])
+
+    def kernels(self) -> list[str]:
+        """Names of our kernels for CPUs that steps use, as `common.kernels.jit.find` takes them."""
+        attention = self._backend.kernels if isinstance(self._backend, NumbaCompiled) else frozenset()
+        return sorted(attention | self._decoder.kernels())
 
     def not_capturable(self) -> str:
         """Why there can be no graphs; empty where there can."""

@@ -66,6 +66,13 @@ class WarmBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class NumbaCompiled(Protocol):
+    """A back end whose kernels numba compiles: their names, as `common.kernels.jit.find` takes them."""
+
+    kernels: frozenset[str]
+
+
 class AttentionBackend(Protocol):
     """Makes batches over the paged cache that `CacheShape.new_cache` gives; `name` is its name among the options."""
 

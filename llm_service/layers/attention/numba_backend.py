@@ -1,7 +1,7 @@
 """Attention on a CPU in float32, by kernels that numba compiles.
 
 Decodes, which come first in a batch, read keys along their block tables. A chunk's are packed for products, or, on a
-processor without the registers for these, left to torch.
+processor without the registers for these, left to torch, as all is while the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.kernels import turn
 from common.kernels.attention_cpu import Attention, Spans
 from common.panels import Array
 from llm_service.layers.attention import numba_decode
@@ -21,6 +22,8 @@ from llm_service.layers.attention.plain import PlainBackend
 from llm_service.plan import Chunk
 
 _CPU = torch.device("cpu")
+_DECODING = frozenset({"llm_service.layers.attention.numba_decode:decode"})
+_CHUNKS = frozenset({"common.kernels.attention_cpu:pack", "common.kernels.attention_cpu:attend"})
 
 
 class NumbaBackend:
@@ -30,7 +33,9 @@ class NumbaBackend:
 
     def __init__(self, shape: CacheShape, *, packs: bool) -> None:
         self._shape = shape
-        self._plain = None if packs else PlainBackend(shape, _CPU)
+        self._packs = packs
+        self.kernels = _DECODING | _CHUNKS if packs else _DECODING
+        self._plain = PlainBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
         """See `WarmBackend`."""
@@ -41,6 +46,8 @@ class NumbaBackend:
 
     def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
         """The batch of a plan."""
+        if not turn.ours():
+            return self._plain.batch(chunks)
         decodes = next((n for n, chunk in enumerate(chunks) if chunk.count != 1), len(chunks))
         first, rest = chunks[:decodes], chunks[decodes:]
         later = self._later(rest) if rest else None
@@ -52,7 +59,7 @@ class NumbaBackend:
         return _Batch(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), later)
 
     def _later(self, chunks: Sequence[Chunk]) -> AttentionBatch:
-        if self._plain is not None:
+        if not self._packs:
             return self._plain.batch(chunks)
         places = [_places(chunk, self._shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]

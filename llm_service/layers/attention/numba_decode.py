@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels.jit import compiled
+from common.kernels.jit import Typed, compiled
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 4
@@ -102,6 +102,16 @@ def _decode(
 
 
 _kernel = compiled(_decode)
+_heads, _cache = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1]
+TYPED = {
+    "decode": Typed(
+        _kernel,
+        (
+            *(_heads, _heads, _heads, _heads, _cache, _cache),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.float32, numba.intp),
+        ),
+    )
+}
 
 
 def decode(

@@ -8,8 +8,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
-from common.kernels.jit import compiled
+import numba
+import numpy as np
+import pytest
+
+from common.kernels.jit import Typed, compiled, find
 
 _PROGRAM = """
 import numba
@@ -55,3 +60,74 @@ def test_what_is_kept_on_disk_is_of_the_same_code(tmp_path: Path) -> None:
 
         names.append(compiled(kernel, made_of=part).py_func.__qualname__)
     assert names[0] == names[1] != names[2]
+
+
+def _double(out: Any) -> None:
+    for place in range(out.shape[0]):
+        out[place] *= 2
+
+
+def typed() -> Typed:
+    """As a process that has just begun has it."""
+    return Typed(compiled(_double, parallel=False), (numba.float32[::1],))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_loading_compiles_nothing() -> None:
+    first = typed()
+    assert not first.load()
+    assert not first.kernel.signatures, "it was compiled"
+    first.compile()
+    again, numbers = typed(), np.ones(3, np.float32)
+    assert again.load()
+    again.kernel(numbers)
+    assert numbers.tolist() == [2, 2, 2]
+    assert not again.kernel.stats.cache_misses
+
+
+def test_what_is_damaged_on_disk_is_compiled_anew(folder: Path) -> None:
+    typed().compile()
+    kept = [file for file in folder.rglob("*") if file.is_file()]
+    assert {file.suffix for file in kept} == {".nbi", ".nbc"}
+    for file in kept:
+        for damage in (b"", file.read_bytes()[:-20], bytes(range(256))):
+            file.write_bytes(damage)
+            damaged = typed()
+            assert not damaged.load()
+            damaged.compile()
+            assert typed().load()
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_another_processor_s_is_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed().compile()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(numba.config, "CPU_NAME", "nehalem")
+        assert not typed().load()
+    assert typed().load()
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    made: dict[str, Any] = {}
+    exec("def nowhere(out):\n    out[0] = 1\n", made)
+    kernel = Typed(compiled(made["nowhere"], parallel=False), (numba.float32[::1],))
+    assert kernel.folder is None
+    assert not kernel.load()
+    kernel.compile()
+    assert kernel.kernel.signatures
+
+
+def test_several_processes_compile_into_one_folder(folder: Path) -> None:
+    name = "common.kernels.rows_cpu:few_normed"
+    command = [sys.executable, "-m", "common.kernels.compile", name]
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "TWINLENS_PARENT": str(os.getpid())}
+    running = [subprocess.Popen(command, env=environ) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    kernel = find(name)
+    assert Typed(compiled(kernel.kernel.py_func, parallel=False), kernel.types).load()

@@ -27,7 +27,8 @@ from llm_service.worker.runner import Runner
 from tests.parity.local_engine import LocalEngine
 
 SECOND = torch.device("cuda:1")
-SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), "nodes": 1})  # type: ignore[arg-type]
+GIVEN = {"nodes": 1, "kernels": "wait"}
+SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **GIVEN})  # type: ignore[arg-type]
 
 
 def test_a_rank_s_kernels_start_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

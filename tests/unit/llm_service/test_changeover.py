@@ -1,0 +1,239 @@
+"""From torch's kernels to ours: all ranks at the same step, with the same tokens, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.nn import functional
+
+from common import panels
+from common.kernels import turn
+from common.kernels.jit import find
+from common.panels import PanelWeight
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.plan import StepPlan, ToRank
+from llm_service.request import Sampling
+from llm_service.worker import changeover, load
+from llm_service.worker.changeover import Changeover, CompilingProcess, Readiness, There
+from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
+from tests import pictures, row_cases
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
+from tests.waiting import until
+
+FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE
+NOTHING = StepPlan(b"", b"", [], [], [])
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def ours_again() -> Iterator[None]:
+    yield
+    turn.give(to_us=True)
+
+
+class Rank:
+    """One rank, as far as executors know it: `steps` says for each whether our kernels computed."""
+
+    def __init__(self, readiness: Readiness, now: Callable[[], float] = lambda: 5.0) -> None:
+        self.compiling = SimpleNamespace(readiness=readiness)
+        self.changeover = Changeover(self.compiling, now)
+        self.steps: list[bool] = []
+
+    def run(self, _: StepPlan) -> str:
+        self.steps.append(turn.ours())
+        return "done"
+
+    forward = run
+
+
+class Wire:
+    """What rank 0 has told; heard by another rank when it is over."""
+
+    def __init__(self, *readiness: Readiness) -> None:
+        self.told: list[bytes] = []
+        self.group = SimpleNamespace(least=lambda number: min(number, *readiness))
+        self.tell = self.told.append
+
+    def share_rows(self, *_: Any) -> None: ...
+
+    def hear(self) -> bytes:
+        if not self.told:
+            raise RuntimeError("rank 0 is gone")
+        return self.told.pop(0)
+
+
+def test_one_rank_changes_over_before_the_step_after_its_kernels_are_there() -> None:
+    turn.give(to_us=False)
+    rank: Any = Rank(WAITING)
+    executor = LoneExecutor(rank)
+    executor.run(NOTHING)
+    rank.compiling.readiness = THERE
+    executor.run(NOTHING)
+    executor.run(NOTHING)
+    assert rank.steps == [False, True, True]
+    assert rank.changeover.over
+
+
+def test_all_ranks_change_over_before_the_same_step() -> None:
+    """Rank 0 is the first that has its kernels; it asks again after a second."""
+    turn.give(to_us=False)
+    now = 5.0
+    first: Any = Rank(WAITING, lambda: now)
+    other: Any = Rank(WAITING, lambda: now)
+    readiness = [WAITING]
+    wire: Any = Wire()
+    wire.group.least = lambda number: min(number, *readiness)
+    executor = GroupExecutor(first, wire)
+    executor.run(NOTHING)
+    first.compiling.readiness = THERE
+    for ready, passed in ((WAITING, 0.0), (THERE, 0.5), (THERE, 0.6), (THERE, 2.0)):
+        readiness[0], now = ready, now + passed
+        executor.run(NOTHING)
+    assert first.steps == [False, False, False, True, True]
+    turns = [msgspec.msgpack.decode(told, type=ToRank).turn for told in wire.told]
+    assert turns == [False, True, False, False, True, False, False]
+
+    turn.give(to_us=False)
+    answers = iter([WAITING, THERE])
+    wire.group.least = lambda _: next(answers)
+    with pytest.raises(RuntimeError, match="rank 0 is gone"):
+        follow(other, wire)
+    assert other.steps == first.steps
+
+
+def test_an_idle_group_changes_over_too() -> None:
+    turn.give(to_us=False)
+    rank: Any = Rank(THERE)
+    wire: Any = Wire(THERE)
+    GroupExecutor(rank, wire).beat()
+    assert turn.ours()
+    assert wire.told[-1] == b"", "the others hear that nothing is to be done"
+
+
+def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn.give(to_us=False)
+    said: list[str] = []
+    monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda text, **_: said.append(text)))
+    rank: Any = Rank(THERE)
+    wire: Any = Wire(FAILED)
+    executor = GroupExecutor(rank, wire)
+    for _ in range(3):
+        executor.run(NOTHING)
+    assert rank.steps == [False] * 3
+    assert said == ["torch goes on computing, more slowly, since a rank lacks our kernels"]
+    assert sum(msgspec.msgpack.decode(told, type=ToRank).turn for told in wire.told) == 1
+
+
+def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
+    compiling = CompilingProcess(["common.kernels.nowhere:kernel"])
+    until(lambda: compiling.readiness is not WAITING, "the process has ended")
+    assert compiling.readiness is FAILED
+    assert said == ["ModuleNotFoundError: No module named 'common.kernels.nowhere'"]
+
+
+def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "not_kept", lambda _: [])
+    others = [0]
+    monkeypatch.setattr(TensorGroup, "least", lambda _, number: min(number, *others))
+    begun = load._begin(["a"], ALONE, wait=False)
+    assert not turn.ours()
+    assert begun is not None
+    assert begun.due
+    others[0] = 1
+    assert load._begin(["a"], ALONE, wait=False) is None
+    assert turn.ours()
+
+
+def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(load, "not_kept", lambda names: names)
+    kernel = SimpleNamespace(folder=None, compile=lambda: compiled.append("it"))
+    monkeypatch.setattr("common.kernels.jit.find", lambda _: kernel)
+    assert load._begin(["a"], ALONE, wait=False) is None
+    assert compiled == ["it"]
+    assert turn.ours()
+    kernel.folder = Path("/kept/here")
+    assert load._begin(["a"], ALONE, wait=True) is None, "it may be told to wait"
+
+
+def test_kernels_that_are_there_wait_for_nothing() -> None:
+    assert There().readiness is THERE
+    assert not Changeover(There()).waits
+
+
+def spoken(folder: Path, ours: Callable[[int], bool], weight_dtype: str = "") -> list[Outcome]:
+    """Two answers side by side, with our kernels in the steps that are named."""
+    engine, steps = LocalEngine(folder, weight_dtype=weight_dtype), 0
+    run = engine.runner.run
+
+    def counted(plan: StepPlan) -> Any:
+        nonlocal steps
+        turn.give(to_us=ours(steps))
+        steps += 1
+        return run(plan)
+
+    engine.runner.run = counted  # type: ignore[method-assign]
+    picture = pictures.photograph("coffee").resize((90, 60))
+    return engine.run([make_prompt(folder, [picture, "What is it?"]), make_prompt(folder, ["Hello"])], GREEDY)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["blocked", "panels"])
+@pytest.mark.parametrize(
+    ("family", "weights"), [("qwen3_vl", ""), ("qwen3_vl", "int8"), ("qwen2_5_vl", ""), ("qwen3_vl_moe", "")]
+)
+def test_tokens_are_the_same_before_after_and_across_the_change(
+    family: Family, weights: str, *, wide: bool, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "wide_vectors", lambda: wide)
+    folder = checkpoints(family)
+    ours = spoken(folder, lambda _: True, weights)
+    assert spoken(folder, lambda _: False, weights) == ours
+    assert spoken(folder, lambda step: step >= 5, weights) == ours
+
+
+@pytest.mark.parametrize("weights", ["", "int8"])
+def test_what_is_compiled_ahead_is_what_steps_call(checkpoint: Path, weights: str) -> None:
+    names = LocalEngine(checkpoint, weight_dtype=weights).runner.kernels()
+    kernels = [find(name) for name in names]
+    for kernel in kernels:
+        kernel.compile()
+    known = [list(kernel.kernel.signatures) for kernel in kernels]
+    row_cases.greedy_tokens(checkpoint, weights)
+    assert [list(kernel.kernel.signatures) for kernel in kernels] == known
+    assert names
+
+
+def test_torch_for_good_has_weights_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "wide_vectors", lambda: True)
+    monkeypatch.setattr(turn, "_turn", turn._Turn())
+    turn.leave_to_torch()
+    assert PanelWeight.of(torch.ones(64, 64)) is None
+    assert PanelWeight.rounded(torch.ones(64, 64)) is None
+
+
+@pytest.mark.parametrize("outputs", [64, 130, 4500])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
+def test_torch_multiplies_with_panels(dtype: torch.dtype, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "wide_vectors", lambda: True)
+    drawn = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(outputs, 33, generator=drawn), torch.randn(2, 5, 33, generator=drawn)
+    bias = torch.randn(outputs, generator=drawn)
+    if dtype is torch.int8:
+        laid_out = PanelWeight.rounded(weight)
+    else:
+        weight = weight.to(dtype).float()
+        laid_out = PanelWeight.of(weight)
+    assert laid_out is not None
+    turn.give(to_us=False)
+    given = laid_out.product(x, bias)
+    near = 0.2 if dtype is torch.int8 else 1e-4
+    torch.testing.assert_close(given, functional.linear(x, weight, bias), rtol=near, atol=near)
