@@ -32,7 +32,7 @@ SHOWN = user("Look at this closely: ", image(pictures.encoded(pictures.noise(192
 @pytest.fixture(scope="module")
 def service(qwen3: Pair) -> Iterator[Service]:
     """An LLM service with options that are all other than usual, beside the usual one."""
-    with llm_server(qwen3.checkpoint, qwen3.encoder.address, **{**LLM_FLAGS, **OPTIONS}) as running:
+    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **{**LLM_FLAGS, **OPTIONS}) as running:
         yield running
 
 
