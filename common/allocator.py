@@ -29,6 +29,30 @@ def keep_large_blocks() -> bool:
     return all(taken)
 
 
+class _Mallinfo2(ctypes.Structure):
+    """What malloc.h has under this name; sizes in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def bytes_in_use() -> int:
+    """Bytes that this process has asked the allocator for and not given back, on every heap; 0 where the C library does
+    not say (musl, or a glibc before 2.33)."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
 def give_back() -> bool:
     """Gives what is free in this process back to the system: after much has been loaded, that lies between what is
     kept. False where the C library has no such call."""

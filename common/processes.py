@@ -34,6 +34,8 @@ several times over (docs/PERFORMANCE.md). The environment of the service has the
 _HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "OMP_", "GOMP_")
 """How variables begin that a process needs to run at all."""
 
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
 HELD_UP_SECONDS = 30.0
 """How long a process is waited for that is held up: not without end, since one that spins for ever looks no different.
 """
@@ -50,10 +52,11 @@ def harmless(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_HARMLESS)}
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends; exits at once if it has ended already."""
+def die_with_parent(parent: int = 0) -> None:
+    """Asks the kernel to kill this process when its parent ends; exits at once if it has ended already. A process that
+    was forked says who its `parent` is; for one that `Child` has started, the environment does."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if str(os.getppid()) != os.environ.get("TWINLENS_PARENT", str(os.getppid())):
+    if str(os.getppid()) != (str(parent) if parent else os.environ.get("TWINLENS_PARENT", str(os.getppid()))):
         raise SystemExit("the parent process has ended")
 
 
@@ -69,6 +72,24 @@ def is_held_up(pid: int) -> bool:
     for a core, or waits for a disk, be it for memory that was swapped out. False where it has ended."""
     states = set(_thread_states(pid))
     return not states & {"T", "t"} and bool(states & {"R", "D"})
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that a process of this host has had, all of its threads together, in steps of a hundredth of a
+    second; None where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in "ZX":
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def was_ended(status: int | None) -> bool:
+    """Whether somebody ended a process with this exit status (`returncode`) from outside, the kernel where memory ran
+    out among them: what it did itself shows in another one. So it is where the status is not known."""
+    return status is None or -status in _FROM_OUTSIDE
 
 
 def _thread_states(pid: int) -> Iterator[str]:

@@ -145,6 +145,20 @@ class LlmConfig(ServerConfig):
     max_token_ids: int = option(1024, "tokens in stop_token_ids, and in logit_bias, of one request", minimum=0)
     max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
+    max_structure_depth: int = option(128, "deepest nesting of groups in a regex or grammar", minimum=1)
+    max_schema_multiple: int = option(
+        10_000,
+        "multipleOf of a JSON schema, without decimal point and zeros at the end: the sum of all, the product of what"
+        " one value must be at once",
+        minimum=1,
+    )
+    max_structure_repeats: int = option(
+        65_536, "length of a regex, grammar or schema once what it repeats at least so often is written out", minimum=1
+    )
+    max_compiled_bytes: int = option(32 << 20, "memory of one compiled structure", parse=size, minimum=1 << 16)
+    structure_cache_bytes: int = option(
+        128 << 20, "memory for compiled structures that no request uses now", parse=size, minimum=0
+    )
     encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
     encoder_silence_seconds: float = option(
         2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5

@@ -40,9 +40,9 @@ class Requests:
         self._model = model
         self._sampling = SamplingReader(config, vocab_size, defaults)
 
-    def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int) -> Request:
-        """The request; `remaining` seconds until its deadline, `context` tokens at most. Raises the error that says
-        what is wrong and where."""
+    def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
+        """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
+        Raises the error that says what is wrong and where."""
         if message.model and message.model != self._model:
             raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
         media: list[MediaItem] = []
@@ -72,6 +72,7 @@ class Requests:
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
             session=message.session_id,
+            peer=peer,
         )
 
     def chat(self, chat: llm_pb2.ChatInput, media: list[MediaItem]) -> ChatPrompt:

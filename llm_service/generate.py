@@ -70,9 +70,9 @@ class Generator:
         """Requests under way, from arrival to end."""
         return sum(map(len, self._open.values()))
 
-    def abort(self, request_id: str) -> int:
-        """Ends all requests with this id; how many there were."""
-        jobs = self._open.get(request_id, [])
+    def abort(self, request_id: str, salt: str = "") -> int:
+        """Ends all requests with this id under this salt; how many there were."""
+        jobs = [job for job in self._open.get(request_id, ()) if job.salt == salt]
         for job in jobs:
             job.abort()
             if job.ticket is not None:  # not only when its caller comes to read of it
@@ -83,7 +83,7 @@ class Generator:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
         place = self._enter()
         meter = self._meters.request()
-        job = Job(asyncio.current_task(), place)
+        job = Job(asyncio.current_task(), place, request.salt)
         self._open.setdefault(request.id, []).append(job)
         outcome = "failed"
         try:
@@ -151,8 +151,9 @@ class Generator:
         """The request with its structure compiled, in bounded time and off the event loop."""
         if request.structure is None:
             return request
-        grammar = await self._compiler.grammar(request.structure)
-        return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+        made = await self._compiler.grammar(request.structure, request.salt, request.salt or request.peer)
+        sampling = msgspec.structs.replace(request.sampling, grammar=made.grammar, grammar_bytes=made.bytes)
+        return replace(request, sampling=sampling)
 
     def _check_length(self, laid: Laid) -> None:
         if not laid.ids:

@@ -52,10 +52,11 @@ class Stages:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request under way: the task that serves it and, as soon as the engine has it, its ticket."""
+    """A request under way: the task that serves it, its tenant's salt and, as soon as the engine has it, its ticket."""
 
     task: asyncio.Task[object] | None
     place: Place
+    salt: str = ""
     ticket: Ticket | None = None
     aborted: bool = False
     stages: Stages = field(default_factory=Stages)

@@ -20,6 +20,7 @@ from common.errors import InvalidInput
 from llm_service.chat_template import ChatTemplate
 from llm_service.mrope import MediaLayout, positions
 from llm_service.request import ChatPrompt, Laid, MediaHeader, Run, Span, TextPrompt, TokenPrompt
+from llm_service.token_text import TokenTexts
 from llm_service.tokens import MediaTokens
 
 
@@ -48,6 +49,7 @@ class PromptBuilder:
         added = {entry["content"]: int(entry["id"]) for entry in settings.get("added_tokens", [])}
         added = {word: token for word, token in added.items() if token < self.vocab_size}  # the model knows no others
         self.tokenizer = Tokenizer.from_str(source)
+        self.texts = TokenTexts(self.tokenizer)
         # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
         self._plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
         self._added = added

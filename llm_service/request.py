@@ -124,7 +124,8 @@ class Structure:
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
-    `grammar` is a checked structure in llguidance's form, empty for none."""
+    `grammar` is a checked structure in llguidance's form, empty for none, and `grammar_bytes` what it holds when it is
+    compiled."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -143,6 +144,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
+    grammar_bytes: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -157,7 +159,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request. `deadline` is on the monotonic clock, None where the caller set none."""
+    """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
+    connection that it came by, which tells callers apart where no salt does."""
 
     id: str
     prompt: ChatPrompt | TextPrompt | TokenPrompt
@@ -169,6 +172,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     session: str = ""
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

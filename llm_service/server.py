@@ -23,6 +23,7 @@ from llm_service.engine.mirrors import Mirrors
 from llm_service.engine.reserve import MODULE
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
+from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
@@ -102,7 +103,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             device=settings.device,
             dtype=settings.dtype,
         )
-        compiler = Compiler(vocabulary, seconds=_COMPILE_SECONDS)
+        compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, rows)
@@ -174,6 +175,15 @@ def _link_settings(
     )
 
 
+def _structure_limits(config: LlmConfig) -> StructureLimits:
+    return StructureLimits(
+        multiple=config.max_schema_multiple,
+        repeats=config.max_structure_repeats,
+        depth=config.max_structure_depth,
+        compiled_bytes=config.max_compiled_bytes,
+    )
+
+
 def _session_limits(config: LlmConfig) -> SessionLimits:
     return SessionLimits(
         most=config.max_sessions,
@@ -215,6 +225,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig
         early_prefill_tokens=config.early_prefill_tokens,
         overlap=config.overlap == "yes" or (config.overlap == "auto" and device != "cpu"),
         session_share=config.session_share,
+        structure_cache_bytes=config.structure_cache_bytes,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
         row_mirror=config.row_mirror,

@@ -21,6 +21,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import MediaItem
 from llm_service.rows import RowStore
+from llm_service.token_text import TokenTexts
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -68,7 +69,7 @@ class LlmServicer(LlmServiceServicer):
         """Streams a generation."""
         parts = self._parts
         limit = parts.engine.ready.context if parts.engine.ready else parts.longest
-        read = parts.requests.read(request, context.time_remaining(), limit)
+        read = parts.requests.read(request, context.time_remaining(), limit, context.peer())
         begun: Begun | None = None
         async with aclosing(parts.generator.generate(read)) as events:
             async for event in events:
@@ -77,9 +78,9 @@ class LlmServicer(LlmServiceServicer):
                         begun = event
                         yield llm_pb2.GenerateResponse(started=_started(read.id, event))
                     case PromptScores():
-                        yield llm_pb2.GenerateResponse(delta=_prompt_delta(event))
+                        yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, parts.prompts.texts))
                     case Delta():
-                        yield llm_pb2.GenerateResponse(delta=_delta(event))
+                        yield llm_pb2.GenerateResponse(delta=_delta(event, parts.prompts.texts))
                     case Ended():
                         assert begun is not None
                         yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
@@ -90,7 +91,8 @@ class LlmServicer(LlmServiceServicer):
         """Ends requests by name."""
         if len(request.request_ids) > _MOST_NAMES:
             raise InvalidInput(f"more than {_MOST_NAMES} names", reason="TOO_MANY_NAMES", field="request_ids")
-        return llm_pb2.AbortResponse(aborted=sum(map(self._parts.generator.abort, set(request.request_ids))))
+        abort, salt = self._parts.generator.abort, request.cache_salt
+        return llm_pb2.AbortResponse(aborted=sum(abort(name, salt) for name in set(request.request_ids)))
 
     async def Tokenize(
         self, request: llm_pb2.TokenizeRequest, context: Context[llm_pb2.TokenizeRequest, llm_pb2.TokenizeResponse]
@@ -212,24 +214,32 @@ def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
     )
 
 
-def _delta(event: Delta) -> llm_pb2.GenerateDelta:
-    return llm_pb2.GenerateDelta(
-        index=event.choice, text=event.text, token_ids=event.tokens, logprobs=_logprobs(event.logprobs)
-    )
+def _delta(event: Delta, texts: TokenTexts) -> llm_pb2.GenerateDelta:
+    logprobs = _logprobs(event.tokens, event.logprobs, texts)
+    return llm_pb2.GenerateDelta(index=event.choice, text=event.text, token_ids=event.tokens, logprobs=logprobs)
 
 
-def _prompt_delta(event: PromptScores) -> llm_pb2.GenerateDelta:
-    prompt = llm_pb2.PromptLogprobs(first=event.first, token_ids=event.tokens, logprobs=_logprobs(event.logprobs))
+def _prompt_delta(event: PromptScores, texts: TokenTexts) -> llm_pb2.GenerateDelta:
+    logprobs = _logprobs(event.tokens, event.logprobs, texts)
+    prompt = llm_pb2.PromptLogprobs(first=event.first, token_ids=event.tokens, logprobs=logprobs)
     return llm_pb2.GenerateDelta(prompt=prompt)
 
 
-def _logprobs(given: Sequence[TokenLogprobs]) -> list[llm_pb2.TokenLogprobs]:
+def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprobs], texts: TokenTexts) -> list[llm_pb2.TokenLogprobs]:
+    """One for each token, or none at all where nothing is given."""
     return [
         llm_pb2.TokenLogprobs(
             logprob=each.chosen,
-            top=[llm_pb2.TopLogprob(token_id=token, logprob=value) for token, value in each.top],
+            text=texts.text_of(token),
+            text_bytes=texts.bytes_of(token),
+            top=[
+                llm_pb2.TopLogprob(
+                    token_id=likely, logprob=value, text=texts.text_of(likely), text_bytes=texts.bytes_of(likely)
+                )
+                for likely, value in each.top
+            ],
         )
-        for each in given
+        for token, each in zip(tokens, given, strict=False)
     ]
 
 

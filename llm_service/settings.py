@@ -36,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     early_prefill_tokens: int
     overlap: bool
     session_share: float
+    structure_cache_bytes: int
     row_bytes: int
     row_levels: int
     row_mirror: bool

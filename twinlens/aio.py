@@ -95,9 +95,10 @@ class AsyncLlmClient(_AsyncClient):
         request = as_request(prompt, sampling)
         return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
 
-    async def abort(self, *request_ids: str) -> int:
-        """Ends requests by name; returns how many of them were running."""
-        return (await self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids))).aborted
+    async def abort(self, *request_ids: str, cache_salt: str = "") -> int:
+        """Ends requests by name, of those that run under this salt; returns how many of them were running."""
+        request = v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)
+        return (await self._unary(self._stub.Abort, request)).aborted
 
     async def tokenize(
         self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False

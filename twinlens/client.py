@@ -102,9 +102,9 @@ class LlmClient(_Client):
         request = as_request(prompt, sampling)
         return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
 
-    def abort(self, *request_ids: str) -> int:
-        """Ends requests by name; returns how many of them were running."""
-        return self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids)).aborted
+    def abort(self, *request_ids: str, cache_salt: str = "") -> int:
+        """Ends requests by name, of those that run under this salt; returns how many of them were running."""
+        return self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)).aborted
 
     def tokenize(
         self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False

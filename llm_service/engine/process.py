@@ -74,7 +74,8 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
     context = min(config.longest(settings.max_context), loaded.blocks * settings.block_size)
-    wake = Wake()
+    ends, wake = end_tokens(checkpoint), Wake()
+    structures = Structures(checkpoint, config.vocab_size, ends, cache_bytes=settings.structure_cache_bytes)
     scheduler = Scheduler(
         BlockManager(
             loaded.blocks,
@@ -89,9 +90,9 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.keep_media_whole,
             settings.early_prefill_tokens,
         ),
-        end_tokens(checkpoint),
+        ends,
         loaded.row_bytes,
-        Matchers(Structures(checkpoint, config.vocab_size, end_tokens(checkpoint)), wake.set),
+        Matchers(structures, wake.set),
     )
     link.send(
         Ready(context=context, kv_blocks=loaded.blocks, devices=loaded.devices, reachable=loaded.reachable),

@@ -28,7 +28,7 @@ from llm_service.engine.messages import NOWHERE, Add, Failed, Scored, Started, S
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.structure import Matcher
+from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import StepResult
 
 __all__ = ["Limits", "Scheduler", "Step"]
@@ -57,7 +57,7 @@ class Scheduler:
         limits: Limits,
         eos: frozenset[int],
         row_bytes: int,
-        match: Callable[[str], Future[Matcher]] | None = None,
+        match: Callable[[Form], Future[Matcher]] | None = None,
     ) -> None:
         self.blocks = blocks
         self.limits = limits
@@ -84,8 +84,9 @@ class Scheduler:
             add, arrival=self._arrivals, seed=secrets.randbits(64), most=self.limits.max_context, eos=self._eos
         )
         if add.sampling.grammar and self._match is not None:
+            form = Form(add.sampling.grammar, add.sampling.grammar_bytes, add.salt)
             for sequence in sequences:
-                sequence.forming = self._match(add.sampling.grammar)
+                sequence.forming = self._match(form)
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self.counters.prompt_tokens += sequences[0].prompt_tokens

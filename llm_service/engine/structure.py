@@ -6,11 +6,14 @@ it allows as a bit mask. The front checks a grammar before the request is admitt
 
 from __future__ import annotations
 
+import heapq
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -18,13 +21,20 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.request import Structure
 
-_CACHED = 64
-"""Compiled grammars that are kept."""
-
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
 """What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
 ambiguous grammar (`a: a a | "a"`) its time grows with the answer, as the cube of it: 12 ms at 600 items, 31 ms at 1000,
 and the library's own bound is 2000. An object has four for each optional property; most schemas have a few dozen."""
+
+_LEAST = 64 << 10
+"""Bytes that a compiled grammar counts at least: the smallest hold about 30 KiB."""
+
+_GROWTH = 8 << 10
+"""Bytes that a compiled grammar counts for each token of an answer. It is made while it is used, and what is made stays
+with it: nothing where an answer goes round in the same few states, 6.4 KB a token where a text has a `maxLength`."""
+
+_OUTGROWN = 4
+"""A compiled grammar that counts more than this part of the budget is made anew for the next request."""
 
 
 class Matcher(Protocol):
@@ -47,57 +57,129 @@ class Matcher(Protocol):
         ...
 
 
-class Structures:
-    """Grammars over one checkpoint's tokens. Compiling takes milliseconds at most; still, not for the event loop."""
+class Form(NamedTuple):
+    """What a request's answers must be like: a checked grammar, the bytes that its compiled form holds, and the
+    tenant's salt. Tenants share no compiled form: how soon it is there would tell what another has sent."""
 
-    def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int]) -> None:
+    grammar: str
+    bytes: int = 0
+    salt: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A compiled grammar, and the bytes that it counts by now."""
+
+    compiled: LLMatcher
+    bytes: int
+
+    def matcher(self) -> Matcher:
+        return _Counted(self.compiled.deep_copy(), self)
+
+
+class _Counted:
+    """A matcher whose compiled form, which it shares with others, counts more with each token."""
+
+    def __init__(self, matcher: LLMatcher, kept: _Kept) -> None:
+        self._matcher = matcher
+        self._kept = kept
+        self.compute_bitmask = matcher.compute_bitmask
+        self.is_stopped = matcher.is_stopped
+        self.is_error = matcher.is_error
+
+    def consume_token(self, token: int) -> bool:
+        self._kept.bytes += _GROWTH
+        taken: bool = self._matcher.consume_token(token)
+        return taken
+
+
+class Structures:
+    """Grammars over one checkpoint's tokens. Compiling takes milliseconds at most; still, not for the event loop.
+    Compiled forms are kept while they count `cache_bytes` or less together, the ones used last."""
+
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
         source = checkpoint.text("tokenizer.json")
         if source is None:
             raise CheckpointError("the checkpoint has no tokenizer.json")
         ends = sorted(eos)
         self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=ends or None)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
-    def grammar(self, structure: Structure) -> str:
-        """The grammar of a wish, in llguidance's own form; raises InvalidInput where it makes no sense."""
+    def compile(self, structure: Structure) -> tuple[str, LLMatcher]:
+        """A wish as a grammar in llguidance's own form, and compiled; raises InvalidInput where it makes no sense."""
         field = f"sampling.{structure.kind}"
         grammar = _grammar(structure)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher = self._compiled(grammar)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidInput(
                 f"the {structure.kind} cannot be compiled, or allows nothing", reason="BAD_STRUCTURE", field=field
             )
-        return grammar
+        return grammar, matcher
 
-    def matcher(self, grammar: str) -> Matcher:
-        """A new matcher for a grammar; the compiled form is kept for the next request with the same one. To be called
-        by one thread at a time."""
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > _CACHED:
-            self._compiled.popitem(last=False)
-        matcher: Matcher = compiled.deep_copy()
-        return matcher
+    def grammar(self, structure: Structure) -> str:
+        """The grammar alone; raises as `compile`."""
+        return self.compile(structure)[0]
+
+    def matcher(self, form: Form) -> Matcher:
+        """A new matcher for a form; what is compiled may be kept for the next request with the same one. To be called
+        by one thread at a time, while others may use the matchers."""
+        name = (form.salt, form.grammar)
+        kept = self._kept.pop(name, None)
+        if kept is None or kept.bytes * _OUTGROWN > self._cache_bytes:
+            kept = _Kept(self._compiled(form.grammar), max(_LEAST, form.bytes + len(form.grammar)))
+        self._kept[name] = kept
+        held = self.kept_bytes
+        while held > self._cache_bytes:
+            held -= self._kept.popitem(last=False)[1].bytes
+        return kept.matcher()
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the compiled forms that are kept count together."""
+        return sum(kept.bytes for kept in self._kept.values())
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
 class Matchers:
     """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second. `made` is
-    called in that thread whenever there is one more."""
+    called in that thread whenever there is one more. What takes least is made first, by the bytes that it holds: a
+    hundred milliseconds and 7 MB are as many states. So nobody waits for another's large form but while it is made."""
 
     def __init__(self, structures: Structures, made: Callable[[], None]) -> None:
         self._structures = structures
         self._made = made
         self._thread = ThreadPoolExecutor(1, "matchers")
+        self._lock = threading.Lock()
+        self._asked: list[tuple[int, int, Form, Future[Matcher]]] = []
+        self._count = 0
 
-    def __call__(self, grammar: str) -> Future[Matcher]:
+    def __call__(self, form: Form) -> Future[Matcher]:
         """A new matcher, soon."""
-        future = self._thread.submit(self._structures.matcher, grammar)
+        future: Future[Matcher] = Future()
         future.add_done_callback(lambda _: self._made())
+        with self._lock:
+            self._count += 1
+            heapq.heappush(self._asked, (form.bytes, self._count, form, future))
+        self._thread.submit(self._make)
         return future
+
+    def _make(self) -> None:
+        """Makes the one that is next."""
+        with self._lock:
+            _, _, form, future = heapq.heappop(self._asked)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            matcher = self._structures.matcher(form)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the matcher is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(matcher)
 
 
 def _grammar(structure: Structure) -> str:

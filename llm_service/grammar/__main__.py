@@ -1,23 +1,46 @@
 """A process that compiles structures: `python -m llm_service.grammar SOCKET_FD`, started by the front, never by hand.
 
-A structure of a few bytes can take minutes and gigabytes. This process may take neither: the front kills it when its
-time is over, and the kernel refuses it more memory than it may have, which ends it as well."""
+A structure of a few bytes can take minutes and gigabytes. So each is compiled in a fork of this process, which the
+kernel ends when it has had its processor time, and refuses more memory than it may have. This process, which has read
+the vocabulary, stays, and is ready for the next one at once.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
+from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent, was_ended
 from llm_service.engine.structure import Structures
-from llm_service.grammar.messages import Compile, Compiled, Prepared, Refused, ToCompiler, Vocabulary
+from llm_service.grammar.messages import (
+    Answer,
+    Begun,
+    Broke,
+    Compile,
+    Compiled,
+    Lost,
+    Outcome,
+    Prepared,
+    Refused,
+    ToCompiler,
+    TooSlow,
+    Vocabulary,
+)
 from llm_service.request import Structure
 
 _MEMORY = 1 << 30
 """Bytes that compiling may add to what the process has once the vocabulary is read."""
+
+_SHORTEST = 1e-6
+"""Seconds: a timer of none would never end."""
 
 
 def main() -> None:
@@ -32,18 +55,62 @@ def main() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         link.send(Prepared())
         while isinstance(order := link.receive(), Compile):
-            link.send(_answer(structures, order))
+            link.send(_compile(structures, order, link))
     except EOFError:
         return
 
 
-def _answer(structures: Structures, order: Compile) -> Compiled | Refused:
+def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler]) -> Outcome:
+    """What comes of a structure, compiled by a fork of this process. That has a pipe to itself: what it leaves unsaid
+    when it is ended is not taken for a message."""
+    parent = os.getpid()
     try:
-        return Compiled(structures.grammar(Structure(order.kind, order.text)))  # type: ignore[arg-type]
+        reading, writing = os.pipe()
+        pid = os.fork()
+    except OSError:
+        return Lost()
+    if not pid:
+        _work(structures, order, parent, writing)
+    os.close(writing)
+    link.send(Begun(pid))
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == 0:
+        return msgspec.msgpack.decode(said, type=Answer)  # type: ignore[no-any-return]
+    if status == -signal.SIGPROF:
+        return TooSlow()
+    return Lost() if was_ended(status) else Broke()
+
+
+def _work(structures: Structures, order: Compile, parent: int, writing: int) -> None:
+    """The fork's whole life. It ends here whatever happens, and runs nothing that was the other one's to run."""
+    try:
+        die_with_parent(parent)
+        signal.setitimer(signal.ITIMER_PROF, max(_SHORTEST, order.seconds))  # SIGPROF, at its end, ends the process
+        said = msgspec.msgpack.encode(_answer(structures, order))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(said)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _answer(structures: Structures, order: Compile) -> Answer:
+    before = bytes_in_use()
+    try:
+        grammar, matcher = structures.compile(Structure(order.kind, order.text))  # type: ignore[arg-type]
     except InvalidInput as error:
         return Refused(error.message)
+    held = max(0, bytes_in_use() - before)
+    del matcher  # which was to be here while its memory was counted
+    if held > order.most_bytes:
+        return Refused(f"the {order.kind} takes more than {order.most_bytes} bytes when it is compiled", too_large=True)
+    return Compiled(grammar, held)
 
 
 if __name__ == "__main__":

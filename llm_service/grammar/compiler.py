@@ -1,45 +1,75 @@
-"""Compiles structures for the front, in bounded time: in processes of their own, which are killed when time is over.
+"""Compiles structures for the front, in bounded time: in processes of their own, which are ended when time is over.
 
-Answers are remembered, refusals among them, and who asks for what is being compiled waits for that, so that a structure
-that takes too long does so once a minute at most: it may have been the machine that stood still. One that nobody waits
-for any more is not begun on. The processes are started when the first structure comes; of two, one can serve while the
-other is being replaced.
+Time is processor time: what has used its up is refused, and refused untried for a while. What was ended from outside,
+or stood still, is no structure's fault: it is tried once more, elsewhere, and its caller told to come again.
+
+Answers are remembered, refusals among them, and who asks for what is being compiled waits for that; but one tenant is
+not told from what another has asked for. One that nobody waits for any more is not begun on. Callers take turns, and
+none has every process at a time. The processes are started when the first structure comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from common import log
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
-from llm_service.grammar.messages import Compile, Compiled, FromCompiler, Prepared, Refused, Vocabulary
+from common.stint import Stint, StoodStill
+from llm_service.grammar.foresight import StructureLimits, refusal
+from llm_service.grammar.lanes import Lanes
+from llm_service.grammar.messages import (
+    Answer,
+    Begun,
+    Broke,
+    Compile,
+    Compiled,
+    FromCompiler,
+    Lost,
+    Outcome,
+    Prepared,
+    Refused,
+    TooSlow,
+    Vocabulary,
+)
 from llm_service.request import Structure
 
 _PROCESSES = 2
-_REMEMBERED = 256
-"""Answers kept: a grammar may be as large as its structure, 64 KiB by default."""
+_ATTEMPTS = 2
+_REMEMBERED_BYTES = 16 << 20
+"""Of texts and grammars whose answers are kept; a grammar may be as large as its structure, 64 KiB by default."""
 _WAITING = 256
-"""Structures that wait for a process; further ones are refused."""
+"""Structures that wait for a process; further ones are refused, and of one caller those past half of them."""
 _START_SECONDS = 30.0
+_STILL_SECONDS = 0.7
+_MARGIN_SECONDS = 1.0
+"""The kernel ends a process whose time is over. Where that has not happened after this much more, it is done here."""
 _DOUBT_SECONDS = 60.0
 """For how long a structure that took too long is refused untried."""
+_SHORT = 4096
+"""Characters of a structure that is looked through at once: it takes about a millisecond."""
 
 T = TypeVar("T")
+
+Name: TypeAlias = tuple[str, Structure]
+"""A tenant's salt, and what he asked for."""
 
 _log = log.get("grammar")
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A structure on its way, and how many wait for it; once a process has `begun` on it, it is seen through."""
+    """A structure on its way for a caller, and how many wait for it; once a process has `begun` on it, it is seen
+    through."""
 
-    structure: Structure
-    task: asyncio.Task[Compiled | Refused] | None = None
+    name: Name
+    caller: str
+    task: asyncio.Task[Answer] | None = None
     waiting: int = 0
     begun: bool = False
 
@@ -48,25 +78,46 @@ class Compiler:
     """Owns the processes. `seconds` is the longest that a structure may take; one that took longer is refused untried
     for a while."""
 
-    def __init__(self, vocabulary: Vocabulary, *, seconds: float) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        limits: StructureLimits,
+        *,
+        seconds: float,
+        still_seconds: float = _STILL_SECONDS,
+        doubt_seconds: float = _DOUBT_SECONDS,
+        waiting: int = _WAITING,
+        remembered_bytes: int = _REMEMBERED_BYTES,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._limits = limits
         self._seconds = seconds
-        self._known: OrderedDict[Structure, Compiled | Refused] = OrderedDict()
-        self._asked: dict[Structure, _Job] = {}
-        self._idle: asyncio.Queue[Child[FromCompiler] | None] = asyncio.Queue()
+        self._still_seconds = still_seconds
+        self._doubt_seconds = doubt_seconds
+        self._waiting = waiting
+        self._remembered_bytes = remembered_bytes
+        self._known: OrderedDict[Name, Answer] = OrderedDict()
+        self._known_bytes = 0
+        self._asked: dict[Name, _Job] = {}
+        self._lanes: Lanes[Child[FromCompiler] | None] = Lanes(_PROCESSES - 1)
         self._children: set[Child[FromCompiler]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started = False
 
-    async def grammar(self, structure: Structure) -> str:
-        """The structure in llguidance's form. Raises InvalidInput where it makes no sense or takes too long,
-        Exhausted where too many wait, Unavailable where no process can be started."""
-        answer = self._known.get(structure)
+    async def grammar(self, structure: Structure, salt: str = "", caller: str = "") -> Compiled:
+        """The structure in llguidance's form. It waits its turn among what this caller asks for. Raises InvalidInput
+        where it makes no sense or takes too much, Exhausted where too many wait, Unavailable where no process can be
+        started, or those that tried were ended or stood still."""
+        name = (salt, structure)
+        answer = self._known.get(name)
         if answer is None:
-            answer = await self._answer(self._asked.get(structure) or self._begin(structure))
+            answer = await self._answer(self._asked.get(name) or self._begin(name, caller))
+        else:
+            self._known.move_to_end(name)
         if isinstance(answer, Refused):
-            raise InvalidInput(answer.why, reason="BAD_STRUCTURE", field=f"sampling.{structure.kind}")
-        return answer.grammar
+            reason = "STRUCTURE_TOO_LARGE" if answer.too_large else "BAD_STRUCTURE"
+            raise InvalidInput(answer.why, reason=reason, field=f"sampling.{structure.kind}")
+        return answer
 
     async def stop(self) -> None:
         """Ends the processes."""
@@ -75,7 +126,7 @@ class Compiler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(child.stop(grace=0.0) for child in self._children))
 
-    async def _answer(self, job: _Job) -> Compiled | Refused:
+    async def _answer(self, job: _Job) -> Answer:
         """What comes of a job. A caller who leaves does not leave a process in the middle of a conversation."""
         assert job.task is not None
         job.waiting += 1
@@ -87,45 +138,99 @@ class Compiler:
                 job.task.cancel()
                 self._over(job)
 
-    def _begin(self, structure: Structure) -> _Job:
-        if len(self._asked) >= _WAITING:
+    def _begin(self, name: Name, caller: str) -> _Job:
+        asked = Counter(job.caller for job in self._asked.values())
+        if len(self._asked) >= self._waiting or asked[caller] >= max(1, self._waiting // 2):
             raise Exhausted("too many structures wait to be compiled", reason="TOO_MANY_STRUCTURES")
-        job = self._asked[structure] = _Job(structure)
+        job = self._asked[name] = _Job(name, caller)
         job.task = self._spawn(self._ask(job), "compile a structure")
         job.task.add_done_callback(lambda _: self._over(job))
         return job
 
     def _over(self, job: _Job) -> None:
-        if self._asked.get(job.structure) is job:
-            del self._asked[job.structure]
+        if self._asked.get(job.name) is job:
+            del self._asked[job.name]
 
-    async def _ask(self, job: _Job) -> Compiled | Refused:
-        structure = job.structure
+    async def _ask(self, job: _Job) -> Answer:
+        structure = job.name[1]
+        if len(structure.text) <= _SHORT:
+            why = refusal(structure, self._limits)
+        else:
+            why = await asyncio.to_thread(refusal, structure, self._limits)
+        answer = Refused(why, too_large=True) if why else await self._compile(job)
+        self._remember(job.name, answer)
+        return answer
+
+    def _remember(self, name: Name, answer: Answer) -> None:
+        self._known[name] = answer
+        self._known_bytes += _size(name, answer)
+        while self._known_bytes > self._remembered_bytes:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, name: Name) -> None:
+        if (answer := self._known.pop(name, None)) is not None:
+            self._known_bytes -= _size(name, answer)
+
+    async def _compile(self, job: _Job) -> Answer:
+        kind = job.name[1].kind
+        for attempt in range(1, _ATTEMPTS + 1):
+            match await self._try(job):
+                case Compiled() | Refused() as answer:
+                    return answer
+                case TooSlow():
+                    self._doubt(job.name)
+                    return Refused(f"the {kind} takes too long to compile")
+                case Broke():
+                    self._doubt(job.name)
+                    return Refused(f"the {kind} takes too much memory to compile")
+            _log.warning("a process that compiles structures was ended, or stood still", attempt=attempt)
+        raise _unavailable()
+
+    def _doubt(self, name: Name) -> None:
+        """What comes of this one now does not count for ever."""
+        asyncio.get_running_loop().call_later(self._doubt_seconds, self._forget, name)
+
+    async def _try(self, job: _Job) -> Outcome:
+        """What comes of one attempt, in a process that is idle again, or being replaced, afterwards."""
+        child = await self._take(job)
+        try:
+            outcome = await self._work(child, job.name[1])
+        except (ChildDied, StoodStill, TimeoutError) as error:
+            self._spawn(self._replace(child), "replace a compiler")
+            outcome = TooSlow() if isinstance(error, TimeoutError) else Lost()
+        else:
+            self._lanes.put(child)
+        finally:
+            self._lanes.leave(job.caller)
+        return outcome
+
+    async def _take(self, job: _Job) -> Child[FromCompiler]:
+        """A process, which is the caller's until he leaves his turn; one that has ended without a job is replaced."""
         if not self._started:
             self._started = True
             for _ in range(_PROCESSES):
                 self._spawn(self._start(), "start a compiler")
-        child = await self._idle.get()
-        job.begun = True
-        if child is None:
-            self._spawn(self._start(), "start a compiler")
-            raise Unavailable("structures cannot be compiled now", reason="STRUCTURE_UNAVAILABLE")
-        answer: FromCompiler
-        try:
-            child.send(Compile(structure.kind, structure.text))
-            async with asyncio.timeout(self._seconds):
-                answer = await child.receive()
-        except (ChildDied, TimeoutError):
-            answer = Refused(f"the {structure.kind} takes too long to compile")
+        while True:
+            child = await self._lanes.get(job.caller)
+            job.begun = True
+            if child is not None and not child.has_ended:
+                return child
+            self._lanes.leave(job.caller)
+            if child is None:
+                self._spawn(self._start(), "start a compiler")
+                raise _unavailable()
             self._spawn(self._replace(child), "replace a compiler")
-            asyncio.get_running_loop().call_later(_DOUBT_SECONDS, self._known.pop, structure, None)
-        else:
-            self._idle.put_nowait(child)
-        assert isinstance(answer, Compiled | Refused)
-        self._known[structure] = answer
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return answer
+
+    async def _work(self, child: Child[FromCompiler], structure: Structure) -> Outcome:
+        """Has a process compile a structure. Raises ChildDied where it ends, StoodStill, and TimeoutError."""
+        child.send(Compile(structure.kind, structure.text, self._seconds, self._limits.compiled_bytes))
+        seconds = self._seconds + _MARGIN_SECONDS
+        async with Stint(child.process.pid, seconds, still=self._still_seconds) as stint:
+            while isinstance(said := await child.receive(), Begun):
+                stint.passed_to(said.pid)
+        if isinstance(said, Prepared):
+            raise ChildDied("an answer to another question")
+        return said
 
     async def _start(self) -> None:
         """Adds a process to those that are idle, or None for one that could not be started."""
@@ -140,9 +245,9 @@ class Compiler:
             _log.error("a process that compiles structures could not be started", cause=str(error))
             if child is not None:
                 await self._end(child)
-            self._idle.put_nowait(None)
+            self._lanes.put(None)
         else:
-            self._idle.put_nowait(child)
+            self._lanes.put(child)
 
     async def _replace(self, child: Child[FromCompiler]) -> None:
         await self._end(child)
@@ -158,3 +263,15 @@ class Compiler:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _size(name: Name, answer: Answer) -> int:
+    """Bytes of what is kept of an answer, nearly."""
+    salt, structure = name
+    return sum(
+        map(sys.getsizeof, (salt, structure.text, answer.grammar if isinstance(answer, Compiled) else answer.why))
+    )
+
+
+def _unavailable() -> Unavailable:
+    return Unavailable("structures cannot be compiled now", reason="STRUCTURE_UNAVAILABLE")

@@ -14,27 +14,52 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Check this structure; see `request.Structure`."""
+    """Check this structure; see `request.Structure`. It may have so many seconds of processor time, and its compiled
+    form may hold so many bytes."""
 
     kind: str
     text: str
+    seconds: float
+    most_bytes: int
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The process with this id is at it."""
+
+    pid: int
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The structure in llguidance's own form."""
+    """The structure in llguidance's own form, and the bytes of memory that its compiled form holds."""
 
     grammar: str
+    bytes: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It makes no sense, or allows nothing; `why` may be shown to the caller."""
+    """It makes no sense, allows nothing, or is `too_large`; `why` may be shown to the caller."""
 
     why: str
+    too_large: bool = False
+
+
+class TooSlow(msgspec.Struct, frozen=True, tag=True):
+    """It has had all of its processor time."""
+
+
+class Broke(msgspec.Struct, frozen=True, tag=True):
+    """The process that was at it has crashed over it, or wanted more memory than it may have."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The process that was at it was ended from outside, or none could be had: no structure is to blame."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The vocabulary is read: structures can come."""
 
 
+Answer = Compiled | Refused
+Outcome = Compiled | Refused | TooSlow | Broke | Lost
 ToCompiler = Vocabulary | Compile
-FromCompiler = Prepared | Compiled | Refused
+FromCompiler = Prepared | Begun | Outcome

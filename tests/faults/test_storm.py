@@ -55,7 +55,7 @@ def attempt(both: Pair, number: int, alone: list[list[list[int]]]) -> str:
             last = rng.randrange(8) if way >= 0.75 else -1
             for place, _ in enumerate(events):
                 if place == last and way < 0.85:
-                    both.text.abort(asking.request_id)
+                    both.text.abort(asking.request_id, cache_salt=asking.cache_salt)
                 elif place == last:
                     return "left"
         return "finished"

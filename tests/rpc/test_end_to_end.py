@@ -250,6 +250,7 @@ def test_logprobs_are_the_references(qwen3: Pair) -> None:
     wanted = reference.reference_logits(qwen3.checkpoint, inputs)[-1].double().log_softmax(-1)
     (choice,) = said.choices
     assert [len(each.top) for each in choice.logprobs] == [5] * 6
+    assert b"".join(each.text_bytes for each in choice.logprobs).decode(errors="replace") == choice.text
     given = choice.logprobs[0]
     assert [top.token_id for top in given.top] == wanted.topk(5).indices.tolist()
     assert [top.logprob for top in given.top] == pytest.approx(wanted.topk(5).values.tolist(), rel=1e-4)

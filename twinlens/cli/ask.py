@@ -171,12 +171,22 @@ def _show(event: GenerateResponse, as_json: bool) -> None:
 
 
 def _show_logprobs(what: str, first: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-    """A line for each token: its place, itself, the logarithm of its probability, and the likeliest with theirs."""
-    rows = [(what, "token", "logprob", "likeliest")]
+    """A line for each token: its place, itself, its text, the logarithm of its probability, and the likeliest tokens
+    with theirs."""
+    rows = [(what, "token", "text", "logprob", "likeliest")]
     for place, (token, said) in enumerate(zip(tokens, logprobs, strict=True), first):
-        likeliest = ", ".join(f"{top.token_id} {top.logprob:.3f}" for top in said.top)
-        rows.append((str(place), str(token), f"{said.logprob:.3f}", likeliest))
+        likeliest = ", ".join(f"{top.token_id} {_quoted(top.text)} {top.logprob:.3f}" for top in said.top)
+        rows.append((str(place), str(token), _quoted(said.text), f"{said.logprob:.3f}", likeliest))
     print(table(rows), file=sys.stderr)
+
+
+def _quoted(text: str) -> str:
+    """A token's text on one line, its spaces and line feeds to be seen.
+
+    >>> print(_quoted(" a\\n"))
+    " a\\n"
+    """
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _show_timings(answer: Answer) -> None:

@@ -79,7 +79,7 @@ class LlmServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early; what they hold is given back at once.
+        """Ends requests of one tenant early; what they hold is given back at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

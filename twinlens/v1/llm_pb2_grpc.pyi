@@ -184,7 +184,7 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
     """Generates; tokens are streamed as they are made. A failure is the call's status, never an event."""
 
     Abort: _LlmServiceAbortType
-    """Ends requests early; what they hold is given back at once."""
+    """Ends requests of one tenant early; what they hold is given back at once."""
 
     Tokenize: _LlmServiceTokenizeType
     """Gives the token ids of a text, or of a chat without media."""
@@ -242,7 +242,7 @@ class LlmServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.llm_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.llm_pb2.AbortResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.AbortResponse]]:
-        """Ends requests early; what they hold is given back at once."""
+        """Ends requests of one tenant early; what they hold is given back at once."""
 
     @abc.abstractmethod
     def Tokenize(

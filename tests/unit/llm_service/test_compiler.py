@@ -1,10 +1,15 @@
-"""Structures are compiled in processes that are killed when time is over, and each answer is remembered."""
+"""Structures are compiled in processes that are ended when time is over, in turns of those who ask, and each answer is
+remembered; what nobody can help is told from what a structure does."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +17,38 @@ import pytest
 
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child
+from common.stint import Stint
 from llm_service.grammar.compiler import Compiler
-from llm_service.grammar.messages import Vocabulary
+from llm_service.grammar.foresight import StructureLimits
+from llm_service.grammar.messages import Compile, Vocabulary
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
 from tests.waiting import until
 
+BLIND = StructureLimits(multiple=1 << 60, repeats=1 << 60, depth=1 << 60, compiled_bytes=1 << 40)
+"""Under these everything is tried."""
 EXPLODING = Structure("json_schema", json.dumps({"type": "integer", "multipleOf": 99_999_989}))
+GOOD = Structure("regex", "a+")
+
+
+@asynccontextmanager
+async def compiling(folder: Path, **given: Any) -> AsyncIterator[Compiler]:
+    made = Compiler(Vocabulary(str(folder), VOCABULARY, [0]), **{"limits": BLIND, "seconds": 0.5, **given})
+    try:
+        yield made
+    finally:
+        await made.stop()
 
 
 @pytest.fixture
-async def compiler(checkpoints: Callable[..., Path]) -> AsyncIterator[Compiler]:
-    made = Compiler(Vocabulary(str(checkpoints("qwen3_vl")), VOCABULARY, [0]), seconds=2.0)
-    yield made
-    await made.stop()
+def folder(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3_vl")
+
+
+@pytest.fixture
+async def compiler(folder: Path) -> AsyncIterator[Compiler]:
+    async with compiling(folder) as made:
+        yield made
 
 
 async def refusal(compiler: Compiler, structure: Structure) -> InvalidInput:
@@ -35,7 +58,9 @@ async def refusal(compiler: Compiler, structure: Structure) -> InvalidInput:
 
 
 async def test_a_structure_becomes_a_grammar(compiler: Compiler) -> None:
-    assert json.loads(await compiler.grammar(Structure("regex", "a+")))
+    made = await compiler.grammar(GOOD)
+    assert json.loads(made.grammar)
+    assert 1 << 10 < made.bytes < 1 << 20
 
 
 async def test_one_that_makes_no_sense_is_refused_by_its_field(compiler: Compiler) -> None:
@@ -43,15 +68,49 @@ async def test_one_that_makes_no_sense_is_refused_by_its_field(compiler: Compile
     assert (error.reason, error.field) == ("BAD_STRUCTURE", "sampling.regex")
 
 
-async def test_one_that_takes_too_long_costs_a_process_and_the_next_is_served(compiler: Compiler) -> None:
-    good = Structure("regex", "a+")
-    refused, grammar = await asyncio.gather(refusal(compiler, EXPLODING), compiler.grammar(good))
+async def test_one_that_takes_too_long_is_refused_and_costs_no_process(compiler: Compiler) -> None:
+    refused, grammar = await asyncio.gather(refusal(compiler, EXPLODING), compiler.grammar(GOOD))
     assert "too long" in refused.message
     assert grammar
+    before = pids(compiler)
     assert await compiler.grammar(Structure("regex", "b+"))
+    assert pids(compiler) == before
 
 
-async def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+async def test_one_that_takes_too_much_memory_is_refused_and_costs_no_process(folder: Path) -> None:
+    async with compiling(folder, seconds=60.0) as compiler:
+        await compiler.grammar(GOOD)
+        await asyncio.gather(*compiler._tasks)
+        before = pids(compiler)
+        for pid in before:
+            limit = mapped(pid) + (8 << 20)
+            resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+        refused = await refusal(compiler, Structure("json_schema", '{"type": "integer", "multipleOf": 99991}'))
+        assert refused.reason == "BAD_STRUCTURE"
+        assert "too much memory" in refused.message
+        assert pids(compiler) == before
+
+
+async def test_one_whose_compiled_form_is_too_large_is_refused(folder: Path) -> None:
+    limits = StructureLimits(multiple=1 << 60, repeats=1 << 60, depth=128, compiled_bytes=1 << 20)
+    async with compiling(folder, limits=limits) as compiler:
+        assert await compiler.grammar(Structure("json_schema", '{"type": "integer", "multipleOf": 97}'))
+        refused = await refusal(compiler, Structure("json_schema", '{"type": "integer", "multipleOf": 4999}'))
+    assert refused.reason == "STRUCTURE_TOO_LARGE"
+    assert str(1 << 20) in refused.message
+
+
+async def test_what_is_foreseen_is_refused_without_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Child, "start", None)
+    limits = StructureLimits(multiple=10_000, repeats=1 << 16, depth=128, compiled_bytes=1 << 25)
+    async with compiling(folder, limits=limits) as compiler:
+        for structure in (EXPLODING, Structure("regex", "a{1000000}"), Structure("regex", "(" * 5000)):
+            refused = await refusal(compiler, structure)
+            assert (refused.reason, refused.field) == ("STRUCTURE_TOO_LARGE", f"sampling.{structure.kind}")
+            assert any(str(limit) in refused.message for limit in (10_000, 1 << 16, 128))
+
+
+async def test_a_refusal_is_remembered_for_its_tenant(compiler: Compiler) -> None:
     first = await refusal(compiler, EXPLODING)
     coming = asyncio.create_task(refusal(compiler, EXPLODING))
     await asyncio.sleep(0)  # one turn of the loop: no process was asked
@@ -59,26 +118,37 @@ async def test_a_refusal_is_remembered(compiler: Compiler) -> None:
     assert coming.result().message == first.message
 
 
-async def test_a_refusal_for_time_alone_does_not_last(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the machine stood still, and not the structure was to blame."""
-    monkeypatch.setattr("llm_service.grammar.compiler._DOUBT_SECONDS", 0.01)
-    compiler._seconds = 0.0
-    structure = Structure("regex", "a+")
-    assert "too long" in (await refusal(compiler, structure)).message
-    await asyncio.to_thread(until, lambda: structure not in compiler._known, "it is forgotten")
-    compiler._seconds = 30.0
-    assert await compiler.grammar(structure)
+async def test_no_tenant_is_told_sooner_what_another_has_asked_for(compiler: Compiler) -> None:
+    await compiler.grammar(GOOD, "one")
+    others = asyncio.create_task(compiler.grammar(GOOD, "other"))
+    again = asyncio.create_task(compiler.grammar(GOOD, "one"))
+    await asyncio.sleep(0)
+    assert (others.done(), again.done()) == (False, True)
+    assert await others == await again
 
 
-async def test_no_more_answers_are_remembered_than_the_bound(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llm_service.grammar.compiler._REMEMBERED", 3)
-    asked = [Structure("regex", f"{letter}+") for letter in "abcdef"]
-    for structure in asked:
-        await compiler.grammar(structure)
-    assert list(compiler._known) == asked[-3:]
-    assert await compiler.grammar(asked[0]), "one that was forgotten is compiled again"
+async def test_a_refusal_for_time_alone_does_not_last(folder: Path) -> None:
+    """It may still have been the machine."""
+    slow = Structure("json_schema", '{"type": "integer", "multipleOf": 29989}')
+    async with compiling(folder, seconds=0.0, doubt_seconds=0.01) as compiler:
+        assert "too long" in (await refusal(compiler, slow)).message
+        await asyncio.to_thread(until, lambda: ("", slow) not in compiler._known, "it is forgotten")
+        assert not compiler._known_bytes
+        compiler._seconds = 30.0
+        assert await compiler.grammar(slow)
+
+
+async def test_no_more_bytes_of_answers_are_remembered_than_the_bound(folder: Path) -> None:
+    async with compiling(folder, remembered_bytes=4000) as compiler:
+        asked = [Structure("regex", f"{letter * 500}+") for letter in "abcdef"]
+        for structure in asked:
+            await compiler.grammar(structure)
+            assert compiler._known_bytes <= 4000
+        assert list(compiler._known) == [("", structure) for structure in asked[-3:]]
+        assert await compiler.grammar(asked[0]), "one that was forgotten is compiled again"
+        for structure in asked:
+            compiler._forget(("", structure))
+        assert (compiler._known_bytes, len(compiler._known)) == (0, 0)
 
 
 async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compiler) -> None:
@@ -87,7 +157,7 @@ async def test_a_caller_who_leaves_leaves_no_answer_for_the_next(compiler: Compi
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-    assert "yes" in await compiler.grammar(Structure("choice", '["yes", "no"]'))
+    assert "yes" in (await compiler.grammar(Structure("choice", '["yes", "no"]'))).grammar
 
 
 async def test_what_nobody_waits_for_any_more_is_not_begun_on(compiler: Compiler) -> None:
@@ -106,29 +176,120 @@ async def test_what_nobody_waits_for_any_more_is_not_begun_on(compiler: Compiler
     assert len(compiler._known) == 51
 
 
-async def test_more_than_may_wait_are_refused_at_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm_service.grammar.compiler._WAITING", 2)
-    asked = [asyncio.create_task(compiler.grammar(Structure("regex", f"x{number}"))) for number in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(Exhausted) as error:
-        await compiler.grammar(Structure("regex", "x2"))
-    assert (error.value.reason, bool(error.value.retry_after)) == ("TOO_MANY_STRUCTURES", True)
-    assert all(await asyncio.gather(*asked, compiler.grammar(Structure("regex", "x0"))))
+async def test_more_than_may_wait_are_refused_at_once(folder: Path) -> None:
+    async with compiling(folder, waiting=4) as compiler:
+        ask = compiler.grammar
+        asked = [asyncio.create_task(ask(Structure("regex", f"x{n}"), caller="a")) for n in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Exhausted) as error:
+            await ask(Structure("regex", "x2"), caller="a")
+        assert (error.value.reason, bool(error.value.retry_after)) == ("TOO_MANY_STRUCTURES", True)
+        asked += [asyncio.create_task(ask(Structure("regex", f"y{n}"), caller="b")) for n in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Exhausted):
+            await ask(Structure("regex", "z"), caller="c")
+        assert all(await asyncio.gather(*asked, ask(Structure("regex", "x0"), caller="c")))
 
 
 async def test_one_that_many_ask_for_at_once_is_tried_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = Child.start, 0
-
-    async def counted(*given: Any, **named: Any) -> Child[Any]:
-        nonlocal started
-        started += 1
-        return await start(*given, **named)
-
-    monkeypatch.setattr(Child, "start", counted)
+    told = []
+    send = Child.send
+    monkeypatch.setattr(Child, "send", lambda child, message: (told.append(message), send(child, message)))
     refusals = await asyncio.gather(*(refusal(compiler, EXPLODING) for _ in range(5)))
     assert len({error.message for error in refusals}) == 1
+    assert len([message for message in told if isinstance(message, Compile)]) == 1
+
+
+async def test_what_one_caller_asks_for_does_not_hold_up_another(compiler: Compiler) -> None:
+    """Forty that take all of their time would take ten seconds on both processes; each of the other's comes at once."""
+    await compiler.grammar(GOOD)
+    slow = [Structure("json_schema", f'{{"type": "integer", "multipleOf": {99_999_989 - n}}}') for n in range(0, 80, 2)]
+    greedy = [asyncio.create_task(refusal_for(compiler, each, "greedy")) for each in slow]
+    await asyncio.sleep(0)
+    for number in range(5):
+        assert await compiler.grammar(Structure("regex", f"quick{number}"), caller="modest")
+    assert sum(task.done() for task in greedy) < 5
+    for task in greedy:
+        task.cancel()
+    await asyncio.gather(*greedy, return_exceptions=True)
+
+
+async def refusal_for(compiler: Compiler, structure: Structure, caller: str) -> None:
+    with pytest.raises(InvalidInput):
+        await compiler.grammar(structure, caller=caller)
+
+
+def pids(compiler: Compiler) -> set[int]:
+    return {child.process.pid for child in compiler._children}
+
+
+def mapped(pid: int) -> int:
+    """Bytes of a process's address space."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def signal_all(compiler: Compiler, number: int) -> None:
+    for pid in pids(compiler):
+        os.kill(pid, number)
+
+
+async def test_processes_that_stand_still_are_no_structures_fault(folder: Path) -> None:
+    async with compiling(folder, still_seconds=0.1) as compiler:
+        await asyncio.gather(compiler.grammar(GOOD), compiler.grammar(Structure("regex", "b+")))
+        await asyncio.gather(*compiler._tasks)
+        signal_all(compiler, signal.SIGSTOP)
+        first = next(iter(compiler._children))
+        asked = Structure("regex", "c+")
+        with pytest.raises(Unavailable) as error:
+            await compiler.grammar(asked)
+        assert (error.value.reason, bool(error.value.retry_after)) == ("STRUCTURE_UNAVAILABLE", True)
+        assert first not in compiler._children
+        assert await compiler.grammar(asked), "it is not remembered, and there are other processes by now"
+
+
+async def test_where_one_process_stands_still_the_other_is_asked(folder: Path) -> None:
+    async with compiling(folder, still_seconds=0.1) as compiler:
+        await compiler.grammar(GOOD)
+        await asyncio.gather(*compiler._tasks)
+        stopped, *_ = pids(compiler)
+        os.kill(stopped, signal.SIGSTOP)
+        for letter in "bcd":
+            assert await compiler.grammar(Structure("regex", f"{letter}+"))
+        assert stopped not in pids(compiler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_fork_that_is_ended_or_stopped_is_no_structures_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Each of two tries meets the same."""
+    hit = 0
+    passed_to = Stint.passed_to
+
+    def struck(stint: Stint, pid: int) -> None:
+        nonlocal hit
+        hit += 1
+        os.kill(pid, number)
+        passed_to(stint, pid)
+
+    async with compiling(folder, seconds=60.0, still_seconds=0.1) as compiler:
+        await compiler.grammar(GOOD)
+        with monkeypatch.context() as patched:
+            patched.setattr(Stint, "passed_to", struck)
+            with pytest.raises(Unavailable) as error:
+                await compiler.grammar(EXPLODING)
+        assert (error.value.reason, hit) == ("STRUCTURE_UNAVAILABLE", 2)
+        assert await compiler.grammar(Structure("regex", "d+"))
+
+
+async def test_processes_that_were_killed_without_a_job_cost_nobody_anything(compiler: Compiler) -> None:
+    await compiler.grammar(GOOD)
     await asyncio.gather(*compiler._tasks)
-    assert started == 3, "two to begin with, and one for the one that was killed"
+    children = set(compiler._children)
+    signal_all(compiler, signal.SIGKILL)
+    await asyncio.gather(*(child.process.wait() for child in children))
+    await asyncio.to_thread(until, lambda: all(child.has_ended for child in children), "it is known")
+    assert await compiler.grammar(Structure("regex", "b+"))
 
 
 async def test_where_no_process_can_be_had_callers_are_told_and_the_next_ones_are_served(
@@ -137,7 +298,7 @@ async def test_where_no_process_can_be_had_callers_are_told_and_the_next_ones_ar
     async def no_memory(*_: Any, **__: Any) -> Child[Any]:
         raise OSError("Cannot allocate memory")
 
-    good = Structure("regex", "a+")
+    good = GOOD
     with monkeypatch.context() as patched:
         patched.setattr(Child, "start", no_memory)
         with pytest.raises(Unavailable) as error:

@@ -129,7 +129,9 @@ async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeyp
         (add,) = child.told(Add)
         child.says(Started(add.id, 0))
         assert isinstance(await reading, Begun)
-        assert made.abort("name") == 1
+        assert [made.abort("name", salt) for salt in ("", "another's")] == [0, 0]
+        assert child.told(Abort) == []
+        assert made.abort("name", asked().salt) == 1
         assert child.told(Abort) == [Abort(add.id)]
         with pytest.raises(Cancelled):
             await anext(events)

@@ -6,14 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.servicer import LlmServicer
+from llm_service.events import PromptScores
+from llm_service.plan import TokenLogprobs
+from llm_service.servicer import LlmServicer, _prompt_delta
+from llm_service.token_text import TokenTexts
 from twinlens import v1
 
-CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None)
+CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:127.0.0.1:1")
 
 
 @pytest.mark.parametrize("ready", [None, SimpleNamespace(context=32)])
@@ -26,3 +30,50 @@ async def test_a_prompt_is_bounded_whether_the_engine_is_ready_or_not(ready: Any
     with pytest.raises(InvalidInput) as error:
         _ = [event async for event in LlmServicer(parts).Generate(request, CONTEXT)]
     assert (error.value.reason, error.value.field) == ("PROMPT_TOO_LONG", "tokens.ids")
+
+
+async def test_an_abort_reaches_the_requests_of_its_own_salt_alone() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def abort(name: str, salt: str) -> int:
+        asked.append((name, salt))
+        return 2
+
+    servicer = LlmServicer(SimpleNamespace(generator=SimpleNamespace(abort=abort)))  # type: ignore[arg-type]
+    answer = await servicer.Abort(v1.AbortRequest(request_ids=["a", "a", "b"], cache_salt="mine"), CONTEXT)
+    assert (answer.aborted, sorted(asked)) == (4, [("a", "mine"), ("b", "mine")])
+    asked.clear()
+    await servicer.Abort(v1.AbortRequest(request_ids=["a"]), CONTEXT)
+    assert asked == [("a", "")]
+
+
+@pytest.fixture
+def texts() -> TokenTexts:
+    """A byte-level tokenizer: one token for each byte, and one of two words."""
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({sign: n for n, sign in enumerate([*signs, "Ġa"])}, [("Ġ", "a")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|end ü|>", special=True)])
+    return TokenTexts(made)
+
+
+def test_the_bytes_of_tokens_make_the_text_and_a_special_token_has_its_name(texts: TokenTexts) -> None:
+    text = "at a ü\n\x00é"
+    ids = texts._tokenizer.encode(text).ids
+    assert b"".join(map(texts.bytes_of, ids)).decode() == text
+    assert texts._tokenizer.encode(" a").ids == [256]
+    assert (texts.text_of(256), texts.text_of(257), texts.text_of(9999)) == (" a", "<|end ü|>", "")
+    assert [texts.text_of(token) for token in texts._tokenizer.encode("ü").ids] == ["�", "�"]
+
+
+def test_scores_come_with_the_texts_of_their_tokens(texts: TokenTexts) -> None:
+    umlaut = texts._tokenizer.encode("ü").ids
+    scores = [TokenLogprobs(-1.0, [(umlaut[1], -0.5)]), TokenLogprobs(0.0, [])]
+    said = _prompt_delta(PromptScores(1, [256, 257], scores), texts).prompt
+    assert [(each.text, each.text_bytes) for each in said.logprobs] == [
+        (" a", b" a"),
+        ("<|end ü|>", "<|end ü|>".encode()),
+    ]
+    (top,) = said.logprobs[0].top
+    assert (top.token_id, top.text, top.text_bytes) == (umlaut[1], "�", "ü".encode()[1:])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 
+from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
-from llm_service.engine.structure import Matcher, Matchers, Structures
+from llm_service.engine.structure import Form, Matcher, Matchers, Structures
 from llm_service.prompt import PromptBuilder
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
@@ -25,18 +28,90 @@ def allowed(mask: bytes) -> set[int]:
     return {token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1}
 
 
-def test_no_more_compiled_grammars_are_kept_than_the_bound_and_the_longest_unused_goes(
-    structures: Structures, monkeypatch: pytest.MonkeyPatch
+def held(structures: Structures, structure: Structure, salt: str = "") -> Form:
+    """A structure's form, its bytes measured as the process that compiles measures them."""
+    before = bytes_in_use()
+    grammar, matcher = structures.compile(structure)
+    form = Form(grammar, bytes_in_use() - before, salt)
+    del matcher
+    return form
+
+
+def multiple(number: int) -> Structure:
+    return Structure("json_schema", json.dumps({"type": "integer", "multipleOf": number}))
+
+
+def test_no_more_bytes_of_compiled_grammars_are_kept_than_the_bound_and_the_longest_unused_go(
+    checkpoints: Callable[..., Path],
 ) -> None:
-    monkeypatch.setattr("llm_service.engine.structure._CACHED", 2)
-    a, b, c = (structures.grammar(Structure("regex", f"{letter}+")) for letter in "abc")
-    for grammar in (a, b, a, c):
-        structures.matcher(grammar)
-    assert list(structures._compiled) == [a, c]
+    bound = 24 << 20
+    structures = Structures(Checkpoint(checkpoints("qwen3_vl")), VOCABULARY, [0], cache_bytes=bound)
+    forms = [held(structures, multiple(number)) for number in range(9001, 9041, 2)]
+    assert sum(form.bytes for form in forms) > 2 * bound
+    before = bytes_in_use()
+    for form in forms:
+        structures.matcher(form)
+        assert structures.kept_bytes <= bound
+        assert bytes_in_use() - before <= bound
+    last = list(structures._kept)
+    assert [name[1] for name in last] == [form.grammar for form in forms[-len(last) :]]
+    structures.matcher(forms[-len(last)])
+    structures.matcher(forms[0])
+    assert forms[-len(last)].grammar in {name[1] for name in structures._kept}, "it was used again meanwhile"
+
+
+def test_what_grows_while_it_is_used_counts_and_is_made_anew(
+    checkpoints: Callable[..., Path], builder: PromptBuilder
+) -> None:
+    """All matchers of a form share what is made on the way: for a text with a `maxLength`, some KB each token."""
+    bound = 32 << 20
+    structures = Structures(Checkpoint(checkpoints("qwen3_vl")), VOCABULARY, [0], cache_bytes=bound)
+    form = held(structures, Structure("json_schema", '{"type": "string", "maxLength": 1000000}'))
+    word = builder.encode("quick thing ") * 300
+    before = bytes_in_use()
+    for _ in range(8):
+        matcher = structures.matcher(form)
+        for token in builder.encode('"') + word:
+            matcher.compute_bitmask()
+            assert matcher.consume_token(token)
+        del matcher
+        assert bytes_in_use() - before <= max(structures.kept_bytes, 1 << 20)
+    assert structures.kept_bytes <= bound
+
+
+def test_tenants_share_no_compiled_form(checkpoints: Callable[..., Path]) -> None:
+    structures = Structures(Checkpoint(checkpoints("qwen3_vl")), VOCABULARY, [0], cache_bytes=1 << 20)
+    grammar = structures.grammar(Structure("regex", "a+"))
+    for salt in ("", "one", "", "other"):
+        structures.matcher(Form(grammar, 1 << 15, salt))
+    assert list(structures._kept) == [("one", grammar), ("", grammar), ("other", grammar)]
+
+
+def test_small_forms_are_made_before_large_ones(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, order = threading.Event(), []
+
+    def noted(form: Form) -> Matcher:
+        go_on.wait()
+        order.append(form.salt)
+        return made
+
+    made = structures.matcher(Form(structures.grammar(Structure("regex", "a+"))))
+    monkeypatch.setattr(structures, "matcher", noted)
+    matchers = Matchers(structures, lambda: None)
+    futures = [matchers(Form("", size, str(size))) for size in (5, 9, 3, 7, 3)]
+    assert futures[3].cancel()
+    go_on.set()
+    wait(futures)
+    assert order[1:] == ["3", "3", "9"] if order[0] == "5" else order == ["3", "3", "5", "9"]
+
+
+def test_a_form_that_cannot_be_made_is_told_to_whoever_waits(structures: Structures) -> None:
+    with pytest.raises(TypeError):
+        Matchers(structures, lambda: None)(Form(None)).result()  # type: ignore[arg-type]
 
 
 def test_two_answers_of_one_grammar_do_not_move_each_other(structures: Structures, builder: PromptBuilder) -> None:
-    grammar = structures.grammar(Structure("regex", "xy"))
+    grammar = Form(structures.grammar(Structure("regex", "xy")))
     one, other = structures.matcher(grammar), structures.matcher(grammar)
     x, y = builder.encode("x")[0], builder.encode("y")[0]
     assert one.consume_token(x)
@@ -47,7 +122,7 @@ def test_two_answers_of_one_grammar_do_not_move_each_other(structures: Structure
 
 def test_a_matcher_is_made_beside_whoever_asks_and_that_is_told(structures: Structures) -> None:
     made: list[bool] = []
-    future = Matchers(structures, lambda: made.append(True))(structures.grammar(Structure("choice", '["yes", "no"]')))
+    future = Matchers(structures, lambda: made.append(True))(held(structures, Structure("choice", '["yes", "no"]')))
     until(lambda: bool(made), "it is told")
     assert future.done()
     assert not future.result().is_stopped()
@@ -67,23 +142,23 @@ def test_a_grammar_with_countless_readings_of_a_text_ends_and_holds_nobody_up(
 ) -> None:
     """The more there are, the longer a mask takes, and all requests wait for it."""
     (word,) = builder.encode("a")
-    countless = structures.matcher(structures.grammar(Structure("grammar", 'start: a\na: a a | "a" | "b" | ""')))
+    countless = structures.matcher(held(structures, Structure("grammar", 'start: a\na: a a | "a" | "b" | ""')))
     assert 100 < walk(countless, word, 1000) < 500
     assert countless.is_error()
-    plain = structures.matcher(structures.grammar(Structure("grammar", "start: /a*/")))
+    plain = structures.matcher(held(structures, Structure("grammar", "start: /a*/")))
     assert walk(plain, word, 1000) == 1000
 
 
 def test_large_structures_are_no_countless_ones(structures: Structures, builder: PromptBuilder) -> None:
     words = [f"w{number:04}" for number in range(3000)]
-    choice = structures.matcher(structures.grammar(Structure("choice", json.dumps(words))))
+    choice = structures.matcher(held(structures, Structure("choice", json.dumps(words))))
     for token in builder.encode("w2999"):
         assert token in allowed(choice.compute_bitmask())
         choice.consume_token(token)
     assert choice.is_stopped()
     assert not choice.is_error()
     wide = json.dumps({"type": "object", "properties": {word: {"type": "string"} for word in words[:190]}})
-    schema = structures.matcher(structures.grammar(Structure("json_schema", wide)))
+    schema = structures.matcher(held(structures, Structure("json_schema", wide)))
     for token in builder.encode('{"w0'):
         assert token in allowed(schema.compute_bitmask())
         schema.consume_token(token)

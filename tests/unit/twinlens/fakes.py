@@ -26,11 +26,11 @@ def script(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
     yield v1.GenerateResponse()  # an event of a newer service
     sampling = request.sampling
     if sampling.HasField("prompt_logprobs"):
-        scored = v1.TokenLogprobs(logprob=-0.5, top=[v1.TopLogprob(token_id=8, logprob=-0.25)])
+        scored = v1.TokenLogprobs(logprob=-0.5, text="what", top=[v1.TopLogprob(token_id=8, logprob=-0.25, text="\n")])
         prompt = v1.PromptLogprobs(first=1, token_ids=[7], logprobs=[scored])
         yield v1.GenerateResponse(delta=v1.GenerateDelta(prompt=prompt))
-    logprobs = [v1.TokenLogprobs(logprob=-0.125)] if sampling.HasField("logprobs") else []
     for number, word in enumerate(WORDS):
+        logprobs = [v1.TokenLogprobs(logprob=-0.125, text=word)] if sampling.HasField("logprobs") else []
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word, token_ids=[number], logprobs=logprobs))
     usage = v1.Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=3)
     timings = [v1.StageTiming(stage="prefill", seconds=0.0123456)]

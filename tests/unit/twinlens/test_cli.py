@@ -86,10 +86,12 @@ class TestAsk:
         out, err = capsys.readouterr()
         assert out == "A red circle.\n"
         assert [line.split() for line in err.splitlines() if "-" not in line[:5]] == [
-            ["prompt", "token", "logprob", "likeliest"],
-            ["1", "7", "-0.500", "8", "-0.250"],
-            ["answer", "token", "logprob", "likeliest"],
-            *([str(n), str(n), "-0.125"] for n in range(3)),
+            ["prompt", "token", "text", "logprob", "likeliest"],
+            ["1", "7", '"what"', "-0.500", "8", r'"\n"', "-0.250"],
+            ["answer", "token", "text", "logprob", "likeliest"],
+            ["0", "0", '"A', 'red"', "-0.125"],
+            ["1", "1", '"', 'circle"', "-0.125"],
+            ["2", "2", '"."', "-0.125"],
         ]
         sampling = llm.requests[0].sampling
         assert (sampling.prompt_logprobs, sampling.logprobs, sampling.HasField("logprobs")) == (1, 0, True)

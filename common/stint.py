@@ -1,0 +1,93 @@
+"""Tells a process that uses up its time for a piece of work from one that never got the chance: one that was stopped,
+or shares its cores with too many others. The former is the work's fault, the latter ours.
+
+The clock alone cannot tell: on a machine that stands still every piece of work takes too long. So what counts is the
+processor time that the process has had, which the kernel knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from common.processes import HELD_UP_SECONDS, cpu_seconds, is_held_up
+
+_STILL_SECONDS = 3.0
+_LOOK_SECONDS = 0.1
+_LATE_SECONDS = 0.05
+
+
+class StoodStill(Exception):
+    """A process did nothing, though nothing of this host held it up."""
+
+
+class Stint:
+    """A block in which the process with this id works for us. It is left with TimeoutError where `seconds` have passed
+    and the process has had as much processor time, in all of its threads; and with StoodStill where it has had none for
+    a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are fewer.
+
+    A process that is gone is none of its business: who listens to it hears of that. Either end is found twice before it
+    counts, so that what was said while this process itself stood still is read first.
+    """
+
+    def __init__(self, pid: int, seconds: float, *, still: float = _STILL_SECONDS) -> None:
+        self._pid = pid
+        self._seconds = seconds
+        self._still = min(still, seconds)
+        self._limit = asyncio.timeout(None)
+        self._error: type[Exception] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._began = self._moved = self._loop.time()
+        self._before = self._seen = cpu_seconds(self._pid) or 0.0
+        self._look_later()
+        return self
+
+    def passed_to(self, pid: int) -> None:
+        """The work is begun now, by another process, which has just been started for it."""
+        self._pid = pid
+        self._began = self._moved = self._loop.time()
+        self._before = self._seen = 0.0
+
+    def _look_later(self) -> None:
+        self._due = self._loop.time() + max(0.01, min(_LOOK_SECONDS, self._seconds / 4))
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        late = self._loop.time() - self._due
+        if late > _LATE_SECONDS:  # this process stood still, and so may have the other: that time counts for nothing
+            self._began += late
+            self._moved += late
+        found = self._verdict()
+        if found is not None and found is self._error:
+            self._limit.reschedule(self._loop.time())
+        else:
+            self._error = found
+            self._look_later()
+
+    def _verdict(self) -> type[Exception] | None:
+        now, used = self._loop.time(), cpu_seconds(self._pid)
+        if used is None:
+            return None
+        if now - self._began >= self._seconds and used - self._before >= self._seconds:
+            return TimeoutError
+        if used > self._seen:
+            self._seen, self._moved = used, now
+        idle = now - self._moved
+        if idle >= self._still and (idle > HELD_UP_SECONDS or not is_held_up(self._pid)):
+            return StoodStill
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            if self._error is StoodStill:
+                raise StoodStill from None
+            raise

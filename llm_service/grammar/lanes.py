@@ -1,0 +1,69 @@
+"""Whose turn it is where several callers share few processes: each in turn, however much one of them asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Lanes(Generic[T]):
+    """Things that callers take in turns, each caller's requests in their own order; a caller has at most `most` of them
+    at a time. A thing is here from `put` until `get`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._here: deque[T] = deque()
+        self._lanes: OrderedDict[str, deque[asyncio.Future[T]]] = OrderedDict()
+        self._held: Counter[str] = Counter()
+
+    def put(self, thing: T) -> None:
+        """One is free, or free again."""
+        self._here.append(thing)
+        self._serve()
+
+    async def get(self, caller: str) -> T:
+        """One that this caller holds from now on, until `leave`."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._lanes.setdefault(caller, deque()).append(future)
+        self._serve()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancel() and not future.cancelled():
+                self._here.appendleft(future.result())
+                self.leave(caller)
+            raise
+
+    def leave(self, caller: str) -> None:
+        """This caller holds one thing less."""
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._here and (caller := self._next()) is not None:
+            future = self._lanes[caller].popleft()
+            self._lanes.move_to_end(caller)
+            self._tidy(caller)
+            self._held[caller] += 1
+            future.set_result(self._here.popleft())
+
+    def _next(self) -> str | None:
+        """The caller who has waited longest for a turn, of those who may have one."""
+        for caller in list(self._lanes):
+            self._tidy(caller)
+            if caller in self._lanes and self._held[caller] < self._most:
+                return caller
+        return None
+
+    def _tidy(self, caller: str) -> None:
+        """Drops those in front who have left, and the lane where nobody is left."""
+        lane = self._lanes[caller]
+        while lane and lane[0].done():
+            lane.popleft()
+        if not lane:
+            del self._lanes[caller]
