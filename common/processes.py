@@ -70,8 +70,12 @@ def leave_signals_to_parent() -> None:
 def is_held_up(pid: int) -> bool:
     """Whether a process of this host that does not get on is slow, and not stopped or stuck: a thread of it runs, waits
     for a core, or waits for a disk, be it for memory that was swapped out. False where it has ended."""
-    states = set(_thread_states(pid))
-    return not states & {"T", "t"} and bool(states & {"R", "D"})
+    return not is_stopped(pid) and bool({"R", "D"} & set(_thread_states(pid)))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host has been stopped, as by SIGSTOP or a debugger."""
+    return bool({"T", "t"} & set(_thread_states(pid)))
 
 
 def cpu_seconds(pid: int) -> float | None:

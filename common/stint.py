@@ -11,7 +11,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from common.processes import HELD_UP_SECONDS, cpu_seconds, is_held_up
+from common.processes import HELD_UP_SECONDS, cpu_seconds, is_held_up, is_stopped
 
 _STILL_SECONDS = 3.0
 _LOOK_SECONDS = 0.1
@@ -19,7 +19,11 @@ _LATE_SECONDS = 0.05
 
 
 class StoodStill(Exception):
-    """A process did nothing, though nothing of this host held it up."""
+    """A process did nothing, though this host did not hold it up: it was `stopped`, or waits for what never comes."""
+
+    def __init__(self, *, stopped: bool) -> None:
+        super().__init__()
+        self.stopped = stopped
 
 
 class Stint:
@@ -89,5 +93,5 @@ class Stint:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
             if self._error is StoodStill:
-                raise StoodStill from None
+                raise StoodStill(stopped=is_stopped(self._pid)) from None
             raise

@@ -1,4 +1,7 @@
-"""What the decode processes are asked: bounded in time and in memory, and asked again where one dies.
+"""What the decode processes are asked: bounded in time and in memory, and asked again where one dies or stands still.
+
+A file is to blame for what a process does over it: for the processor time that it takes, and for its death. That one
+was killed or stopped by somebody else is no file's fault.
 
 A job's ranges in the staging arena belong to its caller, who gets them back only when no process can still write there:
 on a timeout or a cancelled call the process is killed, and awaited, first.
@@ -10,10 +13,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from common import log, tasks
+from common import log
 from common.arena import Range, SharedBuffer
-from common.errors import InvalidInput, TwinlensError
-from common.processes import Child, ChildDied
+from common.errors import InvalidInput, TwinlensError, Unavailable
+from common.processes import Child, ChildDied, was_ended
+from common.stint import Stint, StoodStill
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import Begin, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
 from encoder_service.media.processes import DecodeProcesses
@@ -77,7 +81,8 @@ class DecoderPool:
         """Parses the header of encoded bytes, in a `turn`. A video's process keeps it open under `key`, until it has
         another one to look at.
 
-        Raises InvalidInput where they cannot be read, and Unavailable where no process is there.
+        Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
+        there, or those that tried were ended or stopped from outside.
         """
         answer = await self._job(Inspect(key=key, video=video, offset=data.offset, size=data.size), field)
         if not isinstance(answer, Inspected):
@@ -114,19 +119,28 @@ class DecoderPool:
     async def _job(
         self, job: Inspect | Decode, field: str, on_frames: Callable[[int], None] = lambda _: None
     ) -> FromDecoder:
+        struck, slow = False, False
         for attempt in range(1, _ATTEMPTS + 1):
+            child = await self.processes.take(job.key)
             try:
-                answer = await self._ask(await self.processes.take(job.key), job, on_frames)
-            except ChildDied:
-                _log.warning("a decode process died", attempt=attempt)
-                continue
+                answer = await self._ask(child, job, on_frames)
             except TimeoutError:
-                raise InvalidInput("the media takes too long to decode", reason="MEDIA_TOO_SLOW", field=field) from None
+                raise _too_slow(field) from None
+            except StoodStill as error:
+                _log.warning("a decode process stood still", stopped=error.stopped, attempt=attempt)
+                struck, slow = struck or error.stopped, slow or not error.stopped
+                continue
+            except ChildDied as error:
+                _log.warning("a decode process died", why=str(error), attempt=attempt)
+                struck = struck or isinstance(error, _Struck)
+                continue
             if isinstance(answer, Refused):
                 _log.info("media refused", why=answer.why)
                 raise _unreadable(field)
             return answer
-        raise _unreadable(field)
+        if struck:
+            raise Unavailable("decode processes were ended or stopped; others are being started", reason="NO_DECODER")
+        raise _too_slow(field) if slow else _unreadable(field)
 
     async def _ask(
         self, child: Child[FromDecoder], job: Inspect | Decode, on_frames: Callable[[int], None]
@@ -136,7 +150,7 @@ class DecoderPool:
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
-            async with tasks.Patience(self._seconds):
+            async with Stint(child.process.pid, self._seconds):
                 while isinstance(answer := await asyncio.shield(asked), Decoding):
                     on_frames(answer.frames)
                     asked = asyncio.ensure_future(child.receive())
@@ -148,11 +162,21 @@ class DecoderPool:
             else:
                 await self.processes.replace(child, asked)
             raise
-        except (ChildDied, TimeoutError):
+        except (TimeoutError, StoodStill):
             await self.processes.replace(child, asked)
+            raise
+        except ChildDied as error:
+            ended = child.has_ended
+            await self.processes.replace(child, asked)
+            if ended and was_ended(child.process.returncode):
+                raise _Struck(str(error)) from error
             raise
         self.processes.put(child)
         return answer
+
+
+class _Struck(ChildDied):
+    """It was ended by somebody else."""
 
 
 def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
@@ -160,6 +184,10 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
     if not asked.done() or asked.cancelled() or asked.exception() is not None:
         return False
     return not isinstance(asked.result(), Decoding)
+
+
+def _too_slow(field: str) -> TwinlensError:
+    return InvalidInput("the media takes too long to decode", reason="MEDIA_TOO_SLOW", field=field)
 
 
 def _unreadable(field: str) -> TwinlensError:

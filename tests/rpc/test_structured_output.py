@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tests.rpc.pairs import Pair, answer, asked, greedy, refusal, tokens
+from tests.waiting import until
 from twinlens import TwinlensError, user, v1
 
 SCHEMA = json.dumps(
@@ -72,6 +73,8 @@ def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) 
         ({"json_schema": '{"$ref": "#"}'}, "BAD_STRUCTURE"),
         ({"json_schema": '{"items":' * 40 + "{}" + "}" * 40}, "STRUCTURE_TOO_LARGE"),
         ({"json_schema": json.dumps({"description": "x" * 70_000})}, "STRUCTURE_TOO_LARGE"),
+        ({"json_schema": '{"items": {"type": "integer", "multipleOf": 999983}}'}, "STRUCTURE_TOO_LARGE"),
+        ({"regex": "(a{1000}){1000}"}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": "start: nowhere"}, "BAD_STRUCTURE"),
         ({"choice": v1.Choice()}, "BAD_STRUCTURE"),
         ({"choice": v1.Choice(options=["a", ""])}, "BAD_STRUCTURE"),
@@ -96,11 +99,11 @@ def test_a_structure_that_must_end_before_min_tokens_is_refused_by_that_field(qw
 
 
 EXPLODING = {
-    "a multiple that needs a state for each remainder": {
-        "json_schema": json.dumps({"type": "integer", "multipleOf": 99_999_989})
+    "repetitions of what other rules repeat": {
+        "grammar": 'start: A\nA: B{3000}\nB: C{3000}\nC: D{3000}\nD: "a"{3000}',
     },
-    "the same, far inside": {
-        "json_schema": json.dumps({"items": {"properties": {"a": {"type": "integer", "multipleOf": 99_999_971}}}})
+    "what is in none of several countless sets": {
+        "grammar": "start: A\nA: ~/(.*a.{14})|(.*b.{15})|(.*c.{17})/ & /[abc]{40}/",
     },
 }
 
@@ -130,3 +133,31 @@ def test_a_large_regex_that_can_be_followed_is(qwen3: Pair, pattern: str) -> Non
     for choice in answer(qwen3.text, shaped(qwen3, 20, regex=pattern)).choices:
         assert choice.token_ids
     assert len(tokens(qwen3.text, asked(QUESTION))) == 8
+
+
+def test_one_callers_expensive_structures_hold_no_other_up(qwen3: Pair) -> None:
+    """Twenty that take all of their time, of one tenant; meanwhile another's are compiled and answered."""
+    grammars = [f'start: A\nA: B{{3000}}\nB: C{{3000}}\nC: D{{3000}}\nD: "a{n}"{{3000}}' for n in range(20)]
+
+    def ask(grammar: str) -> TwinlensError:
+        asking = shaped(qwen3, 5, grammar=grammar)
+        asking.cache_salt = "greedy"
+        return refusal(qwen3.text, asking)
+
+    with ThreadPoolExecutor(20) as threads:
+        refused = [threads.submit(ask, grammar) for grammar in grammars]
+        until(lambda: any(each.done() for each in refused), "they are being compiled")
+        for number in range(3):
+            asking = shaped(qwen3, 5, regex=f"(yes|no){number}")
+            asking.cache_salt = "modest"
+            assert answer(qwen3.text, asking).choices
+        assert not all(each.done() for each in refused)
+    assert {each.result().reason for each in refused} == {"BAD_STRUCTURE"}
+
+
+def test_an_abort_reaches_requests_of_its_own_salt_alone(qwen3: Pair) -> None:
+    asking = asked(user("count"), greedy(3000))
+    asking.request_id, asking.cache_salt = "whose?", "mine"
+    with qwen3.text.generate(asking) as events:
+        next(iter(events))
+        assert [qwen3.text.abort("whose?", cache_salt=salt) for salt in ("", "yours", "mine")] == [0, 0, 1]

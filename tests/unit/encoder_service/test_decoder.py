@@ -9,10 +9,12 @@ import select
 import signal
 import time
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unavailable
@@ -132,27 +134,51 @@ def _limit(pid: int, more: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
-async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(monkeypatch):
+def struck(monkeypatch, number):
+    """From now on a process that is to inspect something gets this signal in place of the job."""
     send = Child.send
 
-    def deadly(child: Child, message: object) -> None:
-        send(child, message)
+    def strike(child: Child, message: object) -> None:
         if isinstance(message, Inspect):
-            child.kill()
+            os.kill(child.process.pid, number)
+        else:
+            send(child, message)
 
+    monkeypatch.setattr(Child, "send", strike)
+
+
+async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(monkeypatch):
     async with pool(processes=3) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        for pid in processes():
-            os.kill(pid, signal.SIGSTOP)  # none may answer before it dies
         with monkeypatch.context() as patched:
-            patched.setattr(Child, "send", deadly)
+            struck(patched, signal.SIGSEGV)
             with pytest.raises(InvalidInput) as refused:
                 await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
         assert decoders.processes.restarts == 2
-        for pid in processes():
-            os.kill(pid, signal.SIGCONT)
         assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_no_file_is_to_blame_for_processes_that_others_have_killed_or_stopped(monkeypatch, number):
+    async with pool(processes=2, seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        with monkeypatch.context() as patched:
+            struck(patched, number)
+            with pytest.raises(Unavailable) as told:
+                await decoders.inspect(data, key=b"x", video=False, field="x")
+        assert (told.value.reason, bool(told.value.retry_after)) == ("NO_DECODER", True)
+        assert decoders.processes.restarts == 2
+        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+
+
+async def test_where_one_process_was_stopped_another_does_its_job():
+    async with pool(processes=2, seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        os.kill(processes()[0], signal.SIGSTOP)
+        for _ in range(3):
+            assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert decoders.processes.restarts == 1
 
 
 async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
@@ -239,15 +265,34 @@ async def test_videos_leave_a_process_for_everything_else_where_there_are_severa
     staging.close()
 
 
-async def test_a_job_that_takes_too_long_is_the_media_s_fault():
+async def test_a_job_that_uses_up_its_time_is_the_media_s_fault():
+    """It takes several tenths of a second of a processor."""
+    side = 4000
+    with BytesIO() as file:
+        Image.linear_gradient("L").resize((side, side)).convert("RGB").save(file, "JPEG", progressive=True)
+        encoded = file.getvalue()
+    async with pool(seconds=0.02) as (decoders, _, stage):
+        plan = geometry.plan_image(Inspection(side, side), CONFIG.image, Options())
+        (pid,) = processes()
+        with pytest.raises(InvalidInput) as refused:
+            await decoders.decode(
+                stage(encoded), Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x"
+            )
+        assert refused.value.reason == "MEDIA_TOO_SLOW"
+        assert decoders.processes.restarts == 1
+        assert not command_line(pid)
+
+
+async def test_a_file_over_which_processes_wait_for_ever_is_refused(monkeypatch):
+    """As where threads of a decoder wait for each other: nobody has stopped them."""
+    send = Child.send
+    monkeypatch.setattr(Child, "send", lambda child, job: None if isinstance(job, Inspect) else send(child, job))
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        (pid,) = processes()
-        os.kill(pid, signal.SIGSTOP)
         with pytest.raises(InvalidInput) as refused:
             await decoders.inspect(data, key=b"x", video=False, field="x")
         assert refused.value.reason == "MEDIA_TOO_SLOW"
-        assert not command_line(pid)
+        assert decoders.processes.restarts == 2
 
 
 async def test_an_answer_that_came_while_the_service_stood_still_is_in_time():
