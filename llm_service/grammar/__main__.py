@@ -52,6 +52,7 @@ def main() -> None:
         vocabulary = link.receive()
         assert isinstance(vocabulary, Vocabulary)
         structures = Structures(Checkpoint.resolve(vocabulary.model), vocabulary.size, vocabulary.ends)
+        structures.grammar(Structure("regex", "a"))  # what the first one leaves behind is no other's
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

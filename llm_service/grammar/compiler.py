@@ -172,8 +172,8 @@ class Compiler:
             self._known_bytes -= _size(name, answer)
 
     async def _compile(self, job: _Job) -> Answer:
-        kind = job.name[1].kind
-        for attempt in range(1, _ATTEMPTS + 1):
+        kind, lost, unbegun = job.name[1].kind, 0, 0
+        while lost < _ATTEMPTS and unbegun <= _PROCESSES:
             match await self._try(job):
                 case Compiled() | Refused() as answer:
                     return answer
@@ -183,7 +183,9 @@ class Compiler:
                 case Broke():
                     self._doubt(job.name)
                     return Refused(f"the {kind} takes too much memory to compile")
-            _log.warning("a process that compiles structures was ended, or stood still", attempt=attempt)
+                case Lost(begun):
+                    lost, unbegun = lost + begun, unbegun + (not begun)
+                    _log.warning("a process that compiles structures was ended, or stood still", begun=begun)
         raise _unavailable()
 
     def _doubt(self, name: Name) -> None:
@@ -194,14 +196,13 @@ class Compiler:
         """What comes of one attempt, in a process that is idle again, or being replaced, afterwards."""
         child = await self._take(job)
         try:
-            outcome = await self._work(child, job.name[1])
-        except (ChildDied, StoodStill, TimeoutError) as error:
-            self._spawn(self._replace(child), "replace a compiler")
-            outcome = TooSlow() if isinstance(error, TimeoutError) else Lost()
-        else:
-            self._lanes.put(child)
+            outcome, usable = await self._work(child, job.name[1])
         finally:
             self._lanes.leave(job.caller)
+        if usable:
+            self._lanes.put(child)
+        else:
+            self._spawn(self._replace(child), "replace a compiler")
         return outcome
 
     async def _take(self, job: _Job) -> Child[FromCompiler]:
@@ -221,16 +222,22 @@ class Compiler:
                 raise _unavailable()
             self._spawn(self._replace(child), "replace a compiler")
 
-    async def _work(self, child: Child[FromCompiler], structure: Structure) -> Outcome:
-        """Has a process compile a structure. Raises ChildDied where it ends, StoodStill, and TimeoutError."""
+    async def _work(self, child: Child[FromCompiler], structure: Structure) -> tuple[Outcome, bool]:
+        """Has a process compile a structure: what came of that, and whether the process can be used again."""
         child.send(Compile(structure.kind, structure.text, self._seconds, self._limits.compiled_bytes))
-        seconds = self._seconds + _MARGIN_SECONDS
-        async with Stint(child.process.pid, seconds, still=self._still_seconds) as stint:
-            while isinstance(said := await child.receive(), Begun):
-                stint.passed_to(said.pid)
-        if isinstance(said, Prepared):
-            raise ChildDied("an answer to another question")
-        return said
+        begun = False
+        try:
+            async with Stint(child.process.pid, self._seconds + _MARGIN_SECONDS, still=self._still_seconds) as stint:
+                while isinstance(said := await child.receive(), Begun):
+                    stint.passed_to(said.pid)
+                    begun = True
+        except ChildDied:
+            return Lost(begun), False
+        except StoodStill:
+            return Lost(), False
+        except TimeoutError:
+            return TooSlow(), False
+        return (Lost(), False) if isinstance(said, Prepared) else (said, True)
 
     async def _start(self) -> None:
         """Adds a process to those that are idle, or None for one that could not be started."""

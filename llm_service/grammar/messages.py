@@ -52,7 +52,10 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The process that was at it was ended from outside, or none could be had: no structure is to blame."""
+    """The process that was at it was ended from outside, or none could be had: no structure is to blame. Nor was it
+    tried where it was not even `begun`."""
+
+    begun: bool = True
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
