@@ -66,11 +66,11 @@ def use(provider: Any) -> None:
     _sink.tracer = None if provider is None else provider.get_tracer("twinlens")
 
 
-def stop() -> None:
-    """Sends what has not been sent yet, for `LAST_SECONDS`; a collector that does not answer takes no longer."""
+def stop(seconds: float = LAST_SECONDS) -> None:
+    """Sends what has not been sent yet, for so many seconds; a collector that does not answer takes no longer."""
     if _sink.provider is not None:
         with suppress(TimeoutError):
-            in_daemon(_sink.provider.shutdown).result(LAST_SECONDS)
+            in_daemon(_sink.provider.shutdown).result(seconds)
         use(None)
 
 

@@ -47,13 +47,14 @@ async def lend(config: LlmConfig, meeting: Meeting) -> None:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _keep(first: Place, start_seconds: float) -> None:
+async def _keep(first: Place, start_seconds: float, *, pause: float = _RESTART_SECONDS) -> None:
+    """Runs this host's ranks for ever; from one life to the next it waits `pause` seconds."""
     while True:
         try:
             await _run(first, start_seconds)
         except (ChildDied, OSError) as error:  # or there was no memory for a process, for a moment
             _log.warning("the group has ended; this host joins the next one", cause=str(error))
-        await asyncio.sleep(_RESTART_SECONDS)
+        await asyncio.sleep(pause)
 
 
 async def _run(first: Place, start_seconds: float) -> None:

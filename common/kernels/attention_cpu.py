@@ -36,7 +36,7 @@ _TILE = 4 * _ROWS
 _STRETCH = 4 * _WIDTH
 """Keys whose scores are known before they are weighed."""
 _ROOM = 64 << 20
-"""Bytes that keys and values in panels take at most, unless one head's take more."""
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +204,15 @@ class Attention:
     """Attention of one batch, the same in all layers, which share the room for packed keys and values: memory that
     nobody has touched yet comes page by page.
 
-    `places` int64 says where, among the slots of a cache, the keys of all segments are.
+    `places` int64 says where, among the slots of a cache, the keys of all segments are. Keys and values in panels take
+    `room` bytes at most, unless one head's take more.
     """
 
-    def __init__(self, spans: Spans, places: Array, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, spans: Spans, places: Array, kv_heads: int, head_dim: int, *, room: int = _ROOM) -> None:
         self._spans = spans
         self._places = places
         count, parts = len(spans.begins), math.ceil(head_dim / _WIDTH)
-        at_once = max(1, _ROOM // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
+        at_once = max(1, room // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
         self._panels = np.empty((min(kv_heads, at_once), count, head_dim, _WIDTH), np.float32)
         self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
 

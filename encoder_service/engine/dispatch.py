@@ -18,7 +18,7 @@ from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.pace import Pace
 from encoder_service.engine.suspects import Suspects
 from encoder_service.engine.tally import Computed, Counters
-from encoder_service.engine.workers import MODULE, Slot, Workers
+from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Slot, Workers
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
 
 _log = log.get("dispatch")
@@ -30,7 +30,7 @@ class Dispatcher:
     A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
     and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
     refused for good when it happens again, which a slow machine must not bring about. A worker runs `module` and is
-    ready within `start_seconds`, or is taken not to start.
+    ready within `start_seconds`, or is taken not to start. `stall` and `longest_pause` are as in `Workers`.
 
     `on_change` is called whenever the number of live workers changes, `on_batch` for each batch that was computed.
     """
@@ -45,6 +45,8 @@ class Dispatcher:
         seconds: float,
         patience: float,
         start_seconds: float,
+        stall: float = STALL,
+        longest_pause: float = LONGEST_PAUSE,
         module: str = MODULE,
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[Computed], None] = lambda _: None,
@@ -62,6 +64,8 @@ class Dispatcher:
             fds,
             self.pools,
             start_seconds=start_seconds,
+            stall=stall,
+            longest_pause=longest_pause,
             module=module,
             on_answer=self._settle,
             on_death=self._bury,

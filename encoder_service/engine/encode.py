@@ -28,7 +28,6 @@ FlightKey = tuple[bytes, str, Modality]
 """A key of content stands for its salt and modality as well; one that a caller made up need not."""
 
 _LINGER = 1.0
-"""Seconds that a video of which some is computed goes on after its last caller has left."""
 
 _log = log.get("encode")
 
@@ -36,7 +35,8 @@ _log = log.get("encode")
 class Encoder:
     """The engine. It owns none of its parts; the server starts and stops them.
 
-    At most `items` items and `size` bytes of media are held at once. `counts` are totals since start.
+    At most `items` items and `size` bytes of media are held at once. A video of which some is computed goes on for
+    `linger` seconds after its last caller has left. `counts` are totals since start.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Encoder:
         items: int,
         size: int,
         tier: SharedTier | None = None,
+        linger: float = _LINGER,
     ) -> None:
         self.pipeline = pipeline
         self.digest = digest
@@ -55,6 +56,7 @@ class Encoder:
         self._store = pipeline.store
         self._contents = contents
         self._tier = tier
+        self._linger = linger
         self._journey = Journey(pipeline, tier, self.counts)
         self._admission = Admission(items, size)
         self._flights: dict[FlightKey, Flight] = {}
@@ -214,7 +216,7 @@ class Encoder:
         if flight.holds_entry:
             self._store.unpin(flight.entry.result().place)
         elif flight.started:
-            asyncio.get_running_loop().call_later(_LINGER, self._drop, flight)
+            asyncio.get_running_loop().call_later(self._linger, self._drop, flight)
         else:
             self._drop(flight)
 

@@ -30,7 +30,7 @@ _AT_ONCE = 4
 """Chunks that are asked for together."""
 
 _WRITES = 256
-"""Items that wait to be written; further ones are not."""
+"""Items that wait to be written at most."""
 
 _WRITE_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
@@ -54,17 +54,20 @@ class Turn:
 class SharedTier:
     """Rows of `layout`, `ttl` seconds after they were last asked for. `start` and `stop` are its owner's.
 
-    `wait` is how many seconds a replica waits for another's rows. No method raises because of the server.
+    `wait` is how many seconds a replica waits for another's rows. Where `writes` items wait to be written, further ones
+    are not. No method raises because of the server.
     """
 
-    def __init__(self, client: TierClient, store: Store, layout: RowLayout, *, ttl: float, wait: float) -> None:
+    def __init__(
+        self, client: TierClient, store: Store, layout: RowLayout, *, ttl: float, wait: float, writes: int = _WRITES
+    ) -> None:
         self.client = client
         self.counts = client.counts
         self._store = store
         self._layout = layout
         self._ttl = max(1, round(ttl))
         self._wait = wait
-        self._queue: asyncio.Queue[tuple[bytes, str, bytes]] = asyncio.Queue(_WRITES)
+        self._queue: asyncio.Queue[tuple[bytes, str, bytes]] = asyncio.Queue(writes)
         self._writer: asyncio.Task[None] | None = None
         self._unlocking: set[asyncio.Task[None]] = set()
 

@@ -14,9 +14,8 @@ from common import tasks
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
 
-_GIVE_BACK = 4 << 20
-"""The memory of ranges from this size on goes back to the system before others get them; smaller ones are soon used
-again."""
+_LARGE = 4 << 20
+"""Smaller ranges are soon used again, and keep their memory."""
 
 
 class Lease:
@@ -39,10 +38,14 @@ class Lease:
 
 
 class Staging:
-    """The arena that encoded bytes and decoded pixels pass through on their way to a worker."""
+    """The arena that encoded bytes and decoded pixels pass through on their way to a worker.
 
-    def __init__(self, buffer: SharedBuffer) -> None:
+    The memory of ranges from `large` bytes on goes back to the system before others get them.
+    """
+
+    def __init__(self, buffer: SharedBuffer, *, large: int = _LARGE) -> None:
         self.buffer = buffer
+        self._large = large
         self._ranges = RangeAllocator(buffer.size)
         self._waiters: deque[tuple[tuple[int, ...], asyncio.Future[list[Range]]]] = deque()
         self._emptying: set[asyncio.Task[None]] = set()
@@ -73,7 +76,7 @@ class Staging:
     def give_back(self, ranges: list[Range]) -> None:
         """Frees ranges, large ones once a thread has emptied them, and serves those who wait."""
         for span in ranges:
-            if span.size < _GIVE_BACK:
+            if span.size < self._large:
                 self._ranges.free(span)
                 continue
             task = tasks.start(self._empty(span), "staging memory")

@@ -65,11 +65,12 @@ class _Waiter:
 
 
 class Store:
-    """Rows of `row_bytes` each in `buffer`, indexed by key."""
+    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time."""
 
-    def __init__(self, buffer: SharedBuffer, row_bytes: int) -> None:
+    def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART) -> None:
         self.buffer = buffer
         self._row_bytes = row_bytes
+        self._part = part
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._reserved: set[Place] = set()
@@ -177,7 +178,8 @@ class Store:
     async def shrink(self) -> None:
         """Gives the memory of all that is free back to the system, part by part, in a thread. A part is held until that
         is done, so that nobody writes there."""
-        sizes = [min(_PART, gap.size - at) for gap in self._ranges.gaps for at in range(0, gap.size, _PART)]
+        gaps, most = self._ranges.gaps, self._part
+        sizes = [min(most, gap.size - at) for gap in gaps for at in range(0, gap.size, most)]
         taken = map(self._ranges.allocate, sizes)  # first fit: these are the gaps themselves, in their order
         parts = deque(self._hold(span) for span in taken if span is not None)
         try:

@@ -13,8 +13,9 @@ from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.worker.messages import Begin, Failed, FromWorker, Ready
 
 MODULE = "encoder_service.worker"
-_LONGEST_PAUSE = 30.0
-_STALL = 1.0
+LONGEST_PAUSE = 30.0
+"""Seconds from one try to replace a worker to the next, at most."""
+STALL = 1.0
 """Seconds by which a timer is late in a process that stood still."""
 
 _log = log.get("workers")
@@ -29,10 +30,12 @@ class Slot:
     """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
 
     `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it. One that
-    `looks_ahead` gets the next batch early, to have it ready when its turn comes: `ahead`.
+    `looks_ahead` gets the next batch early, to have it ready when its turn comes: `ahead`. A timer that is `stall`
+    seconds late says nothing of the worker.
     """
 
     index: int
+    stall: float
     child: Child[FromWorker] | None = None
     pool: DevicePool | None = None
     batch: list[Unit] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Slot:
     def _give_up(self, child: Child[FromWorker], seconds: float, due: float) -> None:
         """Where this process itself stood still, the answer may be here and unread, or the worker have stood still as
         well: it gets its time again."""
-        if asyncio.get_running_loop().time() > due + _STALL:
+        if asyncio.get_running_loop().time() > due + self.stall:
             self._watch(child, seconds)
             return
         _log.error("a batch takes too long", worker=self.index, seconds=seconds, units=len(self.batch))
@@ -87,7 +90,8 @@ class Slot:
 
 class Workers:
     """One process for each of `begins`, which runs `module` and inherits the descriptors `fds`. `start` and `stop` are
-    the owner's. A process that has not loaded its tower after `start_seconds` is ended.
+    the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
+    started, that is tried again after `longest_pause` seconds at most. `stall` is as in `Slot`.
 
     `on_answer` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
     when a worker is gone and no longer writes anywhere, `on_life` when a replacement is ready.
@@ -100,16 +104,19 @@ class Workers:
         pools: DevicePools,
         *,
         start_seconds: float,
+        stall: float,
+        longest_pause: float,
         module: str,
         on_answer: Callable[[Slot, FromWorker], None],
         on_death: Callable[[Slot], None],
         on_life: Callable[[Slot], None],
     ) -> None:
         self.begins = begins
-        self.slots = [Slot(index, looks_ahead=each.device.startswith("cuda")) for index, each in enumerate(begins)]
+        self.slots = [Slot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(begins)]
         self._fds = fds
         self._pools = pools
         self._start_seconds = start_seconds
+        self._longest_pause = longest_pause
         self._module = module
         self._on_answer = on_answer
         self._on_death = on_death
@@ -193,7 +200,7 @@ class Workers:
         pause = 0.0
         while slot.child is None:
             await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+            pause = min(max(1.0, 2 * pause), self._longest_pause)
             try:
                 await self._start(slot)
             except (ChildDied, WorkerError, OSError) as error:

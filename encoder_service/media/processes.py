@@ -22,17 +22,26 @@ class DecodeProcesses:
     """`count` processes that inherit the descriptor `fd` and are told to `begin`; each is ready within `start_seconds`.
     `start` and `stop` are their owner's.
 
-    One that is gone is replaced. Where that has failed for all of them, they are not `able`: who wants one is told so
-    at once, until one is there again. `on_change` is called whenever that has changed.
+    One that is gone is replaced; where that fails, it is tried again after `longest_pause` seconds at most. Where it
+    has failed for all of them, they are not `able`: who wants one is told so at once, until one is there again.
+    `on_change` is called whenever that has changed.
     """
 
     def __init__(
-        self, fd: int, begin: Begin, count: int, *, start_seconds: float, on_change: Callable[[], None]
+        self,
+        fd: int,
+        begin: Begin,
+        count: int,
+        *,
+        start_seconds: float,
+        longest_pause: float = _LONGEST_PAUSE,
+        on_change: Callable[[], None],
     ) -> None:
         self._fd = fd
         self._begin = begin
         self._count = count
         self._start_seconds = start_seconds
+        self._longest_pause = longest_pause
         self._on_change = on_change
         self._idle = Idle()
         self._missing: set[Child[FromDecoder]] = set()
@@ -116,7 +125,7 @@ class DecodeProcesses:
         pause = 0.0
         while True:
             await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+            pause = min(max(1.0, 2 * pause), self._longest_pause)
             try:
                 await self.add()
             except (ChildDied, OSError) as error:

@@ -20,7 +20,6 @@ from encoder_service.transports.shared_memory import SharedMemory
 from twinlens.v1 import encoder_pb2
 
 _SLOTS = 4096
-"""Leases at once; past that, rows go inline, to those who accept that."""
 
 
 class Link:
@@ -52,8 +51,10 @@ class Link:
         folder: str,
         lease_seconds: float,
         pools: DevicePools | None = None,
+        slots: int = _SLOTS,
     ) -> AsyncIterator[Link]:
-        """The link for the length of the block; `pools` are those of workers, where they are told to have any.
+        """The link for the length of the block; `pools` are those of workers, where they are told to have any. `slots`
+        leases are given out at once; past that, rows go inline, to those who accept that.
 
         Raises OSError where `folder` cannot hold a socket.
         """
@@ -62,7 +63,7 @@ class Link:
         if not shared_memory:
             yield cls([inline], sent, None, None)
             return
-        board = LeaseBoard(_SLOTS)
+        board = LeaseBoard(slots)
         try:
             leases = Leases(store, board, lease_seconds)
             local = LocalSocket(folder, store.buffer, board.buffer, leases)

@@ -22,7 +22,7 @@ _MOST_PRECISION = 22
 _WEIGHT_LIMIT = 1 << 15
 """Weights are 16-bit numbers there."""
 _CHUNK = 1 << 25
-"""Elements of an intermediate, of four bytes each, that are made at a time."""
+"""Elements of four bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,20 @@ class Taps:
         return Taps(self.index.to(device), self.weight.to(device), self.precision)
 
 
-def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resizes [T, 3, H, W] uint8 to `size` (height, width), antialiased bicubic; the result is uint8."""
+def resize(frames: Tensor, size: tuple[int, int], *, chunk: int = _CHUNK) -> Tensor:
+    """Resizes [T, 3, H, W] uint8 to `size` (height, width), antialiased bicubic; the result is uint8. At most `chunk`
+    elements of an intermediate are made at a time, or those of one frame."""
     height, width = size
-    return _along(_along(frames, -1, width), -2, height)
+    return _along(_along(frames, -1, width, chunk), -2, height, chunk)
 
 
-def _along(frames: Tensor, dim: int, out: int) -> Tensor:
+def _along(frames: Tensor, dim: int, out: int, chunk: int) -> Tensor:
     """One pass, along rows (-1) or columns (-2); some frames at a time, for the sake of memory."""
     if frames.shape[dim] == out:
         return frames
     taps = line(frames.shape[dim], out).to(frames.device)
     each = frames[0].numel() // frames.shape[dim] * out
-    return torch.cat([_mix(part, dim, taps) for part in frames.split(max(1, _CHUNK // each))])
+    return torch.cat([_mix(part, dim, taps) for part in frames.split(max(1, chunk // each))])
 
 
 def _mix(frames: Tensor, dim: int, taps: Taps) -> Tensor:

@@ -17,7 +17,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0
 
 _RETRY_SHARE = 0.2
 _RESERVE = 64.0
-"""Retries that are always there to be had: as many streams as may stand at an encoder when it dies."""
+"""Retries: as many streams as may stand at an encoder when it dies."""
 
 DEATHS = 2
 """Encoders that died over an item, after which it is refused."""
@@ -64,14 +64,16 @@ class Breaker:
 
 
 class RetryBudget:
-    """At most one retry for five items, beyond a reserve: when everything fails, retries must not make it worse."""
+    """At most one retry for five items, beyond a `reserve` that is always there to be had: when everything fails,
+    retries must not make it worse."""
 
-    def __init__(self) -> None:
-        self._tokens = _RESERVE
+    def __init__(self, reserve: float = _RESERVE) -> None:
+        self._reserve = reserve
+        self._tokens = reserve
 
     def earn(self) -> None:
         """An item was asked for the first time."""
-        self._tokens = min(_RESERVE, self._tokens + _RETRY_SHARE)
+        self._tokens = min(self._reserve, self._tokens + _RETRY_SHARE)
 
     def spend(self) -> bool:
         """Takes one retry; False where there is none left."""

@@ -35,14 +35,18 @@ class Verdict(Enum):
 
 class Health:
     """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
-    has answered, with our digest, and has not been gone since; `heard` is when it last said something on a stream."""
+    has answered, with our digest, and has not been gone since; `heard` is when it last said something on a stream.
 
-    def __init__(self, address: str, quarantine: Quarantine) -> None:
+    It is asked every `check_seconds`.
+    """
+
+    def __init__(self, address: str, quarantine: Quarantine, check_seconds: float = CHECK_SECONDS) -> None:
         self.answers = False
         self.fits = False
         self.heard = 0.0
         self._address = address
         self._quarantine = quarantine
+        self._check_seconds = check_seconds
         self._late = 0
         self._at_its_end: set[bytes] = set()
         self._recheck = asyncio.Event()
@@ -64,11 +68,12 @@ class Health:
                     self.judge(verdict)
                     changed.set()
                 try:
-                    async with asyncio.timeout(CHECK_SECONDS):
+                    async with asyncio.timeout(self._check_seconds):
                         await self._recheck.wait()
                 except TimeoutError:
                     continue
-                await asyncio.sleep(CHECK_SECONDS / 5)  # it has just been suspected: soon, but no storm of questions
+                # It has just been suspected: soon, but no storm of questions.
+                await asyncio.sleep(self._check_seconds / 5)
         finally:
             self._judged.set()  # nobody may wait for a verdict that will not come
 

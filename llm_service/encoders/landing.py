@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
+from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.known import Known
@@ -22,10 +23,11 @@ from llm_service.rows import RowEntry, RowStore
 
 
 class Landing:
-    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders."""
+    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders,
+    `budget` what bounds retries."""
 
-    def __init__(self, pool: EncoderPool, store: RowStore, patience: float) -> None:
-        self._links = Links(pool, patience)
+    def __init__(self, pool: EncoderPool, store: RowStore, patience: float, budget: RetryBudget | None = None) -> None:
+        self._links = Links(pool, patience, budget=budget or RetryBudget())
         self._store = store
         self._others: dict[RowEntry, Fetch | None] = {}
         """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""

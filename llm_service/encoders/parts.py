@@ -18,9 +18,6 @@ from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Key, MediaHeader, MediaItem, MediaOptions
 
-_LEAST_BYTES = 8 << 20
-"""Of a part; below it, opening one more stream takes longer than it can save."""
-
 
 class Parts:
     """Streams of one item whose stretches follow each other; it has what `EncodeStream` has for who reads rows."""
@@ -90,9 +87,10 @@ async def open_parts(
     They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
     have the key. Whatever they fail with, that stream can still bring all rows.
     """
-    stretches = _stretches(asking.first, header.tokens, row_bytes, peer.most_parts)
-    if len(stretches) < 2:
+    count = peer.parts((header.tokens - asking.first) * row_bytes)
+    if count < 2:
         return None
+    stretches = _stretches(asking.first, header.tokens, count)
     # The key stands for options and type as well.
     by_key = dataclasses.replace(item, source=Key(header.key), options=MediaOptions(), mime_type="")
     try:
@@ -113,8 +111,7 @@ async def open_parts(
     return Parts(streams, stretches)
 
 
-def _stretches(first: int, tokens: int, row_bytes: int, most: int) -> list[tuple[int, int]]:
-    """Rows [first, tokens) in at most so many parts, each as its first row and its end."""
+def _stretches(first: int, tokens: int, count: int) -> list[tuple[int, int]]:
+    """Rows [first, tokens) in so many parts, each as its first row and its end."""
     missing = tokens - first
-    count = max(1, min(missing * row_bytes // _LEAST_BYTES, most))
     return list(pairwise(first + missing * part // count for part in range(count + 1)))

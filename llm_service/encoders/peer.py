@@ -43,6 +43,10 @@ class LinkSettings:
     `digest` is what theirs must be, `merge` the patches on a side of one row; `timeout` bounds a stream and `silence`
     the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
     local sockets that are files. `mirrors` are those that ranks keep of the row arena.
+
+    The rest are no options. Addresses are looked up every `resolve_seconds`, and an encoder is asked every
+    `check_seconds` whether it lives; where none can be used, an item waits `pick_seconds` for one. A part of an item's
+    rows has at least `part_bytes`: below it, opening one more stream takes longer than it can save.
     """
 
     digest: str
@@ -55,6 +59,10 @@ class LinkSettings:
     shared_memory: bool = True
     local_dir: str = ""
     mirrors: Mirrors | None = None
+    resolve_seconds: float = 2.0
+    check_seconds: float = CHECK_SECONDS
+    pick_seconds: float = 0.8
+    part_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +93,7 @@ class Peer:
     ) -> None:
         self.address = address
         self.name = name
-        self.health = Health(address, quarantine)
+        self.health = Health(address, quarantine, settings.check_seconds)
         self.breaker = Breaker()
         self.trouble = ""
         self.starting = False
@@ -170,7 +178,7 @@ class Peer:
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
         """What it means that a question, asked at `began`, failed: who is busy, and speaks on streams, is not gone."""
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.health.fits:
-            self.refused(CHECK_SECONDS)
+            self.refused(self._settings.check_seconds)
             return Verdict.ANSWERS
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             return Verdict.GONE
@@ -226,10 +234,9 @@ class Peer:
             return [self.region, self._inline]
         return [self.device, self.region, self._inline]
 
-    @property
-    def most_parts(self) -> int:
-        """By how many streams at a time an item's rows may come; where memory is shared, one is enough."""
-        return len(self._lanes) if self.region is None else 1
+    def parts(self, size: int) -> int:
+        """By how many streams at a time so many bytes of an item's rows come best; where memory is shared, by one."""
+        return max(1, min(size // self._settings.part_bytes, len(self._lanes))) if self.region is None else 1
 
     @contextmanager
     def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:

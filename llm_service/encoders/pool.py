@@ -19,9 +19,6 @@ from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
 
 _log = log.get("encoders")
-_RESOLVE_SECONDS = 2.0
-_PATIENCE = 0.8
-"""Seconds that a request waits for an encoder when none can be used."""
 _CROWDED_CALLS = 8
 """Calls under way at which the next choice is taken instead, where that one has fewer."""
 _CROWDED_PATCHES = 65_536
@@ -77,7 +74,7 @@ class EncoderPool:
             for address in self._peers.keys() - wanted.keys():
                 await self._remove(address, grace=self.settings.timeout)
             self._absence.look(self.peers)
-            await asyncio.sleep(_RESOLVE_SECONDS)
+            await asyncio.sleep(self.settings.resolve_seconds)
 
     def _add(self, address: str, name: str) -> None:
         """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
@@ -119,7 +116,7 @@ class EncoderPool:
             return [peer for peer in self.peers if is_able(peer) and peer.address not in lacking]
 
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(self.settings.pick_seconds):
                 while not (usable := able(lambda peer: peer.usable)):
                     self._changed.clear()
                     await self._changed.wait()

@@ -121,15 +121,14 @@ def test_nothing_is_traced_unless_the_environment_asks(monkeypatch: pytest.Monke
     assert not tracing.wanted()
 
 
-def test_a_collector_that_does_not_answer_holds_up_the_end_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_does_not_answer_holds_up_the_end_for_a_moment() -> None:
     go_on, ended = threading.Event(), list[bool]()
 
     def shutdown() -> None:
         ended.append(go_on.wait(60))
 
-    monkeypatch.setattr(tracing, "LAST_SECONDS", 0.01)
     tracing.use(SimpleNamespace(get_tracer=lambda _: None, shutdown=shutdown))
-    tracing.stop()
+    tracing.stop(0.01)
     assert ended == []
     go_on.set()
 

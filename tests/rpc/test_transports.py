@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from common.wire import DType, RowLayout
-from llm_service.encoders import parts
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
@@ -63,14 +62,12 @@ def test_on_one_host_rows_are_read_from_shared_memory_and_the_tokens_are_the_sam
         assert set(by_transport(inline.media)) == {v1.TRANSPORT_INLINE}
 
 
-async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(
-    inline: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(inline: Pair) -> None:
     """Through the LLM service's own link in this process, for which 16 rows are large: new to the encoder, then not."""
     file, info = pictures.encoded(pictures.noise(256, 256, 9_050)), inline.media.get_info()
     layout = RowLayout(info.levels, info.width, DType.FLOAT32)
-    monkeypatch.setattr(parts, "_LEAST_BYTES", 16 * layout.row_bytes)
-    settings = LinkSettings(digest=info.digest, layout=layout, merge=2, shared_memory=False, connections=3)
+    ours = {"shared_memory": False, "connections": 3, "part_bytes": 16 * layout.row_bytes}
+    settings = LinkSettings(digest=info.digest, layout=layout, merge=2, **ours)
     pool = EncoderPool([inline.encoder.address], settings)
     with closing(RowStore(64 * layout.row_bytes, layout)) as store:
         await pool.start()

@@ -14,7 +14,7 @@ from common.tasks import outlast
 from common.wire import DType, all_finite
 
 _PART = 8 << 20
-"""Bytes that a thread copies before it takes the next part: prefill may begin with them."""
+"""Bytes: prefill may begin with them."""
 
 _BLOCK = 512 << 10
 """Bytes that are copied, and then checked, while they are in a core's cache."""
@@ -26,10 +26,15 @@ _AT_ONCE = 1 << 20
 
 
 class Copier:
-    """Threads that copy rows of `dtype`, several, since one core does not use up the memory's speed."""
+    """Threads that copy rows of `dtype`, several, since one core does not use up the memory's speed.
 
-    def __init__(self, dtype: DType) -> None:
+    A thread copies `part` bytes before it takes the next ones; up to `at_once` bytes are copied without them.
+    """
+
+    def __init__(self, dtype: DType, *, part: int = _PART, at_once: int = _AT_ONCE) -> None:
         self._dtype = dtype
+        self._part = part
+        self._at_once = at_once
         self._threads = ThreadPoolExecutor(_THREADS, "copy")
 
     async def copy(self, target: memoryview, source: memoryview) -> AsyncGenerator[int, None]:
@@ -38,12 +43,13 @@ class Copier:
         Raises DataLoss at a part with numbers that are not finite. When the generator is closed nobody writes to
         `target` any more.
         """
-        if len(target) <= _AT_ONCE:
+        if len(target) <= self._at_once:
             yield _copy(target, source, self._dtype)
             return
+        part = self._part
         jobs = [
-            self._threads.submit(_copy, target[at : at + _PART], source[at : at + _PART], self._dtype)
-            for at in range(0, len(target), _PART)
+            self._threads.submit(_copy, target[at : at + part], source[at : at + part], self._dtype)
+            for at in range(0, len(target), part)
         ]
         try:
             for job in jobs:

@@ -20,8 +20,8 @@ def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, spans: Spans) -> Tensor:
-    return Attention(spans, places, *keys.shape[1:]).attend(query, keys, values)
+def attend(query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, spans: Spans, **options: int) -> Tensor:
+    return Attention(spans, places, *keys.shape[1:], **options).attend(query, keys, values)
 
 
 def plain(
@@ -84,13 +84,12 @@ def test_what_is_not_a_number_reaches_those_alone_that_see_it() -> None:
     assert out[50:].isnan().all()
 
 
-def test_heads_take_turns_where_not_all_of_them_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_take_turns_where_not_all_of_them_have_room() -> None:
     query, keys, values = noise(90, 6, 32, seed=1), noise(90, 3, 32, seed=2), noise(90, 3, 32, seed=3)
     spans = Spans.of([90], [90])
     at_once = attend(query, keys, values, np.arange(90), spans)
     for room in (1, 2 * 2 * 64 * (32 + 64) * 4):
-        monkeypatch.setattr(attention_cpu, "_ROOM", room)
-        assert torch.equal(attend(query, keys, values, np.arange(90), spans), at_once)
+        assert torch.equal(attend(query, keys, values, np.arange(90), spans, room=room), at_once)
 
 
 def test_the_kernels_are_compiled_once_for_queries_of_any_layout() -> None:

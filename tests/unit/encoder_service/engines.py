@@ -59,8 +59,9 @@ async def encoder(
     store_bytes=8192,
     staging=1 << 16,
     most_units=64,
+    **options,
 ):
-    """An encoder over one fake worker that gives `answers` (None: it never answers), and that worker."""
+    """An encoder with these `options` over one fake worker that gives `answers` (None: none), and that worker."""
     children: list[FakeChild] = []
 
     async def child(*_, **__) -> FakeChild:
@@ -90,7 +91,7 @@ async def encoder(
     if shared:
         tier = SharedTier(TierClient(shared, seconds=5.0), pipeline.store, LAYOUT, ttl=60, wait=5.0)
         tier.start()
-    made = Encoder(pipeline, contents, "digest", items=items, size=1 << 20, tier=tier)
+    made = Encoder(pipeline, contents, "digest", items=items, size=1 << 20, tier=tier, **options)
     try:
         yield made, children[0]
     finally:

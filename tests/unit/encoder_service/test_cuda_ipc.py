@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from common.wire import DType, RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools, Slice
 from encoder_service.engine.store import Place, Store
 from encoder_service.item import Grid, Header, Modality
-from encoder_service.transports import link as link_module
 from encoder_service.transports.base import Run
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import PoolMade
@@ -66,16 +66,15 @@ def written(pool: DevicePool | None, rows: int, row_sum: int) -> Slice:
 
 
 @asynccontextmanager
-async def opened(lease_seconds: float = 60) -> AsyncIterator[Bench]:
+async def opened(**options: Any) -> AsyncIterator[Bench]:
     buffer = SharedBuffer.create("test", 1 << 16)
     store, pools = Store(buffer, LAYOUT.row_bytes), DevicePools(LAYOUT.row_bytes)
     place = await store.reserve(ROWS)
     first, second = pools.open(made("GPU-0")), pools.open(made("GPU-0"))
     for row, pool in ((0, first), (4, second), (8, first)):
         place.copies[row] = written(pool, 4, 100 + row)
-    async with Link.open(
-        store, LAYOUT, shared_memory=True, folder="", lease_seconds=lease_seconds, pools=pools
-    ) as link:
+    given = {"shared_memory": True, "folder": "", "lease_seconds": 60, **options}
+    async with Link.open(store, LAYOUT, pools=pools, **given) as link:
         socket = link.local_socket
         assert socket is not None
         region = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
@@ -141,11 +140,8 @@ async def test_a_shared_host_without_the_device_gets_shared_memory(bench: Bench)
         bench.link.check([CUDA], bench.host)
 
 
-async def test_where_leases_are_few_a_run_goes_the_way_that_takes_fewer_or_waits_for_its_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link_module, "_SLOTS", 2)
-    async with opened() as bench:
+async def test_where_leases_are_few_a_run_goes_the_way_that_takes_fewer_or_waits_for_its_turn() -> None:
+    async with opened(slots=2) as bench:
         bench.link.check([CUDA], bench.host)
         assert bench.choose(bench.run(0, 8)) == CUDA
         assert bench.choose(bench.run()) == SHARED, "it has three slices"

@@ -17,11 +17,10 @@ import pytest
 from PIL import Image
 
 from common.arena import Range, SharedBuffer
-from common.errors import InvalidInput, Unavailable
-from common.processes import Child, ChildDied
+from common.errors import InvalidInput
+from common.processes import Child
 from encoder_service.item import Inspection, Options
 from encoder_service.media import geometry
-from encoder_service.media import processes as module
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.messages import Inspect
 from tests import pictures
@@ -194,30 +193,6 @@ async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
         assert decoders.processes.restarts == 3
 
 
-async def test_where_no_process_can_be_started_jobs_are_told_at_once_until_one_can(monkeypatch):
-    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.0)
-    async with pool() as (decoders, _, stage):
-        data = stage(pictures.encoded(pictures.noise(50, 40)))
-        able = asyncio.Event()
-        monkeypatch.setattr(decoders.processes, "_on_change", lambda: able.set() if decoders.able else able.clear())
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "MODULE", "encoder_service.no_such_module")
-            (pid,) = processes()
-            os.kill(pid, signal.SIGKILL)
-            jobs = (decoders.inspect(data, key=b"x", video=False, field="x") for _ in range(3))
-            found = await asyncio.gather(*jobs, return_exceptions=True)
-            assert [type(each) for each in found] == [Unavailable] * 3
-            assert {each.reason for each in found} == {"NO_DECODER"}
-            assert not decoders.able
-            late = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
-            await turns(1)
-            assert late.done()
-            assert isinstance(late.exception(), Unavailable)
-        async with asyncio.timeout(60):
-            await able.wait()
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
-
-
 async def test_a_job_that_takes_long_does_not_hold_up_the_next_one_where_there_are_two_processes():
     async with pool(processes=2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
@@ -362,28 +337,3 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
             await job
         async with asyncio.timeout(60):
             await decoders.processes.take(b"x")
-
-
-async def test_a_process_that_hangs_at_its_start_is_ended(monkeypatch):
-    async with pool() as (decoders, _, _stage):
-        started, start = [], Child.start
-
-        async def frozen(*args, **options):
-            started.append(await start(*args, **options))
-            os.kill(started[0].process.pid, signal.SIGSTOP)
-            return started[0]
-
-        monkeypatch.setattr(Child, "start", frozen)
-        monkeypatch.setattr(decoders.processes, "_start_seconds", 0.05)
-        with pytest.raises(ChildDied, match=r"within 0\.05 seconds"):
-            await decoders.processes.add()
-        assert started[0].process.returncode is not None
-        assert len(decoders.processes.children) == 1
-
-
-async def test_a_process_that_does_not_start_is_not_kept(monkeypatch):
-    async with pool() as (decoders, _, _stage):
-        monkeypatch.setattr(module, "MODULE", "encoder_service.no_such_module")
-        with pytest.raises(ChildDied):
-            await decoders.processes.add()
-        assert len(decoders.processes.children) == 1

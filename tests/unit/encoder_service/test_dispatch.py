@@ -9,7 +9,6 @@ import pytest
 
 from common.errors import Unavailable
 from common.processes import Child
-from encoder_service.engine import workers
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.tally import Computed
 from encoder_service.engine.workers import WorkerError
@@ -229,10 +228,9 @@ async def test_each_batch_is_reported_with_its_fill(start):
     assert reports == [Computed(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
 
 
-async def test_a_worker_is_not_hung_where_its_service_stood_still(start, monkeypatch):
+async def test_a_worker_is_not_hung_where_its_service_stood_still(start):
     """What it has answered meanwhile is read after the time is up."""
-    monkeypatch.setattr(workers, "_STALL", 0.0)
-    dispatcher, (worker,), _ = await start(seconds=0.1)
+    dispatcher, (worker,), _ = await start(seconds=0.1, stall=0.0)
     unit = submit(dispatcher, b"a")
     await turns()
     loop = asyncio.get_running_loop()
@@ -284,8 +282,7 @@ async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
 
 
 async def test_a_replacement_that_hangs_at_its_start_is_replaced_in_turn(start, monkeypatch):
-    monkeypatch.setattr(workers, "_LONGEST_PAUSE", 0.0)
-    _, children, alive = await start(start_seconds=0.01)
+    _, children, alive = await start(start_seconds=0.01, longest_pause=0.0)
     fakes, started = [Mute(), FakeChild()], asyncio.Event()
 
     async def child(*_, **__) -> FakeChild:

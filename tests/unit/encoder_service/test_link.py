@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
-from encoder_service.transports import link as link_module
 from encoder_service.transports.base import Run as Sent
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import Run
@@ -61,14 +61,14 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(folder: str = "", lease_seconds: float = 60, shared_memory: bool = True) -> AsyncIterator[Bench]:
+async def bench(folder: str = "", **options: Any) -> AsyncIterator[Bench]:
     buffer = SharedBuffer.create("test", 8 << 20)
     store = Store(buffer, LAYOUT.row_bytes)
     place = await store.reserve(ROWS)
     buffer.slice(place.span)[:] = np.random.default_rng(0).standard_normal(place.span.size // 4, np.float32).tobytes()
     entry = store.commit(place, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
-    opened = Link.open(store, LAYOUT, shared_memory=shared_memory, folder=folder, lease_seconds=lease_seconds)
-    async with opened as link:
+    given = {"shared_memory": True, "folder": folder, "lease_seconds": 60, **options}
+    async with Link.open(store, LAYOUT, **given) as link:
         yield Bench(store, entry, link)
     store.unpin(entry.place)
     store.check_integrity(idle=True)
@@ -96,12 +96,9 @@ async def test_without_a_proof_rows_come_inline_or_not_at_all() -> None:
                 b.link.choose([SHARED], host, b.run())
 
 
-async def test_where_every_lease_is_in_use_a_reader_takes_rows_inline_or_is_told_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_where_every_lease_is_in_use_a_reader_takes_rows_inline_or_is_told_to_come_again() -> None:
     """What a caller has proved is not in question: with room it is served as before."""
-    monkeypatch.setattr(link_module, "_SLOTS", 1)
-    async with bench() as b:
+    async with bench(slots=1) as b:
         region, host = await b.mapped()
         stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         await anext(stream)

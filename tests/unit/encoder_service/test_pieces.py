@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import TwinlensError
-from encoder_service.engine import encode, pieces
+from encoder_service.engine import pieces
 from encoder_service.item import Inspection, Item, Modality, Pixels
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import encoder, rows
@@ -51,15 +51,18 @@ def clip(monkeypatch, groups: int) -> Item:
     return Item(Modality.VIDEO, Pixels(bytes(2 * groups * 56 * 56 * 3), 2 * groups, 56, 56), field="items[0]")
 
 
+async def leave(waiting: asyncio.Task[bool]) -> None:
+    """Cancels a wait for rows once all is done that can be."""
+    await turns(40)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await turns(40)
+
+
 async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_is_computed(monkeypatch):
-    monkeypatch.setattr(encode, "_LINGER", 0.0)
-    film = clip(monkeypatch, 4)
-    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
-        waiting = asyncio.create_task(rows(made, film))
-        await turns(40)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await turns(40)
+    film, bounds = clip(monkeypatch, 4), {"staging": 1 << 18, "most_units": 1, "linger": 0.0}
+    async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
+        await leave(asyncio.create_task(rows(made, film)))
         assert made.pipeline.staging.used, "the worker reads there"
         worker.say(DONE)
         await turns(40)
@@ -90,17 +93,29 @@ async def test_a_video_ends_with_its_first_piece_that_fails_though_frames_are_st
         assert waiting.exception().reason == "ENCODE_FAILED"
 
 
-async def test_a_video_goes_on_for_who_comes_back_at_once_and_where_all_of_it_has_begun(monkeypatch):
-    film = clip(monkeypatch, 2)
-    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
-        for left, linger in enumerate((60.0, 0.0)):
-            monkeypatch.setattr(encode, "_LINGER", linger)
-            waiting = asyncio.create_task(rows(made, film))
-            await turns(40)
-            assert len(worker.batches) == left + 1
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            worker.say(DONE)
-            await turns(40)
+async def test_a_video_goes_on_for_who_comes_back_at_once(monkeypatch):
+    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "most_units": 1, "linger": 60.0}
+    async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
+        await leave(asyncio.create_task(rows(made, film)))
+        worker.say(DONE)
+        await turns(40)
+        assert len(worker.batches) == 2, "it goes on meanwhile"
+        back = asyncio.create_task(rows(made, film))
+        await turns(40)
+        worker.say(DONE)
+        await back
+        assert len(worker.batches) == 2
+
+
+async def test_a_video_goes_on_where_all_of_it_has_begun(monkeypatch):
+    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "most_units": 1, "linger": 0.0}
+    async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
+        waiting = asyncio.create_task(rows(made, film))
+        await turns(40)
+        worker.say(DONE)
+        await leave(waiting)
+        assert len(worker.batches) == 2
+        worker.say(DONE)
+        await turns(40)
         assert await rows(made, film)
         assert len(worker.batches) == 2

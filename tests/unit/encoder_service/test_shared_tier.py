@@ -8,7 +8,6 @@ import contextlib
 import pytest
 
 from common.wire import DType, RowLayout
-from encoder_service.engine import shared_tier
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.item import Grid, Header, Modality
 from tests.unit.encoder_service.tiers import (
@@ -207,9 +206,8 @@ async def test_what_has_left_the_store_before_it_was_written_is_not(server):
         assert client.keys() == []
 
 
-async def test_too_many_that_wait_to_be_written_are_not(server, monkeypatch):
-    monkeypatch.setattr(shared_tier, "_WRITES", 1)
-    async with replica(server.url) as (made, store):
+async def test_too_many_that_wait_to_be_written_are_not(server):
+    async with replica(server.url, writes=1) as (made, store):
         made._writer.cancel()
         await computed(made, store)
         store.flush()

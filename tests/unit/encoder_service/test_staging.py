@@ -10,7 +10,6 @@ import pytest
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
-from encoder_service.engine import staging as module
 from encoder_service.engine.staging import Staging
 from tests.unit.encoder_service.fakes import turns
 
@@ -58,7 +57,7 @@ async def test_what_never_fits_is_refused_without_a_hint(staging):
 
 
 async def test_large_ranges_are_emptied_by_a_thread_before_others_get_them(staging, monkeypatch):
-    monkeypatch.setattr(module, "_GIVE_BACK", 512)
+    staging = Staging(staging.buffer, large=512)
     go_on, emptied = threading.Event(), []
 
     def slowly(span: Range) -> None:

@@ -12,7 +12,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
-from encoder_service.engine import store as module
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Grid, Header, Modality
 from tests.unit.encoder_service.fakes import turns
@@ -27,7 +26,7 @@ def header(key: bytes, tokens: int) -> Header:
 @pytest.fixture
 def store():
     buffer = SharedBuffer.create("test", 16 * ROW)
-    yield Store(buffer, ROW)
+    yield Store(buffer, ROW, part=4 * ROW)
     buffer.close()
 
 
@@ -133,7 +132,6 @@ async def test_a_flush_leaves_what_is_being_read(store):
 
 
 async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, monkeypatch):
-    monkeypatch.setattr(module, "_PART", 4 * ROW)
     kept = await put(store, b"a", 2)
     store.buffer.slice(kept.span)[:] = b"\1" * kept.span.size
     go_on, emptied = threading.Semaphore(0), []
@@ -166,7 +164,6 @@ async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, 
 
 
 async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monkeypatch):
-    monkeypatch.setattr(module, "_PART", 4 * ROW)
     go_on = threading.Event()
     monkeypatch.setattr(store.buffer, "discard", lambda _: go_on.wait(60))
     shrinking = asyncio.create_task(store.shrink())

@@ -24,11 +24,12 @@ LOCK = f"twinlens:lock:{HEADER.key.hex()}"
 
 
 @asynccontextmanager
-async def replica(url: str, *, seconds: float = 5.0, wait: float = 5.0, ttl: float = 60.0, layout=LAYOUT, breaker=None):
+async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None, **options):
     """A replica's tier and its store, with room for two items; neither holds anything at the end."""
     arena = SharedBuffer.create("test", 2 * len(ROWS) + 1024)
     store = Store(arena, layout.row_bytes)
-    made = SharedTier(TierClient(url, seconds=seconds, breaker=breaker), store, layout, ttl=ttl, wait=wait)
+    given = {"ttl": 60.0, "wait": 5.0, **options}
+    made = SharedTier(TierClient(url, seconds=seconds, breaker=breaker), store, layout, **given)
     made.start()
     try:
         yield made, store

@@ -16,6 +16,7 @@ from common.errors import Unavailable
 from common.grpc_calls import CallFrame
 from common.identity import content_key
 from common.wire import DType, RowLayout, crc32c
+from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
@@ -185,9 +186,15 @@ def request(*files: bytes, deadline: float | None = None, salt: str = "salt") ->
 
 @asynccontextmanager
 async def bench(
-    *encoders: ScriptedEncoder, rows: int = 64, silence: float = 30.0, patience: float = 1.0, connections: int = 1
+    *encoders: ScriptedEncoder,
+    rows: int = 64,
+    silence: float = 30.0,
+    patience: float = 1.0,
+    budget: RetryBudget | None = None,
+    **options: Any,
 ) -> AsyncIterator[Bench]:
-    """Starts servers for the encoders; asserts at the end that no call and no place was left."""
+    """Starts servers for the encoders, with which `options` are agreed; asserts at the end that no call and no place is
+    left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
             server = grpc.aio.server(interceptors=[CallFrame("")])
@@ -198,13 +205,11 @@ async def bench(
             stack.push_async_callback(server.stop, None)
         store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(store.close)
-        settings = LinkSettings(
-            digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, connections=connections
-        )
+        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, **options)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
-        yield Bench(list(encoders), store, pool, Landing(pool, store, patience))
+        yield Bench(list(encoders), store, pool, Landing(pool, store, patience, budget))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
         store.check_integrity(idle=True)

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import DataLoss, Internal, TwinlensError, Unavailable
 from common.wire import crc32c
-from llm_service.encoders import breaker
+from llm_service.encoders.breaker import RetryBudget
 from tests.unit.llm_service.scripted import (
     LAYOUT,
     ROWS,
@@ -257,12 +257,9 @@ WAYS: list[Say] = [
 
 @pytest.mark.parametrize("encoders", [1, 4])
 @pytest.mark.parametrize("fails", WAYS, ids=lambda say: say.__name__.replace("_", " "))
-async def test_when_everything_fails_retries_do_not_make_it_worse(
-    fails: Say, encoders: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(breaker, "_RESERVE", 4.0)
-    count = 50
-    async with bench(*(ScriptedEncoder([fails]) for _ in range(encoders)), rows=count * ROWS, silence=0.5) as b:
+async def test_when_everything_fails_retries_do_not_make_it_worse(fails: Say, encoders: int) -> None:
+    count, scripts = 50, (ScriptedEncoder([fails]) for _ in range(encoders))
+    async with bench(*scripts, rows=count * ROWS, silence=0.5, budget=RetryBudget(4.0)) as b:
         await b.usable(encoders)
         items = (b.whole(b"picture %d" % number) for number in range(count))
         ends = await asyncio.gather(*items, return_exceptions=True)

@@ -20,10 +20,8 @@ PARTS = 200
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    monkeypatch.setattr(copier, "_PART", PART)
-    monkeypatch.setattr(copier, "_AT_ONCE", PART // 2)
-    made = Copier(DType.FLOAT32)
+def threads() -> Iterator[Copier]:
+    made = Copier(DType.FLOAT32, part=PART, at_once=PART // 2)
     yield made
     made._threads.shutdown()
 

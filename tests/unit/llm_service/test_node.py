@@ -25,8 +25,7 @@ async def test_ranks_that_could_not_be_started_or_have_ended_are_started_again(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(node, "_run", run)
-    monkeypatch.setattr(node, "_RESTART_SECONDS", 0)
-    keeping = asyncio.create_task(node._keep(cast(Place, None), 1.0))
+    keeping = asyncio.create_task(node._keep(cast(Place, None), 1.0, pause=0))
     waiting = asyncio.create_task(again.wait())
     await asyncio.wait([keeping, waiting], return_when=asyncio.FIRST_COMPLETED)
     assert not keeping.done()

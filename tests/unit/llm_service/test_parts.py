@@ -6,9 +6,6 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
-
-from llm_service.encoders import parts as parts_module
 from llm_service.encoders.identity import identify
 from llm_service.request import MediaOptions
 from tests.unit.llm_service.scripted import (
@@ -30,10 +27,8 @@ DATA = b"picture"
 STRETCHES = [(0, 4), (4, 8), (8, 12)]
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four rows are worth a stream of their own."""
-    monkeypatch.setattr(parts_module, "_LEAST_BYTES", 4 * LAYOUT.row_bytes)
+BY_PARTS = {"connections": 3, "part_bytes": 4 * LAYOUT.row_bytes}
+"""Four rows are worth a stream of their own."""
 
 
 @dataclass
@@ -74,7 +69,7 @@ class Gates:
 
 async def test_stretches_come_over_connections_of_their_own_and_count_when_there_is_no_gap_before_them() -> None:
     gates = Gates()
-    async with bench(encoder := ScriptedEncoder([gates]), connections=3) as b:
+    async with bench(encoder := ScriptedEncoder([gates]), **BY_PARTS) as b:
         await b.usable(1)
         (entry,) = await b.land(DATA)
         await eventually(lambda: sorted(gates.asked) == STRETCHES)
@@ -94,7 +89,7 @@ async def test_stretches_come_over_connections_of_their_own_and_count_when_there
 
 async def test_a_part_that_breaks_is_no_end_and_rows_before_it_are_kept() -> None:
     gates = Gates(breaks={0})
-    async with bench(ScriptedEncoder([gates]), connections=3) as b:
+    async with bench(ScriptedEncoder([gates]), **BY_PARTS) as b:
         await b.usable(1)
         (entry,) = await b.land(DATA)
         await eventually(lambda: len(gates.asked) == 3)
@@ -112,7 +107,7 @@ async def test_where_no_part_can_be_had_the_first_stream_brings_all_rows() -> No
     async def whole_alone(call: Call) -> None:
         await (well(call) if call.data else is_full(call))
 
-    async with bench(encoder := ScriptedEncoder([whole_alone]), connections=3) as b:
+    async with bench(encoder := ScriptedEncoder([whole_alone]), **BY_PARTS) as b:
         await b.usable(1)
         assert await b.whole(DATA) == content(DATA)
         assert len([call for call in encoder.calls if call.data]) == 1
@@ -120,7 +115,7 @@ async def test_where_no_part_can_be_had_the_first_stream_brings_all_rows() -> No
 
 
 async def test_parts_ask_by_the_key_alone_which_stands_for_options_and_type() -> None:
-    async with bench(encoder := ScriptedEncoder([gates := Gates()]), connections=3) as b:
+    async with bench(encoder := ScriptedEncoder([gates := Gates()]), **BY_PARTS) as b:
         await b.usable(1)
         gates.open(*(first for first, _ in STRETCHES))
         wanted = request(DATA)
@@ -142,7 +137,7 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
         await call.rows(0, ROWS)
         await call.done()
 
-    async with bench(ScriptedEncoder([late]), connections=3) as b:
+    async with bench(ScriptedEncoder([late]), **BY_PARTS) as b:
         await b.usable(1)
         fetches = await b.landing.introduce(request(DATA))
         await b.pool._remove(b.pool.peers[0].address, grace=60.0)
@@ -156,7 +151,7 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
 
 async def test_who_leaves_while_parts_are_open_leaves_none_behind() -> None:
     gates = Gates()
-    async with bench(encoder := ScriptedEncoder([gates]), connections=3) as b:
+    async with bench(encoder := ScriptedEncoder([gates]), **BY_PARTS) as b:
         await b.usable(1)
         (entry,) = await b.land(DATA)
         await eventually(lambda: len(gates.asked) == 3)
@@ -164,9 +159,8 @@ async def test_who_leaves_while_parts_are_open_leaves_none_behind() -> None:
         await eventually(lambda: encoder.open == 0)
 
 
-async def test_few_rows_come_by_one_stream_however_many_connections_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "_LEAST_BYTES", ROWS * LAYOUT.row_bytes)
-    async with bench(encoder := ScriptedEncoder(), connections=3) as b:
+async def test_few_rows_come_by_one_stream_however_many_connections_there_are() -> None:
+    async with bench(encoder := ScriptedEncoder(), connections=3, part_bytes=ROWS * LAYOUT.row_bytes) as b:
         await b.usable(1)
         assert await b.whole(DATA) == content(DATA)
         assert len(encoder.calls) == 1

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
-from llm_service.encoders import health as health_module
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
@@ -47,13 +46,10 @@ async def test_an_encoder_of_another_model_is_never_asked() -> None:
         assert b.encoders[0].calls == []
 
 
-async def test_an_encoder_that_was_replaced_by_one_of_another_model_since_it_was_asked_gives_no_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_encoder_that_was_replaced_by_one_of_another_model_since_it_was_asked_gives_no_rows() -> None:
     """What an address gives has no key that would tell."""
-    monkeypatch.setattr(health_module, "CHECK_SECONDS", 600)
     by_address = replace(request(b""), media=(MediaItem(0, "image", Url("https://example.org/x"), field="here[0]"),))
-    async with bench(ScriptedEncoder()) as b:
+    async with bench(ScriptedEncoder(), check_seconds=600) as b:
         await b.usable(1)
         b.encoders[0].digest = "another"
         with pytest.raises(Unavailable):
@@ -61,11 +57,9 @@ async def test_an_encoder_that_was_replaced_by_one_of_another_model_since_it_was
         assert b.encoders[0].calls
 
 
-async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pool_module, "_PATIENCE", 60)  # a moment of a slow machine
-    async with bench(ScriptedEncoder()) as b:  # asked before the first answer to GetInfo has come
+async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there() -> None:
+    # A moment of a slow machine. It is asked before the first answer to GetInfo has come.
+    async with bench(ScriptedEncoder(), pick_seconds=60) as b:
         assert await b.whole(b"picture") == content(b"picture")
 
 
@@ -278,7 +272,6 @@ async def test_an_encoder_whose_certificates_cannot_be_read_just_now_is_taken_up
             super().__init__(*given)
 
     monkeypatch.setattr(pool_module, "Peer", Late)
-    monkeypatch.setattr(pool_module, "_RESOLVE_SECONDS", 0.01)
-    async with bench(ScriptedEncoder()) as b:
+    async with bench(ScriptedEncoder(), resolve_seconds=0.01) as b:
         await b.usable(1)
         assert tries == 2
