@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
@@ -37,6 +38,31 @@ _LAST_WORD = 1.0
 _log = log.get("rpc")
 
 
+class Call:
+    """A call under way, in the task that serves it."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self.ending: errors.TwinlensError | None = None
+        self.settled = False
+
+    def end(self, error: errors.TwinlensError) -> None:
+        """Has the handler stop where it stands, and its caller told `error`; harmless once the call has its status."""
+        if self.ending is None and not self.settled:
+            self.ending = error
+            self._task.cancel()
+
+
+_call: ContextVar[Call] = ContextVar("call")
+
+
+def current() -> Call:
+    """The call that this task, or one that it comes from, serves. Raises LookupError outside of one."""
+    return _call.get()
+
+
 class CallFrame(grpc.aio.ServerInterceptor):
     """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
     health checks excepted, and once it is `closed` all of them."""
@@ -44,14 +70,24 @@ class CallFrame(grpc.aio.ServerInterceptor):
     def __init__(self, token: str, most_calls: int = 1024) -> None:
         self._token = token.encode()
         self._most_calls = most_calls
-        self.open_calls = 0
+        self._calls: set[Call] = set()
         self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
 
+    @property
+    def open_calls(self) -> int:
+        """Calls under way, health checks excepted."""
+        return len(self._calls)
+
     async def empty(self) -> None:
         """Returns when no call is open, health checks excepted."""
         await self._empty.wait()
+
+    def end_all(self, error: errors.TwinlensError) -> None:
+        """Ends every call under way with `error`; `empty` tells when all have given back what they held."""
+        for call in tuple(self._calls):
+            call.end(error)
 
     async def intercept_service(
         self,
@@ -115,7 +151,9 @@ class CallFrame(grpc.aio.ServerInterceptor):
         run: Callable[..., Awaitable[Any]],
     ) -> Any:
         started, code = time.perf_counter(), "OK"
-        self.open_calls += 1
+        call = Call()
+        _call.set(call)
+        self._calls.add(call)
         self._empty.clear()
         with log.bound(method=method, request_id=_name(request)):
             try:
@@ -130,12 +168,16 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 with tracing.serving(method, metadata, request_id=_name(request)):
                     return await run(request, context)
             except errors.TwinlensError as error:
-                code = error.reason
+                code, call.settled = error.reason, True
                 await fail(context, error)
             except _CallerLeft:
                 code = "CANCELLED"
                 raise asyncio.CancelledError from None
             except asyncio.CancelledError:
+                call.settled = True
+                if call.ending is not None:
+                    code = call.ending.reason
+                    await fail(context, call.ending)
                 code = "CANCELLED"
                 task = asyncio.current_task()
                 if task is not None and not task.cancelling():
@@ -146,12 +188,12 @@ class CallFrame(grpc.aio.ServerInterceptor):
             except Exception as error:
                 if isinstance(error, grpc.aio.AbortError):
                     raise
-                code = "INTERNAL"
+                code, call.settled = "INTERNAL", True
                 _log.exception("a handler failed")
                 await fail(context, errors.Internal("the service failed to handle this call"))
             finally:
-                self.open_calls -= 1
-                if not self.open_calls:
+                self._calls.discard(call)
+                if not self._calls:
                     self._empty.set()
                 seconds = round(time.perf_counter() - started, 4)
                 # Services look after each other twice a second, before they have started and while they stop.

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common import log, papers
 from common.config import is_port, option, size
+from common.errors import Unavailable
 from common.grpc_calls import CallFrame
 
 _log = log.get("server")
@@ -31,6 +32,9 @@ LISTEN: Final = "address to serve gRPC on; port 0 picks a free one"
 
 _LAST_WORDS_SECONDS = 0.5
 """For statuses of calls that have just ended to be sent; it ends sooner where nobody watches health."""
+
+_ENDING_SECONDS = 5.0
+"""For calls that we end after the grace time to give back what they hold; each has its status then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,22 +182,36 @@ class GrpcServer:
         self._stop.set()
 
     @property
+    def open_calls(self) -> int:
+        """Calls under way, health checks excepted."""
+        return self._frame.open_calls
+
+    @property
     def stopping(self) -> bool:
         """A signal has come, or `stop` was called."""
         return self._stop.is_set()
 
     async def drain(self) -> None:
-        """Health turns NOT_SERVING, new calls are refused, running ones get the grace time; then the port is closed.
+        """Health turns NOT_SERVING, new calls are refused, running ones get the grace time; then they are ended, and
+        the port is closed.
 
-        It is not gRPC that refuses: of calls that come at that moment it cancels some, without a word of why.
+        It is not gRPC that refuses and ends: it cancels calls without a word of why.
         """
         _log.info("draining", grace_seconds=self._config.grace_seconds, open_calls=self._frame.open_calls)
         self._frame.closed = True
         await self._health.enter_graceful_shutdown()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.grace_seconds):
-                await self._frame.empty()
+        if not await self._emptied(self._config.grace_seconds):
+            _log.warning("ending calls", open_calls=self._frame.open_calls)
+            self._frame.end_all(Unavailable("the service stops and has ended this call", reason="CALL_ENDED"))
+            await self._emptied(_ENDING_SECONDS)
         await self.server.stop(_LAST_WORDS_SECONDS)
+
+    async def _emptied(self, seconds: float) -> bool:
+        """No call is open any more, within this time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._frame.empty()
+        return not self._frame.open_calls
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self._config

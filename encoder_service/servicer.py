@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from common import log
+from common import grpc_calls, log
 from common.errors import TwinlensError, Unavailable
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
@@ -207,10 +207,9 @@ class EncoderServicer(EncoderServiceServicer):
 
 @contextmanager
 def _patience(seconds: float) -> Iterator[None]:
-    """Cancels the call when its caller takes longer than this to accept a message: rows are pinned for it."""
-    task = asyncio.current_task()
-    assert task is not None
-    timer = asyncio.get_running_loop().call_later(seconds, task.cancel)
+    """Ends the call when its caller takes longer than this to accept a message: rows are pinned for it."""
+    stalled = Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
+    timer = asyncio.get_running_loop().call_later(seconds, grpc_calls.current().end, stalled)
     try:
         yield
     finally:

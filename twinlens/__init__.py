@@ -13,7 +13,7 @@ from twinlens.aio import AsyncEncoderClient, AsyncLlmClient
 from twinlens.answers import Answer, Completion
 from twinlens.channel import Endpoint, Tls
 from twinlens.client import EncoderClient, LlmClient
-from twinlens.errors import NotReachableError, TwinlensError
+from twinlens.errors import InterruptedStreamError, NotReachableError, TwinlensError
 from twinlens.prompts import Prompt, assistant, generate_request, image, message, system, user, video
 from twinlens.streams import AsyncStream, Stream
 from twinlens.v1 import SamplingParams
@@ -26,6 +26,7 @@ __all__ = [
     "Completion",
     "EncoderClient",
     "Endpoint",
+    "InterruptedStreamError",
     "LlmClient",
     "NotReachableError",
     "Prompt",

@@ -1,7 +1,8 @@
 """What a client sees when a call fails.
 
-    TwinlensError            the service refused or failed the call, with a stable reason
-    └── NotReachableError    nothing that speaks for Twinlens answered at the address
+    TwinlensError                 the service refused or failed the call, with a stable reason
+    ├── NotReachableError         nothing that speaks for Twinlens answered at the address
+    └── InterruptedStreamError    a stream broke off after events had come, and nobody said why
 
 A service sends its reason in the trailer `twinlens-status-bin`, a serialized `twinlens.v1.Status`. A call
 that has no such trailer failed on the way: its gRPC status is all that is known.
@@ -20,6 +21,10 @@ from twinlens.v1 import Status
 STATUS_TRAILER = "twinlens-status-bin"
 
 _NUMBERS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_BROKEN = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
+)
+"""What gRPC says of a stream that the other side, or what lies between, has let go of."""
 _OVERLOAD = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
@@ -82,8 +87,26 @@ class NotReachableError(TwinlensError):
         return f"{self.code.name}: {self.obstacle.value} ({self.message})" if self.obstacle else super().__str__()
 
 
-def error_from(call: FailedCall) -> TwinlensError:
-    """Turns a failed gRPC call into the error that says most about it."""
+class InterruptedStreamError(TwinlensError):
+    """A stream broke off on its way: the service is gone, or the connection to it.
+
+    `events` is how many events had come, so output was delivered; the same request again gives it from its beginning.
+    The reason is always STREAM_INTERRUPTED.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, *, events: int) -> None:
+        had_come = f"{events} event{'s' if events > 1 else ''}"
+        super().__init__(code, f"the stream broke off after {had_come}: {message}", reason="STREAM_INTERRUPTED")
+        self.events = events
+
+    @property
+    def retryable(self) -> bool:
+        """Always: nothing was wrong with the request."""
+        return True
+
+
+def error_from(call: FailedCall, events: int = 0) -> TwinlensError:
+    """Turns a failed gRPC call, of which so many `events` had come, into the error that says most about it."""
     code = call.code() or grpc.StatusCode.UNKNOWN
     status = _status_of(call)
     if status is not None:
@@ -95,6 +118,8 @@ def error_from(call: FailedCall) -> TwinlensError:
             retry_after=status.retry_after_ms / 1000 if status.HasField("retry_after_ms") else None,
         )
     message = call.details() or "the service gave no reason"
+    if events and code in _BROKEN:
+        return InterruptedStreamError(code, message, events=events)
     kind = NotReachableError if code is grpc.StatusCode.UNAVAILABLE else TwinlensError
     return kind(code, message)
 

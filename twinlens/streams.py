@@ -34,17 +34,20 @@ class Stream(Generic[Event]):
     def __init__(self, call: _Call[Event]) -> None:
         self._call = call
         self._cancelled = False
+        self._events = 0
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Event:
         try:
-            return next(self._call)
+            event = next(self._call)
         except grpc.RpcError as error:
             if self._cancelled:
                 raise StopIteration from None
-            raise error_from(cast(FailedCall, error)) from None
+            raise error_from(cast(FailedCall, error), self._events) from None
+        self._events += 1
+        return event
 
     def cancel(self) -> None:
         """Ends the call; iteration stops. Harmless once it has ended."""
@@ -66,6 +69,7 @@ class AsyncStream(Generic[Event]):
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, Event]) -> None:
         self._call = call
         self._cancelled = False
+        self._events = 0
 
     def __aiter__(self) -> Self:
         return self
@@ -74,13 +78,14 @@ class AsyncStream(Generic[Event]):
         try:
             event = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_from(error) from None
+            raise error_from(error, self._events) from None
         except asyncio.CancelledError:
             if self._cancelled and not _task_is_cancelled():
                 raise StopAsyncIteration from None  # cancel() ended the call, not the task that reads it
             raise
         if event is grpc.aio.EOF:
             raise StopAsyncIteration
+        self._events += 1
         return cast(Event, event)
 
     def cancel(self) -> None:

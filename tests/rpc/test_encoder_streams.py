@@ -23,6 +23,7 @@ from tests.rpc.encoder_client import (
     new_picture,
 )
 from tests.waiting import until
+from twinlens.errors import error_from
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc
 
 EXHAUSTED = 8
@@ -160,7 +161,7 @@ def test_a_caller_who_takes_nothing_is_left_and_what_was_pinned_for_him_comes_ba
             until(lambda: client.load().queued_items + client.load().running_items == 0, "nothing goes on for him")
             with pytest.raises(grpc.RpcError) as ended:
                 list(stalled)
-            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert error_from(ended.value).reason == "CALLER_STALLED"
         kept = client.load().store_entries
         flushed = client.stub.FlushCache(encoder_pb2.EncoderServiceFlushCacheRequest())
         assert flushed.entries == kept > 0, "none is pinned"

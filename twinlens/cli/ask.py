@@ -15,7 +15,7 @@ from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, bounded, endpoint
 from twinlens.cli.tables import milliseconds, table
 from twinlens.client import STREAM_TIMEOUT, LlmClient
-from twinlens.errors import TwinlensError
+from twinlens.errors import InterruptedStreamError, TwinlensError
 from twinlens.prompts import generate_request, image, system, user, video
 from twinlens.v1 import (
     ChatMessage,
@@ -202,10 +202,13 @@ def _show_timings(answer: Answer) -> None:
 
 
 def _error(error: TwinlensError) -> dict[str, object]:
-    return {
+    told: dict[str, object] = {
         "code": error.code.name,
         "reason": error.reason,
         "message": error.message,
         "field": error.field,
         "retry_after": error.retry_after,
     }
+    if isinstance(error, InterruptedStreamError):
+        told["events"] = error.events
+    return told

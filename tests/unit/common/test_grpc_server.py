@@ -1,15 +1,19 @@
-"""What health checks say of a server: what its owner reported last, whenever that was."""
+"""What health checks say of a server, what its owner reported last, whenever that was; and how its calls end with it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
+from tests.waiting import until
+from twinlens import v1
 
 NAME = "twinlens.v1.LlmService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -55,3 +59,46 @@ async def test_the_last_report_holds_though_another_is_still_being_told(frame: G
     frame.report(True)
     frame.report(False)
     assert await health(frame) == {NOT_SERVING}
+
+
+class Lasting(v1.LlmServiceServicer):
+    """Calls that end when they are ended: one in the middle of its stream, one before its answer."""
+
+    def __init__(self) -> None:
+        self.given_back: list[str] = []
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(request_id=request.request_id))
+        await self._last("Generate")
+
+    async def Tokenize(self, request: Any, context: Any) -> v1.TokenizeResponse:
+        await self._last("Tokenize")
+        return v1.TokenizeResponse()
+
+    async def _last(self, name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_back.append(name)
+
+
+async def test_a_call_that_outlives_the_grace_time_is_told_why_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    server, lasting = GrpcServer(ServerConfig(grace_seconds=0), [NAME]), Lasting()
+    v1.add_LlmServiceServicer_to_server(lasting, server.server)
+    await server.bind()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = v1.LlmServiceStub(channel)
+        stream, answer = stub.Generate(v1.GenerateRequest()), stub.Tokenize(v1.TokenizeRequest(text="x"))
+        await stream.read()
+        await asyncio.to_thread(until, lambda: server.open_calls == 2, "both are under way")
+        await server.drain()
+        for call in (stream.read(), answer):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            told = from_rpc_error(raised.value)
+            assert (told.reason, told.retry_after) == ("CALL_ENDED", 1.0)
+    assert sorted(lasting.given_back) == ["Generate", "Tokenize"]
+    said = capsys.readouterr().out
+    assert (said.count("outcome=CALL_ENDED"), said.count("CANCELLED")) == (2, 0)
+    assert "ending calls" in said

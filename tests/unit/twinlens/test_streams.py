@@ -1,0 +1,99 @@
+"""Streams that break off: what had come is not taken for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from tests.unit.twinlens.conftest import serving
+from tests.unit.twinlens.fakes import FakeLlm
+from twinlens import AsyncLlmClient, InterruptedStreamError, LlmClient, NotReachableError, TwinlensError, v1
+from twinlens.cli import main
+
+
+@pytest.fixture
+def stuck(llm: FakeLlm) -> FakeLlm:
+    """Says two words, and no more."""
+
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        for word in ("one", "two"):
+            yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word))
+        llm.ended.wait(60)
+
+    llm.play = play
+    return llm
+
+
+def check(error: TwinlensError) -> None:
+    assert isinstance(error, InterruptedStreamError)
+    assert not isinstance(error, NotReachableError)
+    assert (error.reason, error.events, error.retryable) == ("STREAM_INTERRUPTED", 2, True)
+    assert "after 2 events" in error.message
+
+
+def test_a_service_that_ends_in_the_middle_of_a_stream_was_there(stuck: FakeLlm) -> None:
+    with ExitStack() as server:
+        address = server.enter_context(serving(llm=stuck))
+        with LlmClient(address) as client, client.generate("hello") as events:
+            assert [next(events).delta.text for _ in range(2)] == ["one", "two"]
+            server.close()
+            with pytest.raises(TwinlensError) as caught:
+                next(events)
+            check(caught.value)
+
+
+async def test_so_it_is_on_an_event_loop(stuck: FakeLlm) -> None:
+    with ExitStack() as server:
+        address = server.enter_context(serving(llm=stuck))
+        async with AsyncLlmClient(address) as client, client.generate("hello") as events:
+            assert [(await anext(events)).delta.text for _ in range(2)] == ["one", "two"]
+            server.close()
+            with pytest.raises(TwinlensError) as caught:
+                await anext(events)
+            check(caught.value)
+
+
+def test_a_service_that_ends_before_the_first_event_is_not_there(stuck: FakeLlm) -> None:
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        stuck.ended.wait(60)
+        yield v1.GenerateResponse()
+
+    stuck.play = play
+    with ExitStack() as server:
+        address = server.enter_context(serving(llm=stuck))
+        with LlmClient(address) as client, client.generate("hello") as events:
+            server.close()
+            with pytest.raises(NotReachableError):
+                next(events)
+
+
+def test_the_services_own_word_and_a_deadline_are_told_as_such(stuck: FakeLlm, llm_address: str) -> None:
+    with LlmClient(llm_address) as client, pytest.raises(TwinlensError) as caught:
+        list(client.generate("hello", timeout=0.5))
+    assert (type(caught.value), caught.value.code) == (TwinlensError, grpc.StatusCode.DEADLINE_EXCEEDED)
+    stuck.ended.set()
+    stuck.refusal = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="it stops", reason="CALL_ENDED"))
+    with LlmClient(llm_address) as client, pytest.raises(TwinlensError) as caught:
+        list(client.generate("hello"))
+    assert (type(caught.value), caught.value.reason) == (TwinlensError, "CALL_ENDED")
+
+
+def test_the_command_line_says_what_happened_below_what_had_come(
+    llm: FakeLlm, llm_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text="one"))
+        raise RuntimeError
+
+    llm.play = play
+    assert main(["ask", "--llm", llm_address, "what?"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "one\n"
+    assert said.err.startswith("twinlens: STREAM_INTERRUPTED: the stream broke off after 1 event:")
+    assert main(["ask", "--llm", llm_address, "--json", "what?"]) == 1
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert (error["reason"], error["events"]) == ("STREAM_INTERRUPTED", 1)
