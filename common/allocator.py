@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # the numbers of malloc.h
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # the numbers of malloc.h
 
 _OWN_MAPPING = 8 << 20
 """Blocks from this size on get pages of their own, and give them back: pictures and prompts come and go in any size."""
@@ -24,7 +24,7 @@ def keep_large_blocks() -> bool:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    options = {_MMAP_THRESHOLD: _OWN_MAPPING, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _OWN_MAPPING}
+    options = {_MMAP_THRESHOLD: _OWN_MAPPING, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _OWN_MAPPING, _ARENA_MAX: 1}
     taken = [set_option(option, value) for option, value in options.items()]
     return all(taken)
 

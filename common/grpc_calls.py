@@ -9,10 +9,10 @@ import asyncio
 import hmac
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors, log, tracing
+from common.intake import STATED, Intake
 from twinlens.v1 import media_pb2
 
 DOMAIN = "twinlens"
@@ -32,10 +33,16 @@ _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 
+_MOST_ASKED = 64 << 10
+"""Bytes of a message to health checks and reflection."""
+
 _LAST_WORD = 1.0
 """Seconds for which a call that has failed waits until its status is sent."""
 
 _log = log.get("rpc")
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Call:
@@ -47,6 +54,7 @@ class Call:
         self._task = task
         self.ending: errors.TwinlensError | None = None
         self.settled = False
+        self.held = 0
 
     def end(self, error: errors.TwinlensError) -> None:
         """Has the handler stop where it stands, and its caller told `error`; harmless once the call has its status."""
@@ -65,12 +73,18 @@ def current() -> Call:
 
 class CallFrame(grpc.aio.ServerInterceptor):
     """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
-    health checks excepted, and once it is `closed` all of them."""
+    health checks excepted, and once it is `closed` all of them. `intake` bounds the bytes of requests.
 
-    def __init__(self, token: str, most_calls: int = 1024) -> None:
+    To gRPC every method is one of streamed requests: of those it takes no message before it is asked to, so that each
+    is read here, within bounds.
+    """
+
+    def __init__(self, token: str, most_calls: int = 1024, intake: Intake | None = None) -> None:
         self._token = token.encode()
         self._most_calls = most_calls
+        self._intake = intake or Intake(256 << 20, 68 << 20)
         self._calls: set[Call] = set()
+        self._others: set[Call] = set()
         self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -86,7 +100,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
 
     def end_all(self, error: errors.TwinlensError) -> None:
         """Ends every call under way with `error`; `empty` tells when all have given back what they held."""
-        for call in tuple(self._calls):
+        for call in (*self._calls, *self._others):
             call.end(error)
 
     async def intercept_service(
@@ -98,16 +112,19 @@ class CallFrame(grpc.aio.ServerInterceptor):
         if not self._admits(details):
             return grpc.stream_stream_rpc_method_handler(_refuse)
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(_OURS):
-            return handler
-        method = details.method.rpartition("/")[2]
+        if handler is None:
+            return None
         # Requests are read by us: what gRPC says of bytes that it cannot read names a class.
         read, write = handler.request_deserializer, handler.response_serializer
+        if not details.method.startswith(_OURS):
+            return grpc.stream_stream_rpc_method_handler(self._plain(handler), response_serializer=write)
+        method = details.method.rpartition("/")[2]
         if handler.unary_stream:
-            behavior = self._stream(method, handler.unary_stream, read)
-            return grpc.unary_stream_rpc_method_handler(behavior, response_serializer=_or_raw(write))
-        behavior = self._unary(method, handler.unary_unary, read)
-        return grpc.unary_unary_rpc_method_handler(behavior, response_serializer=write)
+            stream = self._call(method, _pumped(handler.unary_stream), read)
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=_or_raw(write))
+        return grpc.stream_unary_rpc_method_handler(
+            self._call(method, handler.unary_unary, read), response_serializer=write
+        )
 
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:
         if not self._token:
@@ -117,56 +134,89 @@ class CallFrame(grpc.aio.ServerInterceptor):
             given = given.encode()
         return hmac.compare_digest(given, b"Bearer " + self._token)
 
-    def _unary(
-        self, method: str, behavior: Callable[..., Awaitable[Any]], read: Callable[[bytes], Any]
+    def _call(
+        self, method: str, run: Callable[..., Awaitable[Any]], read: Callable[[bytes], Any]
     ) -> Callable[..., Awaitable[Any]]:
-        async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._guarded(method, _read(body, read), context, behavior)
+        async def call(_requests: Any, context: Context) -> Any:
+            return await self._guarded(method, read, context, run)
 
         return call
 
-    def _stream(
-        self, method: str, behavior: Callable[..., Any], read: Callable[[bytes], Any]
-    ) -> Callable[..., Awaitable[None]]:
-        """Drives a handler's generator with `context.write`, so that it is closed the moment a caller goes away."""
+    def _plain(self, handler: Any) -> Callable[..., Awaitable[None]]:
+        """A handler of somebody else's: its requests are read within bounds as well."""
 
-        async def pump(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            async with aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    try:
-                        await context.write(response)
-                    except grpc.aio.InternalError as error:  # gRPC may say this before it cancels the handler
-                        raise _CallerLeft from error
-
-        async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._guarded(method, _read(body, read), context, pump)
+        async def call(_requests: Any, context: Context) -> None:
+            one = Call()
+            self._others.add(one)
+            try:
+                await self._answered(one, handler, context)
+            except errors.TwinlensError as error:
+                one.settled = True
+                await fail(context, error)
+            except asyncio.CancelledError:
+                if one.ending is not None:
+                    await fail(context, one.ending)
+                raise
+            finally:
+                self._others.discard(one)
 
         return call
+
+    async def _answered(self, call: Call, handler: Any, context: Context) -> None:
+        """Everything that a foreign handler says, of whichever kind it is."""
+        if handler.stream_stream:
+            answers = handler.stream_stream(self._requests(call, handler.request_deserializer, context), context)
+        else:
+            request = _small(await self._body(call, context), handler.request_deserializer)
+            answers = (handler.unary_unary or handler.unary_stream)(request, context)
+        if isinstance(answers, Awaitable):
+            answer = await answers
+            if answer is not None:
+                await context.write(answer)
+            return
+        async with aclosing(answers) as each:
+            async for answer in each:
+                await context.write(answer)
+
+    async def _requests(self, call: Call, read: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
+        while (body := await self._body(call, context)) is not None:
+            yield _small(body, read)
+            self._let_go(call)
+
+    async def _body(self, call: Call, context: Context) -> bytes | None:
+        """The next message of a call, within the budget; None where there is none."""
+        metadata = dict(context.invocation_metadata() or ())
+        stated = str(metadata.get(STATED, ""))
+        with self._intake.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
+            body = await context.read()
+            if not isinstance(body, bytes):  # gRPC's mark of the end
+                return None
+            call.held += len(body)
+            arrived(len(body))
+            return body
+
+    def _let_go(self, call: Call) -> None:
+        self._intake.let_go(call.held)
+        call.held = 0
 
     async def _guarded(
-        self,
-        method: str,
-        request: Any,
-        context: grpc.aio.ServicerContext[Any, Any],
-        run: Callable[..., Awaitable[Any]],
+        self, method: str, read: Callable[[bytes], Any], context: Context, run: Callable[..., Awaitable[Any]]
     ) -> Any:
         started, code = time.perf_counter(), "OK"
         call = Call()
         _call.set(call)
         self._calls.add(call)
         self._empty.clear()
-        with log.bound(method=method, request_id=_name(request)):
+        with log.bound(method=method):
             try:
-                if self.closed:
-                    raise errors.Unavailable("the service stops", reason="STOPPING")
-                if self.open_calls > self._most_calls:
-                    raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
-                _check(request, context)
+                self._check_open(context)
+                request = _Request(await self._body(call, context), read)
+                log.bind(request_id=request.name)
                 if method not in _TRACED:
-                    return await run(request, context)
+                    return await run(request.take(), context)
                 metadata = context.invocation_metadata() or ()
-                with tracing.serving(method, metadata, request_id=_name(request)):
-                    return await run(request, context)
+                with tracing.serving(method, metadata, request_id=request.name):
+                    return await run(request.take(), context)
             except errors.TwinlensError as error:
                 code, call.settled = error.reason, True
                 await fail(context, error)
@@ -192,6 +242,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 _log.exception("a handler failed")
                 await fail(context, errors.Internal("the service failed to handle this call"))
             finally:
+                self._let_go(call)
                 self._calls.discard(call)
                 if not self._calls:
                     self._empty.set()
@@ -199,6 +250,48 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 # Services look after each other twice a second, before they have started and while they stop.
                 housekeeping = method not in _TRACED and code in ("OK", "STARTING", "STOPPING")
                 (_log.debug if housekeeping else _log.info)("call", outcome=code, seconds=seconds)
+
+    def _check_open(self, context: Context) -> None:
+        """Raises what a call is refused with before any of its request is taken."""
+        if self.closed:
+            raise errors.Unavailable("the service stops", reason="STOPPING")
+        if self.open_calls > self._most_calls:
+            raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:  # type: ignore[redundant-expr]  # None without a deadline
+            raise errors.DeadlineExceeded("the deadline had passed when the call arrived")
+
+
+class _Request:
+    """A request and its name. Whoever takes it is the only one to hold it, and lets go of its bytes when he likes."""
+
+    def __init__(self, body: bytes | None, read: Callable[[bytes], Any]) -> None:
+        self._message = _read(body, read)
+        if self._message is None:
+            raise _malformed()
+        self.name = _name(self._message)
+        _check(self._message)
+
+    def take(self) -> Any:
+        """The message; once."""
+        message, self._message = self._message, None
+        return message
+
+
+def _pumped(behavior: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    """Drives a handler's generator with `context.write`, so that it is closed the moment a caller goes away."""
+
+    async def pump(request: Any, context: Context) -> None:
+        answers = behavior(request, context)
+        del request  # it is the handler's
+        async with aclosing(answers) as responses:
+            async for response in responses:
+                try:
+                    await context.write(response)
+                except grpc.aio.InternalError as error:  # gRPC may say this before it cancels the handler
+                    raise _CallerLeft from error
+
+    return pump
 
 
 class _CallerLeft(Exception):
@@ -210,12 +303,21 @@ def _or_raw(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     return lambda message: message if isinstance(message, bytes) else write(message)
 
 
-def _read(body: bytes, read: Callable[[bytes], Any]) -> Any:
+def _read(body: bytes | None, read: Callable[[bytes], Any]) -> Any:
     """The request; None for bytes that are none."""
     try:
-        return read(body)
+        return None if body is None else read(body)
     except DecodeError:
         return None
+
+
+def _small(body: bytes | None, read: Callable[[bytes], Any]) -> Any:
+    """A request of health checks or reflection: the latter sends back what it is asked."""
+    if body is not None and len(body) > _MOST_ASKED:
+        raise errors.InvalidInput("the message is too long for its method", reason="MESSAGE_TOO_LONG")
+    if (request := _read(body, read)) is None:
+        raise _malformed()
+    return request
 
 
 def _name(request: Any) -> str:
@@ -227,22 +329,21 @@ def _name(request: Any) -> str:
     return str(request.request_id)[:MAX_ID]
 
 
-def _check(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    if request is None:
-        raise errors.InvalidInput("the message cannot be read", reason="MALFORMED_MESSAGE")
+def _check(request: Any) -> None:
     for field in ("request_id", "cache_salt", "session_id"):
         if len(getattr(request, field, "")) > MAX_ID:
             raise errors.InvalidInput(f"{field} is longer than {MAX_ID} characters", reason="ID_TOO_LONG", field=field)
-    remaining = context.time_remaining()
-    if remaining is not None and remaining <= 0:  # type: ignore[redundant-expr]  # None without a deadline
-        raise errors.DeadlineExceeded("the deadline had passed when the call arrived")
 
 
-async def _refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+def _malformed() -> errors.InvalidInput:
+    return errors.InvalidInput("the message cannot be read", reason="MALFORMED_MESSAGE")
+
+
+async def _refuse(_requests: Any, context: Context) -> NoReturn:
     await fail(context, errors.Unauthenticated("a valid bearer token is needed"))
 
 
-async def fail(context: grpc.aio.ServicerContext[Any, Any], error: errors.TwinlensError) -> NoReturn:
+async def fail(context: Context, error: errors.TwinlensError) -> NoReturn:
     """Ends a call with an error's status, its standard details, and the short form for callers without them.
 
     The status stands behind what was sent before. Where the caller does not read that, it is on its way all the same,

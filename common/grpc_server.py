@@ -24,6 +24,7 @@ from common import log, papers
 from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.grpc_calls import CallFrame
+from common.intake import UNREAD, Intake
 
 _log = log.get("server")
 
@@ -52,6 +53,16 @@ class ServerConfig:
         68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
     )
     max_concurrent_calls: int = option(1024, "calls served at once; further ones are refused", minimum=1)
+    max_connection_calls: int = option(1024, "of these, calls of one connection; its further ones wait", minimum=1)
+    max_inflight_bytes: int = option(
+        256 << 20,
+        "bytes of requests that are here, or coming, at once; further ones are refused",
+        parse=size,
+        minimum=2 << 20,
+    )
+    request_stall_seconds: float = option(
+        10.0, "a request whose connection brings less than 64 KiB in this time is given up", minimum=0.1
+    )
     metrics_listen: str = option("", "address to serve Prometheus metrics on, plain HTTP; port 0 picks a free one")
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
@@ -68,6 +79,8 @@ class ServerConfig:
         )
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
+        if self.max_inflight_bytes - self.max_inflight_bytes // 8 < self.max_message_bytes:
+            raise ValueError("seven eighths of --max-inflight-bytes must hold one message of --max-message-bytes")
         self.token()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
@@ -108,12 +121,17 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._announced, self._ready = False, True
         self._reports: set[asyncio.Task[None]] = set()
-        self._frame = CallFrame(config.token(), config.max_concurrent_calls)
+        intake = Intake(config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds)
+        self._frame = CallFrame(config.token(), config.max_concurrent_calls, intake)
         self.server = grpc.aio.server(
             interceptors=[self._frame],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # what is sent is ours
+                ("grpc.max_concurrent_streams", config.max_connection_calls),
+                # What gRPC takes of a message that nobody has asked for, on each stream (common/intake.py).
+                ("grpc.http2.lookahead_bytes", UNREAD),
+                ("grpc.http2.bdp_probe", 0),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),

@@ -70,3 +70,8 @@ def get(name: str) -> Any:
 def bound(**values: str) -> AbstractContextManager[None]:
     """Binds values, such as a request id, to every line logged inside the block and the tasks it starts."""
     return structlog.contextvars.bound_contextvars(**values)
+
+
+def bind(**values: str) -> None:
+    """Binds values to every further line of this task, and of the tasks that it starts."""
+    structlog.contextvars.bind_contextvars(**values)

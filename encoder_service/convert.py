@@ -19,6 +19,9 @@ _MOST_KEYS = _MOST_LEASES = 1024
 _MOST_WAYS = 64
 """Transports that a caller accepts, and GPUs that it has."""
 
+Order = tuple[Item, str] | TwinlensError
+"""An item that is asked for, with the MIME type that was stated; or why it cannot be."""
+
 _MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
 MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
 DTYPES = {
@@ -55,6 +58,13 @@ def check_lists(request: encoder_pb2.EncodeRequest) -> None:
         raise InvalidInput("there must be one end row for each item", reason="BAD_END_ROW", field="end_rows")
 
 
+def without_items(request: encoder_pb2.EncodeRequest) -> encoder_pb2.EncodeRequest:
+    """Everything else that a request says. A message keeps all of its bytes for as long as there is any of it."""
+    return encoder_pb2.EncodeRequest(
+        **{field.name: value for field, value in request.ListFields() if field.name != "items"}
+    )
+
+
 def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tuple[int, int]:
     """The first row of an item that the caller wants, and the one before which to stop; raises InvalidInput where the
     item has no such stretch."""
@@ -88,6 +98,17 @@ def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
         priority=priority,
         field=field,
     )
+
+
+def items(given: Sequence[media_pb2.Media], salt: str, priority: int) -> list[Order]:
+    """Every item of a request with its MIME type, or with what is wrong with it."""
+    orders: list[Order] = []
+    for index, media in enumerate(given):
+        try:
+            orders.append((item(media, index, salt, priority), media.mime_type))
+        except TwinlensError as error:
+            orders.append(error)
+    return orders
 
 
 def key(value: bytes, field: str) -> bytes:

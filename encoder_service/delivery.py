@@ -25,26 +25,34 @@ PROGRESS_SECONDS = 1.0
 
 
 class Delivery:
-    """The item at `index` of a request. Rows leave in runs, each by the shortest way that is open when it leaves; while
-    one crosses, those that land behind it gather for the next."""
+    """The item at `index` of a call: its `order` says what it is, the `request` all else. Rows leave in runs, each
+    by the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
 
     def __init__(
-        self, encoder: Encoder, link: Link, meters: Meters, request: encoder_pb2.EncodeRequest, index: int
+        self,
+        encoder: Encoder,
+        link: Link,
+        meters: Meters,
+        request: encoder_pb2.EncodeRequest,
+        index: int,
+        order: convert.Order,
     ) -> None:
         self._encoder = encoder
         self._link = link
         self._meters = meters
         self._request = request
         self._index = index
+        self._order = order
         self._sending = 0.0
 
     async def events(self) -> Events:
         """The item's events; its failure is one of them."""
-        request, media = self._request, self._request.items[self._index]
         try:
-            item = convert.item(media, self._index, request.cache_salt, request.priority)
+            if isinstance(self._order, TwinlensError):
+                raise self._order
+            item, mime_type = self._order
             async with (
-                self._encoder.ticket(item, media.mime_type, rows=not request.header_only) as ticket,
+                self._encoder.ticket(item, mime_type, rows=not self._request.header_only) as ticket,
                 aclosing(self._told(ticket)) as events,
             ):
                 async for event in events:

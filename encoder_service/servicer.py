@@ -60,11 +60,16 @@ class EncoderServicer(EncoderServiceServicer):
         parts.link.check(request.accepts, request.host)
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
+        orders, rest = (
+            convert.items(request.items, request.cache_salt, request.priority),
+            convert.without_items(request),
+        )
+        del request
         self._open_streams += 1
         try:
             streams = [
-                Delivery(parts.encoder, parts.link, parts.meters, request, index).events()
-                for index in range(len(request.items))
+                Delivery(parts.encoder, parts.link, parts.meters, rest, index, order).events()
+                for index, order in enumerate(orders)
             ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
@@ -82,7 +87,9 @@ class EncoderServicer(EncoderServiceServicer):
         parts = self._ready()
         convert.check_items(request.items, parts.config)
         answer = encoder_pb2.PrefetchResponse()
-        found = await asyncio.gather(*(self._prefetch(parts, request, index) for index in range(len(request.items))))
+        orders = convert.items(request.items, request.cache_salt, request.priority)
+        del request
+        found = await asyncio.gather(*(self._prefetch(parts, index, order) for index, order in enumerate(orders)))
         for each in found:
             if isinstance(each, encoder_pb2.EncodeHeader):
                 answer.headers.append(each)
@@ -194,11 +201,12 @@ class EncoderServicer(EncoderServiceServicer):
         return self.parts
 
     async def _prefetch(
-        self, parts: Parts, request: encoder_pb2.PrefetchRequest, index: int
+        self, parts: Parts, index: int, order: convert.Order
     ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
         try:
-            item = convert.item(request.items[index], index, request.cache_salt, request.priority)
-            header, cached = await parts.encoder.prefetch(item, request.items[index].mime_type)
+            if isinstance(order, TwinlensError):
+                raise order
+            header, cached = await parts.encoder.prefetch(*order)
         except TwinlensError as failure:
             parts.meters.failed(failure.reason)
             return convert.error(index, failure)

@@ -70,6 +70,7 @@ class LlmServicer(LlmServiceServicer):
         parts = self._parts
         limit = parts.engine.ready.context if parts.engine.ready else parts.longest
         read = parts.requests.read(request, context.time_remaining(), limit, context.peer())
+        del request  # the bytes of its media are in the nouns
         begun: Begun | None = None
         async with aclosing(parts.generator.generate(read)) as events:
             async for event in events:

@@ -13,8 +13,8 @@ import grpc
 from common import tracing
 from common.errors import Unavailable
 from common.grpc_channel import ChannelSecurity, open_channel
+from common.intake import STATED
 from llm_service.encoders.stream import UNREACHABLE, Call, Event, read_event
-from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _ENCODE = "/twinlens.v1.EncoderService/Encode"
@@ -25,7 +25,7 @@ class _Lane:
     """One connection, and how many streams are open on it."""
 
     channel: grpc.aio.Channel
-    encode: grpc.aio.UnaryStreamMultiCallable[encoder_pb2.EncodeRequest, Event]
+    encode: grpc.aio.UnaryStreamMultiCallable[bytes, Event]
     open: int = 0
 
 
@@ -44,14 +44,16 @@ class Lanes:
         return len(self._lanes)
 
     @contextmanager
-    def encode(self, request: encoder_pb2.EncodeRequest, timeout: float) -> Iterator[Call]:
-        """Opens a stream, with `timeout` in seconds; it is cancelled when the block is left early.
+    def encode(self, request: bytes, timeout: float) -> Iterator[Call]:
+        """Opens a stream for a serialized EncodeRequest, with `timeout` in seconds; it is cancelled when the block is
+        left early. The encoder is told how large the request is, so that one without room says so before it is sent.
 
         Raises Unavailable where the connections are being closed: streams that are open may go on, no other begins.
         """
         lane = min(self._lanes, key=lambda lane: lane.open)
         try:
-            call: Call = lane.encode(request, timeout=timeout, metadata=(*self._metadata, *tracing.outgoing()))
+            metadata = (*self._metadata, *tracing.outgoing(), (STATED, str(len(request))))
+            call: Call = lane.encode(request, timeout=timeout, metadata=metadata)
         except grpc.aio.UsageError as error:
             raise Unavailable("the encoder could not be reached", reason=UNREACHABLE) from error
         lane.open += 1
@@ -67,7 +69,5 @@ class Lanes:
 
 
 def _lane(channel: grpc.aio.Channel) -> _Lane:
-    encode: Any = channel.unary_stream(
-        _ENCODE, request_serializer=encoder_pb2.EncodeRequest.SerializeToString, response_deserializer=read_event
-    )
+    encode: Any = channel.unary_stream(_ENCODE, response_deserializer=read_event)
     return _Lane(channel, encode)

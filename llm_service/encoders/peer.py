@@ -256,7 +256,10 @@ class Peer:
         )
         for transport in transports:
             transport.prove(request.host)
-        with self._lanes.encode(request, settings.timeout) as call:
+        body = request.SerializeToString()
+        del request  # its item may be large, and the stream long
+        with self._lanes.encode(body, settings.timeout) as call:
+            del body
             stream = EncodeStream(
                 call,
                 transports,

@@ -384,6 +384,6 @@ async def test_a_call_whose_deadline_has_passed_is_refused_before_any_work(remai
     called = SimpleNamespace(method=GENERATE, invocation_metadata=())
     handler = await CallFrame("").intercept_service(find, called)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
-        await handler.unary_stream(b"", context)
+        await handler.stream_stream(None, context)
     assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert servicer.asked == []

@@ -1,4 +1,4 @@
-"""What health checks say of a server, what its owner reported last, whenever that was; and how its calls end with it."""
+"""What health checks say of a server, what its owner reported last; and how calls end with it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,47 @@
+"""A service with nothing behind its frame, as a process of its own: `python -m tests.unit.common.plain_service FLAGS`.
+
+`Tokenize` answers with the length of its text, `Generate` holds its request until the caller leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from common import log
+from common.allocator import keep_large_blocks
+from common.config import load
+from common.grpc_server import GrpcServer, ServerConfig
+from twinlens import v1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(ServerConfig):
+    def validate(self) -> None:
+        self.check_server()
+
+
+class _Plain(v1.LlmServiceServicer):
+    async def Tokenize(self, request: Any, context: Any) -> v1.TokenizeResponse:
+        return v1.TokenizeResponse(ids=[len(request.text)])
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(request_id=request.request_id))
+        await asyncio.Event().wait()
+
+
+async def _serve(config: _Config) -> None:
+    log.configure(config.log_level, service="plain")
+    server = GrpcServer(config, ["twinlens.v1.LlmService"])
+    v1.add_LlmServiceServicer_to_server(_Plain(), server.server)
+    await server.bind()
+    await server.announce()
+    await server.wait()
+    await server.drain()
+
+
+if __name__ == "__main__":
+    keep_large_blocks()
+    asyncio.run(_serve(load(_Config, "PLAIN", "")))
