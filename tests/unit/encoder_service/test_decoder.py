@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from common.arena import Range, SharedBuffer
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
 from common.processes import Child
 from encoder_service.item import Inspection, Options
 from encoder_service.media import geometry
