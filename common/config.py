@@ -104,7 +104,9 @@ def load(
     one line and exits with status 2, as argparse does.
     """
     environ = os.environ if environ is None else environ
-    parser = _Parser(prog=_program(kind), description=description, allow_abbrev=False)
+    parser = _Parser(
+        prog=_program(kind), description=description, usage="%(prog)s [--option VALUE] …", allow_abbrev=False
+    )
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     known = {f"{prefix}_{field.name.upper()}": field.name for field in fields}

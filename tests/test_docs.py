@@ -154,7 +154,7 @@ def test_python_examples_are_python_and_import_what_is_there(page: Path) -> None
 
 def test_the_readmes_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("cat.png", "a.png", "b.png"):
+    for name in ("drawing.png", "a.png", "b.png"):
         (tmp_path / name).write_bytes(b"png")
     llm = FakeLlm()
     (example,) = blocks(ROOT / "README.md", "python")

@@ -7,10 +7,11 @@ shows where the time went, and stops everything. The exit code is 0 if all of th
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,11 @@ class Asked:
     total: float
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo."""
+    argparse.ArgumentParser(
+        prog="make demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="twinlens-demo-") as folder:
         log = Path(folder) / "services.log"
         try:

@@ -1,8 +1,12 @@
-"""What the demo asks about: a photograph that scikit-image ships, a drawing, and a short film of our own."""
+"""What the demo asks about: a drawing and a short film of our own, and a photograph that scikit-image ships.
+
+python -m tools.demo_media FOLDER      # writes them there: drawing.png, film.mp4, photograph.png
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import av
@@ -49,3 +53,17 @@ def _frame(progress: float) -> np.ndarray:
     left = 8 + progress * (224 - 16 - 64)
     ImageDraw.Draw(picture).ellipse((left, 48, left + 64, 112), fill=_GREEN)
     return np.asarray(picture)
+
+
+def main() -> None:
+    """Writes all three to the folder that the command line names, by default this one."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    if not folder.is_dir():
+        sys.exit(f"usage: python -m tools.demo_media FOLDER ({folder} is none)")
+    for name, content in (("drawing.png", drawing()), ("film.mp4", film()), ("photograph.png", photograph())):
+        (folder / name).write_bytes(content)
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    main()

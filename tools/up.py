@@ -6,6 +6,7 @@ The first encoder listens on port 7001, the LLM service on 7002, further encoder
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn
 
 from tools.launcher import Service
 
@@ -29,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes: Changes = SimpleQueue()
     services: list[Service] = []
     signals = _Signals(changes, services)
+    commands = _commands(arguments)
+    print(f"starting {', '.join(name for name, _, _ in commands)} with {arguments.model} …", flush=True)
     with ExitStack() as running:
-        for name, module, flags in _commands(arguments):
+        for name, module, flags in commands:
             services.append(running.enter_context(Service(name, module, flags, on_change=partial(changes.put, None))))
         _watch(services, changes, signals)
         if signals.came:
@@ -68,7 +72,12 @@ def _watch(services: Sequence[Service], changes: Changes, signals: _Signals) -> 
             waiting.remove(service)
             print(f"{service.name} serves on {service.address}", flush=True)
             if not waiting:
-                print('ask with: twinlens ask --image F "question"     stop with: Ctrl-C', flush=True)
+                print(f'ask with: {_client()} ask --image F "question"     stop with: Ctrl-C', flush=True)
+
+
+def _client() -> Path:
+    """The command line client beside the Python that runs this."""
+    return Path(os.path.relpath(Path(sys.executable).parent / "twinlens"))
 
 
 def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
@@ -96,8 +105,16 @@ def _encoder_ports(count: int) -> list[int]:
     return [7001, *range(7003, 7002 + count)]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make up", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="make up", description=__doc__, allow_abbrev=False)
     default = "(default: %(default)s)"
     parser.add_argument("--model", default=_DEMO_MODEL, help=f"a checkpoint's folder or hub name {default}")
     parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")
@@ -107,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.encoders < 1 or arguments.tp < 1:
         parser.error("--encoders and --tp are at least 1")
     if arguments.model == _DEMO_MODEL and not Path(_DEMO_MODEL).is_dir():
-        parser.error(f"{_DEMO_MODEL} is not here: name a checkpoint with --model (MODEL=… for make)")
+        parser.error(f"{_DEMO_MODEL} is not in this folder: name a checkpoint with --model (MODEL=… for make)")
     return arguments
 
 

@@ -91,6 +91,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.address:
             raise ValueError("an address is needed, for example 127.0.0.1:7002")
+        if self.address.startswith(("http://", "https://")):
+            raise ValueError(f"an address is HOST:PORT: {self.address} is one of the web's")
         if not self.address.startswith(_SOCKETS) and _port(self.address) > 65535:  # gRPC would take another one
             raise ValueError(f"{self.address} names a port that there is not")
         if self.token and not (self.token.isascii() and self.token.isprintable()):
@@ -103,7 +105,7 @@ class Endpoint:
     @property
     def names_port(self) -> bool:
         """Whether the address says a port, or is a socket's; gRPC takes 443 where it does not."""
-        return self.address.startswith(_SOCKETS) or _port(self.address) > 0
+        return self.address.startswith(_SOCKETS) or (":" in self.address and _port(self.address) > 0)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

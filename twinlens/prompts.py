@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +22,8 @@ from twinlens.v1 import (
     TokensInput,
 )
 
+_ADDRESS = re.compile(r"[a-zA-Z][\w+.-]*://")
+
 Source: TypeAlias = "str | Path | bytes"
 """A file's path, its content, or an http(s) or data address."""
 
@@ -36,7 +39,7 @@ def image(
     mime_type: str | None = None,
     known_key: bytes = b"",
 ) -> Media:
-    """A picture. Raises OSError for a file that cannot be read.
+    """A picture. Raises OSError for a file that cannot be read, ValueError for an address of another kind.
 
     `min_pixels` and `max_pixels` bound the area after resizing (None: the model's settings). `mime_type` is
     what the bytes are said to be; the service refuses bytes that contradict it (None: they speak for
@@ -58,7 +61,7 @@ def video(
     mime_type: str | None = None,
     known_key: bytes = b"",
 ) -> Media:
-    """A video. Raises OSError for a file that cannot be read.
+    """A video. Raises OSError for a file that cannot be read, ValueError for an address of another kind.
 
     `fps` frames are taken of each second, at most `max_frames` in all; `min_pixels` and `max_pixels` bound all
     frames together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
@@ -148,6 +151,8 @@ def _media(modality: Modality, source: Source, options: MediaOptions, mime_type:
         media.data = source
     elif isinstance(source, str) and source.lower().startswith(("http://", "https://", "data:")):
         media.url = source
+    elif isinstance(source, str) and (not source or _ADDRESS.match(source)):
+        raise ValueError(f"{source or 'nothing'} is neither a file nor an http, https or data address")
     else:
         media.data = Path(source).read_bytes()
     return media

@@ -46,7 +46,8 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
     except TwinlensError as error:
-        told = advice.why(error, endpoint(arguments.address, arguments))
+        sources = [source for _, source in getattr(arguments, "media", ())]
+        told = advice.why(error, endpoint(arguments.address, arguments), sources=sources)
         if isinstance(error, NotReachableError):
             return _fail(NOT_REACHABLE, f"no service answers at {arguments.address}: {told}")
         return _fail(FAILED, told)

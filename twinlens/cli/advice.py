@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import grpc
 
 from twinlens.channel import Endpoint
 from twinlens.errors import NotReachableError, TwinlensError
 from twinlens.obstacles import Obstacle
 
+_UNEXPLAINED = {
+    grpc.StatusCode.UNIMPLEMENTED: "; is it another service's address? Encoders listen on 7001, LLM services on 7002",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "; the pictures and videos of one request are too large together",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "; nothing came in time",
+    grpc.StatusCode.NOT_FOUND: "; no service of that name is there",
+}
+"""What helps where gRPC itself ended a call."""
 
-def why(error: TwinlensError, endpoint: Endpoint, *, of_encoder: bool = False) -> str:
-    """What happened and what helps, in one line. `of_encoder`: the flags of `status` for encoders are named."""
+_BY_REASON = {
+    "NO_ENCODER": "; `twinlens status` shows which encoders the LLM service knows",
+    "MEDIA_FORMAT": "; --image takes JPEG, PNG, WebP, GIF and BMP, --video what holds a video",
+    "FETCH_FORBIDDEN": "; the encoders' --allow-media-host says where they may fetch from",
+    "UNKNOWN_MODEL": "; `twinlens status` shows which one is served",
+}
+
+
+def why(error: TwinlensError, endpoint: Endpoint, *, of_encoder: bool = False, sources: Sequence[str] = ()) -> str:
+    """What happened and what helps, in one line. `of_encoder`: the flags of `status` for encoders are named. `sources`
+    are the files and addresses at the beginning of the message that was sent, one a part."""
     prefix = "--encoder-" if of_encoder else "--"
     if not isinstance(error, NotReachableError):
-        return f"{error}{_remedy(error, prefix)}"
+        return f"{_named(error, sources)}{_remedy(error, prefix)}"
     if error.obstacle is None:
         return error.message
     remedy = _way_round(error.obstacle, endpoint, prefix)
@@ -22,7 +41,7 @@ def why(error: TwinlensError, endpoint: Endpoint, *, of_encoder: bool = False) -
 
 def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
     match obstacle:
-        case Obstacle.NOBODY_LISTENS if not endpoint.names_port:
+        case Obstacle.NOBODY_LISTENS | Obstacle.UNKNOWN_HOST if not endpoint.names_port:
             return "an address is HOST:PORT, and this one names no port"
         case Obstacle.NOBODY_LISTENS:
             return "is it started? Encoders listen on port 7001, LLM services on 7002, unless told otherwise"
@@ -45,14 +64,18 @@ def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
             return ""
 
 
+def _named(error: TwinlensError, sources: Sequence[str]) -> str:
+    """The error; a file or address that it is about stands in the place of the field that held it."""
+    part = re.search(r"\.parts\[(\d+)\]\.media", error.field)
+    if part is None or int(part[1]) >= len(sources):
+        return str(error)
+    return f"{error.reason or error.code.name}: {error.message} ({sources[int(part[1])]})"
+
+
 def _remedy(error: TwinlensError, prefix: str) -> str:
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         return f"; {prefix}token-file" + (" or TWINLENS_TOKEN gives one" if prefix == "--" else " gives one")
-    if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
-        return "; is this the address of another service? Encoders listen on port 7001, LLM services on 7002"
-    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:  # gRPC's own word for a message's size
-        return "; the pictures and videos of one request are too large together"
+    if not error.reason and error.code in _UNEXPLAINED:
+        return _UNEXPLAINED[error.code]
     hint = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
-    if error.reason == "NO_ENCODER":
-        hint += "; `twinlens status` shows which encoders the LLM service knows"
-    return hint
+    return hint + _BY_REASON.get(error.reason, "")

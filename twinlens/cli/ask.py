@@ -42,6 +42,12 @@ _SAMPLING = (
     "prompt_logprobs",
 )
 
+_PENALTIES = {
+    "repetition": "above 1: tokens that were there before, the prompt's too, become less likely",
+    "presence": "above 0: tokens that the answer has already become less likely",
+    "frequency": "above 0: the more so, the more often it has them",
+}
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
@@ -81,8 +87,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this mass")
     group.add_argument("--top-k", type=int, metavar="K", help="keep this many of the likeliest tokens")
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest")
-    for name in ("repetition", "presence", "frequency"):
-        group.add_argument(f"--{name}-penalty", type=float, metavar="X")
+    for name, about in _PENALTIES.items():
+        group.add_argument(f"--{name}-penalty", type=float, metavar="X", help=about)
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
     for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):

@@ -24,6 +24,8 @@ def running(*behaviours: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "starting encoder, LLM with x …\n"
             yield process
         finally:
             for pid in descendants(process.pid):

@@ -13,7 +13,7 @@ import trustme
 
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeEncoder, FakeLlm
-from twinlens import Endpoint, LlmClient, NotReachableError, Tls
+from twinlens import Endpoint, LlmClient, NotReachableError, Tls, v1
 from twinlens.cli import main
 from twinlens.obstacles import Obstacle
 
@@ -127,6 +127,37 @@ def test_what_grpc_says_of_nothing_that_is_known_is_shown(capsys) -> None:
     assert (error.obstacle, str(error)) == (None, "UNAVAILABLE: the moon is full")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "7002"])
+def test_an_address_without_a_port(capsys, address: str) -> None:
+    assert said(capsys, address).endswith("an address is HOST:PORT, and this one names no port")
+
+
+def test_the_file_that_is_refused_is_named(capsys, llm: FakeLlm, llm_address: str, papers: Path) -> None:
+    field = "chat.messages[1].parts[1].media.data"
+    refused = v1.Status(code=3, message="not a picture", reason="MEDIA_FORMAT", field=field)
+    llm.refusal = (grpc.StatusCode.INVALID_ARGUMENT, refused)
+    files = [str(papers / name) for name in ("cert.pem", "ca.pem")]
+    images = [word for file in files for word in ("--image", file)]
+    assert main(["ask", "--llm", llm_address, "--system", "be brief", "what?", *images]) == 1
+    err = capsys.readouterr().err
+    assert f"MEDIA_FORMAT: not a picture ({files[1]}); --image takes JPEG" in err
+
+
+def test_a_service_that_is_not_there(capsys, llm_address: str) -> None:
+    with serving(llm=FakeLlm(), handlers=(_health(grpc.StatusCode.NOT_FOUND),)) as address:
+        assert main(["health", address, "--service", "nobody"]) == 1
+    assert "no service of that name is there" in capsys.readouterr().err
+
+
+def _health(code: grpc.StatusCode) -> grpc.GenericRpcHandler:
+    def check(request, context):
+        context.abort(code, "")
+
+    return grpc.method_handlers_generic_handler(
+        "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    )
+
+
 def test_a_file_that_no_message_holds(capsys, llm_address: str, tmp_path: Path) -> None:
     file = tmp_path / "long.mp4"
     with file.open("wb") as content:
@@ -137,7 +168,7 @@ def test_a_file_that_no_message_holds(capsys, llm_address: str, tmp_path: Path) 
 
 def test_the_port_of_the_other_service(capsys, encoder_address: str) -> None:
     assert main(["ask", "--llm", encoder_address, "what?"]) == 1
-    assert "is this the address of another service? Encoders listen on port 7001" in capsys.readouterr().err
+    assert "is it another service's address? Encoders listen on 7001" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,12 @@ def test_half_a_client_certificate_is_refused() -> None:
         Tls(cert_file="c.pem")
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:7002", "https://llm.example.org"])
+def test_an_address_of_the_web_is_none(address: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Endpoint(address)
+
+
 def test_an_empty_address_is_refused() -> None:
     with pytest.raises(ValueError, match="address"):
         Endpoint("")

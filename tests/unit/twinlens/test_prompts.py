@@ -40,6 +40,12 @@ def test_a_missing_file_is_an_os_error() -> None:
         image("/no/such/file.png")
 
 
+@pytest.mark.parametrize("source", ["ftp://host/a.png", "s3://bucket/a.png", "file:///tmp/a.png", ""])
+def test_an_address_that_nobody_fetches_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="neither a file nor an http, https or data address"):
+        image(source)
+
+
 def test_options_that_are_not_given_stay_unset() -> None:
     options = video(b"x", fps=0.5, max_frames=8).options
     assert (options.fps, options.max_frames) == (0.5, 8)
