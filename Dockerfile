@@ -27,10 +27,11 @@ FROM ${PYTHON_IMAGE}
 ARG PACKAGES=
 RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} \
  && rm -rf /var/lib/apt/lists/*; fi
-# The cache folder and that of local sockets are there, and the user's, so that volumes over them can be written. What
-# numba compiles for the processor at hand is kept in /tmp, which can be written even where nothing else can.
+# The cache folder, that of local sockets and that of compiled kernels are there, and the user's, so that volumes over
+# them can be written. What numba compiles for the processor at hand is kept in /tmp, which can be written even where
+# nothing else can, unless NUMBA_CACHE_DIR names a volume.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
- && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local
+ && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local /srv/kernels
 COPY --from=build /opt/twinlens /opt/twinlens
 # The embedded checkpoint; another is mounted over it or named with --model.
 COPY models /srv/models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from common import panels
 from common.kernels import turn
 from common.kernels.jit import find
 from common.panels import PanelWeight
+from llm_service.layers.attention.numba_backend import NumbaBackend
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models.decoder import Layer
 from llm_service.plan import StepPlan, ToRank
 from llm_service.request import Sampling
 from llm_service.worker import changeover, load
@@ -29,6 +32,8 @@ from tests.waiting import until
 
 FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE
 NOTHING = StepPlan(b"", b"", [], [], [])
+WIDE = panels.wide_vectors()
+"""Panels are right on any processor; packed chunks and gates, which go with them, on those with wide vectors alone."""
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -40,6 +45,8 @@ def ours_again() -> Iterator[None]:
 
 class Rank:
     """One rank, as far as executors know it: `steps` says for each whether our kernels computed."""
+
+    arena = None
 
     def __init__(self, readiness: Readiness, now: Callable[[], float] = lambda: 5.0) -> None:
         self.compiling = SimpleNamespace(readiness=readiness)
@@ -172,7 +179,8 @@ def test_kernels_that_are_there_wait_for_nothing() -> None:
 
 def spoken(folder: Path, ours: Callable[[int], bool], weight_dtype: str = "") -> list[Outcome]:
     """Two answers side by side, with our kernels in the steps that are named."""
-    engine, steps = LocalEngine(folder, weight_dtype=weight_dtype), 0
+    attention = partial(NumbaBackend, packs=WIDE)
+    engine, steps = LocalEngine(folder, weight_dtype=weight_dtype, attention=attention), 0
     run = engine.runner.run
 
     def counted(plan: StepPlan) -> Any:
@@ -194,6 +202,8 @@ def test_tokens_are_the_same_before_after_and_across_the_change(
     family: Family, weights: str, *, wide: bool, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: wide)
+    if wide and not WIDE:
+        monkeypatch.setattr(Layer, "settle", lambda _: None)
     folder = checkpoints(family)
     ours = spoken(folder, lambda _: True, weights)
     assert spoken(folder, lambda _: False, weights) == ours
