@@ -1,106 +1,123 @@
 """`python -m benchmarks`: one photograph and a question, here and through transformers and vLLM, in one run.
 
-All get the same random checkpoint of about 250 M parameters in float32 and the same cores, one after the other; with
-`--starts` several times in turns, since what memory a process gets is decided when it starts. vLLM is measured where
-`--vllm` names its program, in an environment of its own. A ratio (ours to the peer's) below 1 for times, above 1 for
-rates, is in our favour.
+All get the same random checkpoint of about 250 M parameters, the same cores and the very same questions, one engine
+after the other; with `--starts` several times in turns, since what memory a process gets is decided when it starts.
+Every start has pictures and texts that nobody has seen, in every row, warm-up and round, but for the rows that are
+called *repeated*. A second table has what each engine's caches gave meanwhile; where a cache had something that should
+be new, the run fails. vLLM is measured where `--vllm` names its program, in an environment of its own, and is left out
+by name where that does not run. A ratio (ours to the peer's) below 1 for times, above 1 for rates, is in our favour.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from benchmarks import twinlens_side, vllm_side
 from benchmarks.checkpoint import add_model_options, chosen_model
-from benchmarks.workload import CONCURRENT
+from benchmarks.hits import added, no_wrong_figures, told
+from benchmarks.sides import TITLES, Job, Measured
+from benchmarks.workload import Plan
 
-Figures = dict[str, float]
-
-_ROWS = (
-    ("ttft_cold", "TTFT, new picture"),
-    ("ttft_same_picture", "TTFT, same picture, other question"),
-    ("ttft_same_prompt", "TTFT, same prompt"),
-    ("per_token", "time per output token"),
-    *((f"tokens_per_second_{many}", f"tokens/s at {many} concurrent") for many in CONCURRENT),
-)
 _NAMES = {"transformers": "transformers", "vllm": "vLLM", "twinlens": "Twinlens"}
 _SIDES = tuple(_NAMES)
 
 
 def main() -> None:
-    """Measures one side after the other and prints a table."""
+    """Measures one side after the other and prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
+    parser.add_argument("--runs", type=int, default=5, help="questions of each kind; the median is shown")
     parser.add_argument("--starts", type=int, default=1, help="times that each side is started; the median is shown")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
     parser.add_argument("--vllm", type=Path, help="vLLM's program, such as /opt/vllm/bin/vllm")
     parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
     given = parser.parse_args()
+    wanted = [given.only] if given.only else list(_SIDES)
+    if "vllm" in wanted and (why := vllm_side.missing(given.vllm)):
+        _leave_vllm_out(wanted, why)
     folder = chosen_model(given)
-    wanted = [given.only] if given.only else [side for side in _SIDES if side != "vllm" or given.vllm]
-    if "vllm" in wanted and given.vllm is None:
-        parser.error("--only vllm needs --vllm")
-    measure: dict[str, Callable[[], Figures]] = {
-        "transformers": lambda: _transformers(folder, given.runs, given.tokens),
-        "vllm": lambda: vllm_side.main(given.vllm, folder, given.runs, given.tokens),
-        "twinlens": lambda: twinlens_side.main(folder, given.runs, given.tokens),
+    measure: dict[str, Callable[[Plan], Measured]] = {
+        "transformers": lambda plan: _transformers(folder, plan, given.tokens),
+        "vllm": lambda plan: vllm_side.main(given.vllm, folder, plan, given.tokens),
+        "twinlens": lambda plan: twinlens_side.main(folder, plan, given.tokens),
     }
-    starts: dict[str, list[Figures]] = {side: [] for side in wanted}
+    starts: dict[str, list[Measured]] = {side: [] for side in wanted}
     for _ in range(given.starts):
-        for side in wanted:
-            starts[side].append(measure[side]())
-    sides = {side: _medians(figures) for side, figures in starts.items()}
-    ours = sides.pop("twinlens", {})
-    _print({_NAMES[side]: figures for side, figures in sides.items()}, ours)
-    if given.starts > 1:
+        plan = Plan.new(given.runs)
+        for side in tuple(wanted):
+            try:
+                with no_wrong_figures():
+                    starts[side].append(measure[side](plan))
+            except vllm_side.NotServingError as error:
+                _leave_vllm_out(wanted, str(error))
+    print_tables({side: measured for side, measured in starts.items() if measured})
+
+
+def _leave_vllm_out(wanted: list[str], why: str) -> None:
+    """Says so, in the place where the table will be; ends the run where nothing else is wanted."""
+    wanted.remove("vllm")
+    if not wanted:
+        sys.exit(f"vLLM cannot be measured: {why}")
+    print(f"vLLM is left out: {why}\n", flush=True)
+
+
+def _transformers(folder: Path, plan: Plan, tokens: int) -> Measured:
+    command = [sys.executable, "-m", "benchmarks.transformers_side", str(folder)]
+    job = msgspec.json.encode(Job(plan, tokens))
+    done = subprocess.run(command, check=True, input=job, stdout=subprocess.PIPE)
+    return msgspec.json.decode(done.stdout, type=Measured)
+
+
+def print_tables(starts: dict[str, list[Measured]]) -> None:
+    """Medians over the starts, hits of all starts together, and how far starts lay apart."""
+    figures = {side: _medians([each.figures for each in measured]) for side, measured in starts.items()}
+    peers, ours = [side for side in figures if side != "twinlens"], figures.get("twinlens")
+    columns = [_NAMES[side] for side in figures] + ([f"÷ {_NAMES[peer]}" for peer in peers] if ours else [])
+    _print_head(columns)
+    for name, title in TITLES.items():
+        cells = [_figure(name, found[name]) for found in figures.values()]
+        cells += [f"{ours[name] / figures[peer][name]:.2f}" for peer in peers] if ours else []
+        print(f"| {title} | " + " | ".join(cells) + " |")
+    print("\nFound in caches meanwhile, in all starts:\n")
+    _print_head([_NAMES[side] for side in figures])
+    for name, title in TITLES.items():
+        cells = [told(added(each.hits[name] for each in starts[side])) for side in figures]
+        print(f"| {title} | " + " | ".join(cells) + " |")
+    if ours and (stages := _medians([each.stages for each in starts["twinlens"]])):
+        spent = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in stages.items())
+        print(f"\nStages of a new picture: {spent}")
+    if max(map(len, starts.values())) > 1:
         _print_spread(starts)
 
 
-def _medians(starts: Sequence[Figures]) -> Figures:
+def _medians(starts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(figures[name] for figures in starts) for name in starts[0]}
 
 
-def _transformers(folder: Path, runs: int, tokens: int) -> Figures:
-    command = [sys.executable, "-m", "benchmarks.transformers_side", str(folder), str(runs), str(tokens)]
-    figures: Figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    cold = figures["ttft_cold"]
-    return {**figures, "ttft_same_picture": cold, "ttft_same_prompt": cold}  # it remembers nothing
+def _print_head(columns: Sequence[str]) -> None:
+    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
 
 
-def _print(peers: dict[str, Figures], ours: Figures) -> None:
-    columns = ["", *peers, *(["Twinlens", *(f"÷ {peer}" for peer in peers)] if ours else [])]
-    print("| " + " | ".join(columns) + " |\n|---|" + "---:|" * (len(columns) - 1))
-    for name, title in _ROWS:
-        rate = name.startswith("tokens")
-        cells = [_figure(figures[name], rate) for figures in (*peers.values(), *([ours] if ours else []))]
-        cells += [f"{ours[name] / figures[name]:.2f}" for figures in peers.values()] if ours else []
-        print(f"| {title} | " + " | ".join(cells) + " |")
-    stages = {name.removeprefix("stage_"): value for name, value in ours.items() if name.startswith("stage_")}
-    if stages:
-        told = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in stages.items())
-        print(f"\nStages of a new picture: {told}")
-
-
-def _print_spread(starts: dict[str, list[Figures]]) -> None:
+def _print_spread(starts: dict[str, list[Measured]]) -> None:
     """How much the first row and the time of a token depend on the start."""
     print("\nFrom start to start:")
     for side, measured in starts.items():
-        told = []
-        for name in ("ttft_cold", "per_token"):
-            values = [figures[name] for figures in measured]
-            told.append(f"{dict(_ROWS)[name]} {_figure(min(values), False)} to {_figure(max(values), False)}")
-        print(f"{_NAMES[side]}: {', '.join(told)}")
+        ranges = []
+        for name in ("ttft_new", "per_token"):
+            values = [each.figures[name] for each in measured]
+            ranges.append(f"{TITLES[name]} {_figure(name, min(values))} to {_figure(name, max(values))}")
+        print(f"{_NAMES[side]}: {', '.join(ranges)}")
 
 
-def _figure(value: float, rate: bool) -> str:
-    return f"{value:.1f}" if rate else f"{value * 1e3:.1f} ms"
+def _figure(name: str, value: float) -> str:
+    return f"{value:.1f}" if name.startswith("tokens") else f"{value * 1e3:.1f} ms"
 
 
 if __name__ == "__main__":

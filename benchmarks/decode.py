@@ -2,6 +2,9 @@
 
 Measured as the CPU time of one thread, the least of several steps, so that the figures hold on a machine that is busy
 with other things; what two threads gain, and what two programs take from each other, is left to `python -m benchmarks`.
+Each sequence has a context of its own, of random tokens, the same ones on both sides. A step is *repeated* over the
+same context: nothing below the services remembers tokens, so there are no hits to count, and a step's weights alone,
+about a gigabyte, push everything else out of the processor's caches.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
@@ -29,6 +33,8 @@ from tests import reference
 _BATCHES = (1, 4, 8, 16)
 _CPU = torch.device("cpu")
 _BLOCK = 16
+_WORDS = 500
+"""Tokens of a context are below this; the smallest vocabulary of a test is larger."""
 
 
 def main() -> None:
@@ -36,16 +42,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="of which the least is shown")
     given = parser.parse_args()
     folder = chosen_model(given)
     torch.set_num_threads(1)
     use_threads(1)
-    peer = [_least(step, given.steps) for step in _peer(folder, given.context)]
+    contexts = torch.randint(5, _WORDS, (max(_BATCHES), given.context), dtype=torch.int32)
+    peer = [_least(step, given.steps) for step in _peer(folder, contexts)]
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
     print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
     for attention, weights in (("torch", ""), ("numba", ""), ("numba", "int8")):
-        ours = [_least(step, given.steps) for step in _ours(folder, given.context, attention, weights)]
+        ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights)]
         cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
         print(f"| {attention}{', int8 weights' if weights else ''} | " + " | ".join(cells) + " |")
 
@@ -60,33 +67,37 @@ def _least(step: Callable[[], object], steps: int) -> float:
     return best
 
 
-def _ours(folder: Path, context: int, attention: str, weights: str) -> Iterator[Callable[[], object]]:
+def _ours(folder: Path, contexts: Tensor, attention: str, weights: str) -> Iterator[Callable[[], object]]:
     """Blocks of the sequences alternate, as they do when sequences have grown side by side."""
     decoder = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weights)
+    context = contexts.shape[1]
     config, each = decoder.config, -(-(context + 1) // _BLOCK)
     shape = CacheShape(config.layers, max(_BATCHES) * each, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, config.hidden_size, torch.float32)
     runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
-        for table in tables:  # memory that nobody has written to is one page, which is read faster than others
-            runner.run(_prompt(context, table))
+        for ids, table in zip(contexts[:batch], tables, strict=True):
+            # Memory that nobody has written to is one page, which is read faster than others.
+            runner.run(_prompt(ids, table))
         chunks = [Chunk(context, 1, table) for table in tables]
-        ids, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
-        plan = StepPlan(ids.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(batch)])
+        last, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
+        plan = StepPlan(last.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(batch)])
         yield lambda plan=plan: runner.run(plan)  # type: ignore[misc]
 
 
-def _prompt(count: int, table: list[int]) -> StepPlan:
-    ids, places = array("i", [5] * count), array("i", [*range(count)] * 3)
-    return StepPlan(ids.tobytes(), places.tobytes(), [Chunk(0, count, table)], [], [])
+def _prompt(ids: Tensor, table: list[int]) -> StepPlan:
+    count = len(ids)
+    places = array("i", [*range(count)] * 3)
+    return StepPlan(ids.numpy().tobytes(), places.tobytes(), [Chunk(0, count, table)], [], [])
 
 
-def _peer(folder: Path, context: int) -> Iterator[Callable[[], object]]:
+def _peer(folder: Path, contexts: Tensor) -> Iterator[Callable[[], object]]:
+    """Its cache grows by each step; steps are few."""
     model = reference.model(folder)
     for batch in _BATCHES:
         with torch.inference_mode():
-            cache = model(input_ids=torch.full((batch, context), 5), use_cache=True).past_key_values
+            cache = model(input_ids=contexts[:batch].long(), use_cache=True).past_key_values
 
         @torch.inference_mode()
         def step(batch: int = batch, cache: object = cache) -> list[int]:

@@ -1,27 +1,34 @@
-"""`python -m benchmarks.early_prefill [MODEL]`: time to the first token of a request with several new pictures, when
-prefill begins with the first rows that land and when it waits for all.
+"""`python -m benchmarks.early_prefill`: time to the first token of a request with several new pictures, when prefill
+begins with the first rows that land and when it waits for all.
 
 One encoder that packs one picture into a pass, and two LLM services that take turns; each process has one thread, so
-that encoding and prefill do not compete on two cores.
+that encoding and prefill do not compete on two cores. Every request, of each service and in each repetition, has new
+pictures and a new text; the run fails where a cache knew one. No peer does this with an encoder of its own, so the
+other way is the only one to compare with.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import statistics
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
 from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.hits import Hits, added, check_new, no_wrong_figures, of_encoders, of_llm, since, told
 from benchmarks.services import process
-from benchmarks.workload import QUESTION, jpeg, photograph
+from benchmarks.workload import new_picture, new_text
 from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
+
+if TYPE_CHECKING:
+    from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
 _TIMEOUT = 300.0
 
@@ -35,9 +42,9 @@ class Answered:
     prefill: float
 
 
-async def _ask(stub: LlmServiceStub, pictures: list[bytes]) -> Answered:
+async def _ask(stub: LlmServiceAsyncStub, pictures: list[bytes]) -> Answered:
     parts = [llm_pb2.ChatPart(media=media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=data)) for data in pictures]
-    message = llm_pb2.ChatMessage(role="user", parts=[*parts, llm_pb2.ChatPart(text=QUESTION)])
+    message = llm_pb2.ChatMessage(role="user", parts=[*parts, llm_pb2.ChatPart(text=new_text())])
     request = llm_pb2.GenerateRequest(
         chat=llm_pb2.ChatInput(messages=[message]),
         sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
@@ -65,24 +72,39 @@ def least(count: int, rows: float, prefill: float) -> float:
     return max(rows / count + prefill, rows + prefill / count) / (rows + prefill)
 
 
-async def _measure(early: str, late: str, runs: int) -> None:
-    numbers = itertools.count(5000)
-    async with grpc.aio.insecure_channel(early) as one, grpc.aio.insecure_channel(late) as other:
-        print("| pictures | waits for all | early | ratio | least that there can be |\n|---:|---:|---:|---:|---:|")
+async def _measure(encoder: str, early: str, late: str, runs: int) -> None:
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(each)) for each in (encoder, early, late)]
+        encoders = EncoderServiceStub(channels[0])
+        stubs = {"early": LlmServiceStub(channels[1]), "late": LlmServiceStub(channels[2])}
+
+        async def hits() -> Hits:
+            return added([await of_encoders(encoders), *[await of_llm(stub) for stub in stubs.values()]])
+
+        print("| pictures | waits for all | early | ratio | least that there can be | in caches |")
+        print("|---:|---:|---:|---:|---:|---:|")
         for count in (1, 2, 4, 8):
-            answers: dict[str, list[Answered]] = {"early": [], "late": []}
-            for run in range(runs + 1):
-                for name, channel in (("early", one), ("late", other)):
-                    pictures = [jpeg(photograph(next(numbers))) for _ in range(count)]
-                    answered = await _ask(LlmServiceStub(channel), pictures)
-                    if run:  # the first one warms up
-                        answers[name].append(answered)
+            before = await hits()
+            answers = await _in_turns(stubs, count, runs)
+            found = since(before, await hits())
+            check_new(f"{count} pictures", found)
             begins = statistics.median(each.first for each in answers["early"])
             waits = statistics.median(each.first for each in answers["late"])
             rows = statistics.median(each.rows for each in answers["late"])
             prefill = statistics.median(each.prefill for each in answers["late"])
-            shares = f"{begins / waits:.2f} | {least(count, rows, prefill):.2f}"
+            shares = f"{begins / waits:.2f} | {least(count, rows, prefill):.2f} | {told(found)}"
             print(f"| {count} | {waits * 1e3:.0f} ms | {begins * 1e3:.0f} ms | {shares} |", flush=True)
+
+
+async def _in_turns(stubs: dict[str, LlmServiceAsyncStub], count: int, runs: int) -> dict[str, list[Answered]]:
+    """`runs` answers of each service; one more goes first, to warm up."""
+    answers: dict[str, list[Answered]] = {name: [] for name in stubs}
+    for run in range(runs + 1):
+        for name, stub in stubs.items():
+            answered = await _ask(stub, [new_picture() for _ in range(count)])
+            if run:
+                answers[name].append(answered)
+    return answers
 
 
 def main() -> None:
@@ -92,12 +114,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
     given = parser.parse_args()
     model = ("--model", str(chosen_model(given)), "--threads", "1")
-    with ExitStack() as stack:
+    with no_wrong_figures(), ExitStack() as stack:
         encoder = stack.enter_context(process("encoder_service", *model, "--batch-items", "1"))
         llm = ("llm_service", *model, "--encoders", encoder, "--kv-cache-bytes", "1GiB")
         early = stack.enter_context(process(*llm))
         late = stack.enter_context(process(*llm, "--early-prefill-tokens", "0"))
-        asyncio.run(_measure(early, late, given.runs))
+        asyncio.run(_measure(encoder, early, late, given.runs))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What the encoder is compared with, in a process of its own: `python -m benchmarks.encoder_peers MODEL THREADS`.
 
-Each line on standard input, `PEER SIDE NUMBER`, is answered by a JSON object of seconds by stage. The peers take turns
-with the service, so that what else the machine does falls on all alike.
+Each line on standard input, `PEER SIDE MARK …`, is answered by a JSON object of seconds by stage. The peers take turns
+with the service, so that what else the machine does falls on all alike, and make the very same files from the marks.
+They remember nothing.
 
 - `transformers`: a JPEG file through Pillow, the library's image processor and its vision tower;
+- `batch`: several files in the same way, as one batch;
 - `bare`: our tower alone, on patches that are there already.
 """
 
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from benchmarks.workload import jpeg, photograph
+from benchmarks.workload import Mark, picture
 from common.checkpoint import Checkpoint
 from encoder_service.item import Grid
 from encoder_service.models import config, registry
@@ -35,13 +37,17 @@ class Peers:
         checkpoint = Checkpoint(folder)
         self._tower = registry.load_tower(checkpoint, config.read(checkpoint), torch.device("cpu"), torch.float32)
 
-    @torch.inference_mode()
     def transformers(self, data: bytes) -> dict[str, float]:
         """Seconds from a file to rows."""
+        return self.batch(data)
+
+    @torch.inference_mode()
+    def batch(self, *files: bytes) -> dict[str, float]:
+        """Seconds from files to all of their rows."""
         marks = [time.perf_counter()]
-        image = Image.open(io.BytesIO(data)).convert("RGB")
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
         marks.append(time.perf_counter())
-        inputs = self._processor(images=[image], return_tensors="pt")
+        inputs = self._processor(images=images, return_tensors="pt")
         marks.append(time.perf_counter())
         self._visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
         marks.append(time.perf_counter())
@@ -65,9 +71,9 @@ def main() -> None:
     peers = Peers(Path(sys.argv[1]))
     print("ready", flush=True)
     for line in sys.stdin:
-        peer, side, number = line.split()
-        data = jpeg(photograph(int(number), int(side)))
-        print(json.dumps(getattr(peers, peer)(data)), flush=True)
+        peer, side, *marks = line.split()
+        files = [picture(Mark.read(mark), int(side)) for mark in marks]
+        print(json.dumps(getattr(peers, peer)(*files)), flush=True)
 
 
 if __name__ == "__main__":

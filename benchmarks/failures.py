@@ -1,10 +1,13 @@
 """`python -m benchmarks.failures [MODEL]`: what callers notice of an encoder that dies or stands still.
 
-Two encoders and an LLM service that remembers neither rows nor prompts, under a steady load of requests with a picture
-each that no encoder has seen. One of the encoders is killed and started again, then stopped (SIGSTOP) and continued, in
-turns. A request is *affected* when it was under way at that moment; it is *late* by what it took beyond the median of
-the same question undisturbed. *Noticed* is when the LLM service sends that encoder nothing more, *back* when it does
-again: after the encoder's ready line, or after SIGCONT.
+Two encoders and an LLM service that remembers no prompts, under a steady load of requests. So that answers can be
+compared, they repeat eight pictures and one question, but no cache knows it: the prefix cache is off, and each file
+says another mark, which makes it new to whatever remembers rows by their file. What caches gave all the same is shown;
+the encoders' may have an item once for each stream that broke and was opened anew, and where there is more, or the LLM
+service knew anything, the run fails. There is no peer that does without its encoder. One of the encoders is killed and
+started again, then stopped (SIGSTOP) and continued, in turns. A request is *affected* when it was under way at that
+moment; it is *late* by what it took beyond the median of the same question undisturbed. *Noticed* is when the LLM
+service sends that encoder nothing more, *back* when it does again: after the encoder's ready line, or after SIGCONT.
 """
 
 from __future__ import annotations
@@ -19,23 +22,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
+from benchmarks.hits import STORE, Hits, check_new, no_wrong_figures, of_services, told
 from benchmarks.services import process
-from benchmarks.workload import jpeg, photograph
+from benchmarks.workload import new_picture, renamed
 from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
 if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
 _TIMEOUT = 120.0
-_PICTURES = [jpeg(photograph(number, 224)) for number in range(8)]
+_PICTURES = 8
 
 
 class Encoder:
@@ -79,6 +84,7 @@ class Load:
 
     stub: LlmServiceAsyncStub
     callers: int
+    pictures: list[bytes] = field(default_factory=lambda: [new_picture(224) for _ in range(_PICTURES)])
     asked: list[Asked] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -89,8 +95,8 @@ class Load:
     async def _caller(self) -> None:
         while True:
             number = next(self.numbers)
-            question = number % len(_PICTURES)
-            data = _PICTURES[question] + b"%d" % number  # behind the picture's end: the same rows under another key
+            question = number % _PICTURES
+            data = renamed(self.pictures[question])  # the same rows under another key
             picture = media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=data)
             parts = [llm_pb2.ChatPart(media=picture), llm_pb2.ChatPart(text="What is in the picture?")]
             request = llm_pb2.GenerateRequest(
@@ -146,6 +152,14 @@ async def _incident(stub: LlmServiceAsyncStub, encoder: Encoder, kind: str, away
     return Incident(at, noticed, await _until(used))
 
 
+async def _found(stub: LlmServiceAsyncStub, encoders: list[Encoder]) -> tuple[Hits, int]:
+    """What caches gave, those of encoders since they were started last, and how many streams were opened again."""
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(each.address)) for each in encoders]
+        hits = await of_services(stub, *map(EncoderServiceStub, channels))
+    return hits, (await stub.GetLoad(llm_pb2.LlmServiceGetLoadRequest())).encode_retries
+
+
 async def _measure(llm: str, encoders: list[Encoder], callers: int, rounds: int, away: float) -> None:
     async with grpc.aio.insecure_channel(llm) as channel:
         stub = LlmServiceStub(channel)
@@ -164,6 +178,8 @@ async def _measure(llm: str, encoders: list[Encoder], callers: int, rounds: int,
                 await asyncio.sleep(away)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+        hits, again = await _found(stub, encoders)
+    check_new("the load", hits if hits[STORE] > again else {**hits, STORE: 0})
     calm, rest = load.asked[:quiet], load.asked[quiet:]
     usual = statistics.median(each.ended - each.begun for each in calm)
     right = {each.question: each.tokens for each in calm}
@@ -171,7 +187,8 @@ async def _measure(llm: str, encoders: list[Encoder], callers: int, rounds: int,
     wrong = sum(each.tokens != right[each.question] for each in rest if each.tokens)
     longest = max(each.ended - each.begun for each in calm)
     print(f"{len(load.asked)} requests, {failed} failed, {wrong} answered otherwise than undisturbed; "
-          f"undisturbed {usual:.2f} s, at most {longest:.2f} s\n")  # fmt: skip
+          f"undisturbed {usual:.2f} s, at most {longest:.2f} s")  # fmt: skip
+    print(f"Found in caches meanwhile: {told(hits)}; {again} streams were opened again\n")
     print("| encoder | times | affected | late, median | late, at most | noticed, at most | back, at most |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for kind, found in incidents.items():
@@ -190,7 +207,7 @@ def main() -> None:
     parser.add_argument("--away", type=float, default=4.0, help="seconds for which an encoder stays away once noticed")
     given = parser.parse_args()
     encoders = [Encoder(given.model) for _ in range(2)]
-    with ExitStack() as stack:
+    with no_wrong_figures(), ExitStack() as stack:
         for encoder in encoders:
             encoder.start()
             stack.callback(encoder.end)

@@ -1,7 +1,8 @@
 """`python -m benchmarks.in_turns`: one request at a time, through transformers and through both services, in turns.
 
 For machines whose speed changes from minute to minute, where `python -m benchmarks` compares one engine's minutes with
-another's. transformers stays loaded in this process, with as many threads as the services have.
+another's. transformers stays loaded in this process, with as many threads as the services have. Each question and its
+picture are new and go through both, as the same file; the run fails where a cache of the services knew one.
 """
 
 from __future__ import annotations
@@ -14,31 +15,43 @@ import grpc
 import torch
 
 from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.hits import check_new, no_wrong_figures, since, told
 from benchmarks.services import both
+from benchmarks.sides import Timed
 from benchmarks.transformers_side import Peer
-from benchmarks.twinlens_side import ask
-from benchmarks.workload import QUESTION, jpeg, photograph
+from benchmarks.twinlens_side import Twinlens
+from benchmarks.workload import Question
 from common.devices import usable_cores
-from twinlens.v1.llm_pb2_grpc import LlmServiceStub
+
+_WARM_UP_TOKENS = 4
 
 
-async def _measure(peer: Peer, address: str, pictures: int, tokens: int) -> None:
-    first: list[tuple[float, float]] = []
-    later: list[tuple[float, float]] = []
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = LlmServiceStub(channel)
-        await ask(stub, jpeg(photograph(900)), QUESTION, 4)
-        peer.run([photograph(900)], 4)
-        for n in range(pictures):
-            ours = await ask(stub, jpeg(photograph(n)), QUESTION, tokens)
-            theirs, all_of_theirs = (peer.run([photograph(n)], count) for count in (1, tokens))
-            first.append((ours.first, theirs))
-            later.append(((ours.whole - ours.first) / (tokens - 1), (all_of_theirs - theirs) / (tokens - 1)))
+async def _measure(peer: Peer, encoder: str, llm: str, pictures: int, tokens: int) -> None:
+    async with grpc.aio.insecure_channel(encoder) as one, grpc.aio.insecure_channel(llm) as other:
+        ours = Twinlens(one, other)
+        await ours.ask(Question.new(), _WARM_UP_TOKENS)
+        peer.run([Question.new()], _WARM_UP_TOKENS)
+        before = await ours.hits()
+        pairs: list[tuple[Timed, Timed]] = []
+        for _ in range(pictures):
+            question = Question.new()
+            pairs.append((await ours.ask(question, tokens), peer.run([question], tokens)))
+        found = since(before, await ours.hits())
+    check_new("in turns", found)
+    _print(pairs)
+    print(f"\nFound in caches meanwhile: {told(found)}")
+
+
+def _print(pairs: list[tuple[Timed, Timed]]) -> None:
     print("| | transformers | Twinlens | ratio of each pair | least of both |\n|---|---:|---:|---:|---:|")
-    for name, pairs in (("TTFT, new picture", first), ("time per output token", later)):
-        mine, other = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        least, lowest = (1e3 * min(column) for column in zip(*pairs, strict=True))
+    kinds = {
+        "TTFT, new picture": [(ours.first, theirs.first) for ours, theirs in pairs],
+        "time per output token": [(ours.per_token, theirs.per_token) for ours, theirs in pairs],
+    }
+    for name, times in kinds.items():
+        mine, other = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+        ratio = statistics.median(ours / theirs for ours, theirs in times)
+        least, lowest = (1e3 * min(column) for column in zip(*times, strict=True))
         print(f"| {name} | {other:.1f} ms | {mine:.1f} ms | {ratio:.2f} | {lowest:.1f} and {least:.1f} ms |")
 
 
@@ -46,14 +59,14 @@ def main() -> None:
     """Measures and prints a table of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.in_turns", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--pictures", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--pictures", type=int, default=12, help="new questions; the median is shown")
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     given = parser.parse_args()
     folder = chosen_model(given)
     torch.set_num_threads(usable_cores())
     peer = Peer(folder)
-    with both(folder) as (_, llm):
-        asyncio.run(_measure(peer, llm, given.pictures, given.tokens))
+    with no_wrong_figures(), both(folder) as (encoder, llm):
+        asyncio.run(_measure(peer, encoder, llm, given.pictures, given.tokens))
 
 
 if __name__ == "__main__":

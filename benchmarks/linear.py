@@ -1,7 +1,8 @@
 """`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as a decoder's are on a CPU.
 
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
-many rows, where arithmetic decides, GFLOP/s.
+many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
+nothing remembers them, so there are no hits to count.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 A step is all that a rank does with a plan, from token ids to the tokens that are chosen. *Least* is the time in which
 memory gives all weights, and the keys and values of all sequences, once, by the data sheet. Weights are made on the
 device, so no checkpoint is needed. Ways take turns; where no graph fits, as above 1024 tokens, a step of that way runs
-eagerly, too. *Replay* is the graph alone, without what a step does before it and after it.
+eagerly, too. *Replay* is the graph alone, without what a step does before it and after it. A step is *repeated* over
+the same tokens and the same cache, which is full of noise: nothing below the services remembers tokens, so there are no
+hits to count. The data sheet stands for a peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks.real_shape FOLDER`: a checkpoint in the shape of Qwen3-VL-8B, random weights, 17.5 GB.
 
 For timing the services: `python -m benchmarks --only twinlens --model FOLDER`. Weights are drawn on the GPU, where one
-is, and written shard by shard, so that no memory holds all of them. Its words mean nothing.
+is, and written shard by shard, so that no memory holds all of them. Its words mean nothing. It measures nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,16 @@
 """`python -m benchmarks.scheduler`: what the engine spends on deciding, for each step, without any model.
 
 Requests with prompts of 256 tokens decode side by side; the executor answers at once. *plan* is choosing and writing
-the step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes."""
+the step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes.
+Every prompt is new, of random tokens; the prefix cache is asked for each, its hits are shown, and one of them ends the
+run. Peers decide inside their engines, where it cannot be measured alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import random
 import statistics
 import time
 from array import array
@@ -13,6 +18,7 @@ from array import array
 import msgspec
 import numpy as np
 
+from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from llm_service.engine.batch import Step
 from llm_service.engine.blocks import BlockManager
 from llm_service.engine.messages import Add, Tokens
@@ -23,6 +29,7 @@ from llm_service.request import Sampling
 _PROMPT = 256
 _TOKENS = 400
 _BLOCK = 16
+_WORDS = 150_000
 
 
 def scheduler(running: int, sampling: Sampling) -> Scheduler:
@@ -31,7 +38,7 @@ def scheduler(running: int, sampling: Sampling) -> Scheduler:
     made = Scheduler(blocks, Limits(running, max(512, running), _PROMPT + _TOKENS + 1), frozenset({0}), 64)
     positions = np.tile(np.arange(_PROMPT, dtype=np.int32), (3, 1)).tobytes()
     for id in range(running):
-        prompt = array("i", ((id * 7 + k) % 1000 + 1 for k in range(_PROMPT)))
+        prompt = array("i", (random.randrange(1, _WORDS) for _ in range(_PROMPT)))
         made.add(
             Add(
                 id=id,
@@ -48,8 +55,9 @@ def scheduler(running: int, sampling: Sampling) -> Scheduler:
     return made
 
 
-def measure(running: int, sampling: Sampling) -> tuple[float, float, float]:
-    """Median seconds of planning, taking in and packing, over the steps in which all decode."""
+def measure(running: int, sampling: Sampling) -> tuple[tuple[float, float, float], Hits]:
+    """Median seconds of planning, taking in and packing, over the steps in which all decode, and what the prefix cache
+    gave, which is nothing."""
     engine, encode = scheduler(running, sampling), msgspec.msgpack.Encoder().encode
     gc.collect()
     gc.freeze()  # as the engine process does
@@ -68,8 +76,10 @@ def measure(running: int, sampling: Sampling) -> tuple[float, float, float]:
         packed = time.perf_counter()
         if len(step.drawing) == step.plan.tokens == running:
             times.append((planned - begun, taken - computed, packed - taken))
+    hits = {PREFIX: engine.counters.prefix_hit_tokens}
+    check_new(f"{running} running", hits)
     plan, take, pack = (statistics.median(column) for column in zip(*times, strict=True))
-    return plan, take, pack
+    return (plan, take, pack), hits
 
 
 def _result(step: Step) -> StepResult:
@@ -78,16 +88,19 @@ def _result(step: Step) -> StepResult:
 
 def main() -> None:
     """Measures and prints a table."""
+    argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__).parse_args()
     kinds = {
         "greedy": Sampling(max_tokens=_TOKENS, temperature=0.0),
         "sampled": Sampling(max_tokens=_TOKENS, temperature=0.8, top_p=0.9, seed=1),
     }
-    print("| running | sampling | plan | take in | messages | a step in all |\n|---:|---|---:|---:|---:|---:|")
+    print("| running | sampling | plan | take in | messages | a step in all | in caches |")
+    print("|---:|---|---:|---:|---:|---:|---|")
     for running in (1, 64, 256):
         for name, sampling in kinds.items():
-            parts = measure(running, sampling)
+            with no_wrong_figures():
+                parts, hits = measure(running, sampling)
             figures = " | ".join(f"{seconds * 1e3:.3f} ms" for seconds in (*parts, sum(parts)))
-            print(f"| {running} | {name} | {figures} |")
+            print(f"| {running} | {name} | {figures} | {told(hits)} |", flush=True)
 
 
 if __name__ == "__main__":

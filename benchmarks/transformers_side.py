@@ -1,60 +1,93 @@
-"""The same workload through `transformers` generate(): `python -m benchmarks.transformers_side MODEL RUNS TOKENS`.
+"""The plan through `transformers` generate(): `python -m benchmarks.transformers_side MODEL`.
 
-It runs in a process of its own and prints one JSON object of figures: seconds, except tokens_per_second.
+It runs in a process of its own. Standard input has the plan and the tokens of a long answer, standard output what was
+measured, both as JSON. A picture comes as a file, as it does everywhere else. The library remembers nothing from one
+call to the next, so there are no hits to count.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import asyncio
+import io
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from PIL import Image
 
-from benchmarks.workload import CONCURRENT, QUESTION, photograph
+from benchmarks.hits import Hits
+from benchmarks.sides import Job, Measured, Timed, measure
+from benchmarks.workload import Question
 from tests import reference
+
+
+class _Clock:
+    """What `generate` gives tokens to as they come; it notes when. The prompt is the first that it is given."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 class Peer:
     """The library's processor and model."""
 
+    name = "transformers"
+
     def __init__(self, folder: Path) -> None:
         self._processor = reference.processor(folder)
+        self._processor.tokenizer.padding_side = "left"
         self._model = reference.model(folder)
         self._model.generation_config.eos_token_id = None
 
-    def run(self, images: list[Image.Image], tokens: int) -> float:
-        """Seconds from pictures and texts to the last of `tokens` greedy tokens, all prompts in one batch."""
-        started = time.perf_counter()
-        content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-        text = self._processor.apply_chat_template(
+    def run(self, questions: Sequence[Question], tokens: int) -> Timed:
+        """From files and texts to the last of `tokens` greedy tokens, all prompts in one batch."""
+        files = [question.file() for question in questions]
+        clock, started = _Clock(), time.perf_counter()
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+        texts = [self._prompt(question.text) for question in questions]
+        inputs = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
+        with torch.inference_mode():
+            out = self._model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)
+        whole = time.perf_counter() - started
+        if (count := out.shape[1] - inputs["input_ids"].shape[1]) != tokens:
+            raise RuntimeError(f"transformers gave {count} tokens instead of {tokens}")
+        return Timed(clock.times[1] - started, whole, tokens)
+
+    def _prompt(self, text: str) -> str:
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        prompt: str = self._processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        inputs = self._processor(text=[text] * len(images), images=images, return_tensors="pt")
-        with torch.inference_mode():
-            self._model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        return time.perf_counter() - started
+        return prompt
+
+    async def ask(self, question: Question, tokens: int) -> Timed:
+        """One answer."""
+        return self.run([question], tokens)
+
+    async def together(self, questions: Sequence[Question], tokens: int) -> float:
+        """Seconds for all."""
+        return self.run(questions, tokens).whole
+
+    async def hits(self) -> Hits:
+        """None."""
+        return {}
 
 
-def main(folder: Path, runs: int, tokens: int) -> dict[str, Any]:
-    """All figures, each the median of `runs`."""
-    peer = Peer(folder)
-    peer.run([photograph(900)], 4)
-    first = [peer.run([photograph(n)], 1) for n in range(runs)]
-    whole = [peer.run([photograph(100 + n)], tokens) for n in range(runs)]
-    per_token = [(long - statistics.median(first)) / (tokens - 1) for long in whole]
-    figures = {"ttft_cold": statistics.median(first), "per_token": statistics.median(per_token)}
-    for many in CONCURRENT:
-        seconds = statistics.median(
-            peer.run([photograph(200 + 20 * n + k) for k in range(many)], tokens) for n in range(max(1, runs // 3))
-        )
-        figures[f"tokens_per_second_{many}"] = many * tokens / seconds
-    return figures
+def main() -> None:
+    """Measures what standard input says."""
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    measured: Measured = asyncio.run(measure(Peer(Path(sys.argv[1])), job.plan, job.tokens))
+    sys.stdout.buffer.write(msgspec.json.encode(measured))
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    main()

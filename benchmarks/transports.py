@@ -2,10 +2,11 @@
 
 What runs in the processes is said in `benchmarks.transport_ends`; *memcpy* is numpy's copy between two warm buffers of
 this one. *Parts* are gRPC chunks over several connections at once. The ways take turns. Beside the time stands the
-processors' time of both ends together, which says what a transfer costs a machine that is busy with other work.
-`--round-trip-ms` puts a relay between both ends of what goes by gRPC, as if they stood far from each other. With a GPU
-(`--device`, by default the first one), *CUDA IPC* is the way from a pool there to a mirror there, and *the copy alone*
-what a rank's share of that is, checks included.
+processors' time of both ends together, which says what a transfer costs a machine that is busy with other work. All
+ways move the same rows each time: they are *repeated*, as memory is that was used before, and nothing on the way
+remembers what it moved, so there are no hits to count. `--round-trip-ms` puts a relay between both ends of what goes by
+gRPC, as if they stood far from each other. With a GPU (`--device`, by default the first one), *CUDA IPC* is the way
+from a pool there to a mirror there, and *the copy alone* what a rank's share of that is, checks included.
 """
 
 from __future__ import annotations

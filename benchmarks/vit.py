@@ -1,7 +1,8 @@
 """`python -m benchmarks.vit`: the vision tower of Qwen3-VL-8B, random weights, on a GPU: eager against graph.
 
 For each mix of pictures and each attention back end: milliseconds of a pass, eagerly and replayed; what the host spends
-on it; and the share of the arithmetic in the GPU's data sheet. Passes take turns.
+on it; and the share of the arithmetic in the GPU's data sheet, which stands for a peer. Passes take turns. A mix's
+random patches are *repeated* in every pass; nothing remembers patches, so there are no hits to count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The same workload through `vllm serve`, over its OpenAI endpoint, as a client sees it.
+"""The plan through `vllm serve`, over its OpenAI endpoint, as a client sees it.
 
 vLLM lives in an environment of its own; `command` is its program there. It gets the same checkpoint, element type and
-cores as the others, and is otherwise left as it comes, except that it does not try out the largest picture that there
-could be: with 16 million pixels, that takes longer than everything else together on a CPU.
+cores as the others, and is otherwise left as it comes, with two exceptions. By itself it keeps one core for its server
+and computes on the others, which would be one of two: here it computes on all. And it does not try out the largest
+picture that there could be: with 16 million pixels, that takes longer than everything else together on a CPU.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx2
-from PIL import Image
 
-from benchmarks.workload import CONCURRENT, OTHER_QUESTION, QUESTION, jpeg, photograph
+from benchmarks.hits import Hits, of_vllm
+from benchmarks.sides import Measured, Timed, measure
+from benchmarks.workload import Plan, Question
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 30.0
 _TIMEOUT = 300.0
 _ARGUMENTS = ("--dtype", "float32", "--max-model-len", "4096", "--skip-mm-profiling")
+
+
+class NotServingError(Exception):
+    """It was started and does not serve."""
 
 
 @contextlib.contextmanager
@@ -38,7 +44,7 @@ def _served(command: Path, folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = ["serve", str(folder), "--port", str(port), *_ARGUMENTS]
-    environ = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", **os.environ}
     with tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log") as log:
         server = subprocess.Popen([command, *arguments], env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -59,13 +65,58 @@ def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
             if httpx2.get(f"{address}/health").status_code == 200:
                 return
         time.sleep(1.0)
-    raise RuntimeError(f"vLLM does not serve:\n{log.read_text()[-2000:]}")
+    print(log.read_text()[-2000:], file=sys.stderr)
+    raise NotServingError("its server does not get ready (its last words are in the log)")
 
 
-async def _ask(client: httpx2.AsyncClient, picture: Image.Image, question: str, tokens: int) -> float:
-    """Seconds until a greedy answer of exactly `tokens` tokens has come."""
-    url = "data:image/jpeg;base64," + base64.b64encode(jpeg(picture)).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+class Vllm:
+    """A server that is ready."""
+
+    name = "vLLM"
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, question: Question, tokens: int) -> Timed:
+        """One answer."""
+        return await self._answer(_body(question, tokens), tokens)
+
+    async def together(self, questions: Sequence[Question], tokens: int) -> float:
+        """Seconds for all."""
+        bodies = [_body(question, tokens) for question in questions]
+        started = time.perf_counter()
+        await asyncio.gather(*(self._answer(body, tokens) for body in bodies))
+        return time.perf_counter() - started
+
+    async def hits(self) -> Hits:
+        """Its prefix cache's and its cache of prepared media's; raises RuntimeError where it does not tell them."""
+        response = await self._client.get("/metrics")
+        response.raise_for_status()
+        found = of_vllm(response.text)
+        if not found:
+            raise RuntimeError("vLLM's metrics have no counters of cache hits, so nothing shows what was new to it")
+        return found
+
+    async def _answer(self, body: bytes, tokens: int) -> Timed:
+        """The first token's time is that of the first event: vLLM sends none before it has a token."""
+        started, first, count = time.perf_counter(), 0.0, 0
+        headers = {"content-type": "application/json"}
+        async with self._client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - started
+                    usage = json.loads(line.removeprefix("data: ")).get("usage")
+                    count = usage["completion_tokens"] if usage else count
+        if count != tokens:
+            raise RuntimeError(f"vLLM gave {count} tokens instead of {tokens}")
+        return Timed(first, time.perf_counter() - started, count)
+
+
+def _body(question: Question, tokens: int) -> bytes:
+    """A request for a greedy answer of exactly `tokens` tokens."""
+    url = "data:image/jpeg;base64," + base64.b64encode(question.file()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question.text}]
     body = {
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
@@ -74,44 +125,27 @@ async def _ask(client: httpx2.AsyncClient, picture: Image.Image, question: str, 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    started, count = time.perf_counter(), 0
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                usage = json.loads(line.removeprefix("data: ")).get("usage")
-                count = usage["completion_tokens"] if usage else count
-    if count != tokens:
-        raise RuntimeError(f"vLLM gave {count} tokens instead of {tokens}")
-    return time.perf_counter() - started
+    return json.dumps(body).encode()
 
 
-async def _measure(address: str, runs: int, tokens: int) -> dict[str, float]:
-    async with httpx2.AsyncClient(base_url=address, timeout=_TIMEOUT) as client:
-        await _ask(client, photograph(900), QUESTION, 4)
-        cold = [await _ask(client, photograph(n), QUESTION, 1) for n in range(runs)]
-        same_picture = [await _ask(client, photograph(n), OTHER_QUESTION, 1) for n in range(runs)]
-        same_prompt = [await _ask(client, photograph(n), QUESTION, 1) for n in range(runs)]
-        long = [await _ask(client, photograph(100 + n), QUESTION, tokens) for n in range(runs)]
-        first = statistics.median(cold)
-        figures = {
-            "ttft_cold": first,
-            "ttft_same_picture": statistics.median(same_picture),
-            "ttft_same_prompt": statistics.median(same_prompt),
-            "per_token": statistics.median((whole - first) / (tokens - 1) for whole in long),
-        }
-        for many in CONCURRENT:
-            rates = []
-            for n in range(max(1, runs // 3)):
-                pictures = [photograph(200 + 20 * n + k) for k in range(many)]
-                started = time.perf_counter()
-                await asyncio.gather(*(_ask(client, picture, QUESTION, tokens) for picture in pictures))
-                rates.append(many * tokens / (time.perf_counter() - started))
-            figures[f"tokens_per_second_{many}"] = statistics.median(rates)
-        return figures
+def missing(command: Path | None) -> str:
+    """Why vLLM cannot be measured here, in a sentence; empty where it can."""
+    if command is None:
+        return "no program of it was named (--vllm)"
+    asked = [str(command), "--version"]
+    try:
+        said = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_START_SECONDS)
+    except OSError as error:
+        return f"its program cannot be run ({error.strerror})"
+    return "" if said.returncode == 0 else f"its program fails: {(said.stderr.splitlines() or ['it says nothing'])[-1]}"
 
 
-def main(command: Path, folder: Path, runs: int, tokens: int) -> dict[str, float]:
-    """All figures, each the median of `runs`: seconds, except tokens_per_second."""
+def main(command: Path, folder: Path, plan: Plan, tokens: int) -> Measured:
+    """Starts it, measures all rows, and stops it."""
     with _served(command, folder) as address:
-        return asyncio.run(_measure(address, runs, tokens))
+        return asyncio.run(_measure(address, plan, tokens))
+
+
+async def _measure(address: str, plan: Plan, tokens: int) -> Measured:
+    async with httpx2.AsyncClient(base_url=address, timeout=_TIMEOUT) as client:
+        return await measure(Vllm(client), plan, tokens)
