@@ -6,6 +6,7 @@ PYTHON ?= python3
 MODEL ?= models/demo
 ENCODERS ?= 1
 TP ?= 1
+OUT ?= build/tables
 ENVIRONMENT ?=
 ARGS ?=
 # What the tests of one file share is started once.
@@ -18,7 +19,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint bench bench-gpu gpu-check demo-model clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint bench bench-gpu tables gpu-check demo-model clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -72,6 +73,9 @@ bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport;
 	$(BIN)/python -m benchmarks.transports
 	$(BIN)/python -m benchmarks.early_prefill
 	$(BIN)/python -m benchmarks.failures
+
+tables: $(STAMP)  ## every table that a quiet machine of two cores can give, into OUT; goes on where it stopped
+	$(BIN)/python -m benchmarks.tables '$(OUT)' $(ARGS)
 
 bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport
 	$(BIN)/python -m benchmarks.vit

@@ -40,8 +40,11 @@ def main() -> None:
     parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
     given = parser.parse_args()
     wanted = [given.only] if given.only else list(_SIDES)
-    if "vllm" in wanted and (why := vllm_side.missing(given.vllm)):
-        _leave_vllm_out(wanted, why)
+    if "vllm" in wanted:
+        try:
+            print(f"vLLM {vllm_side.version(given.vllm)}\n", flush=True)
+        except vllm_side.NotServingError as error:
+            _leave_vllm_out(wanted, str(error))
     folder = chosen_model(given)
     measure: dict[str, Callable[[Plan], Measured]] = {
         "transformers": lambda plan: _transformers(folder, plan, given.tokens),

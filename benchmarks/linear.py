@@ -1,5 +1,8 @@
 """`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as a decoder's are on a CPU.
 
+*float32*, *bfloat16* and *int8* are what panels are stored in. Without AVX-512 there are none, and *int8* is what then
+multiplies with weights in 8 bits.
+
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
 many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
 nothing remembers them, so there are no hits to count.
@@ -17,6 +20,7 @@ from torch.nn import functional
 
 from common.kernels.jit import use_threads
 from common.linear import Linear
+from common.panels import wide_vectors
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
@@ -63,15 +67,20 @@ def main() -> None:
         clock = time.thread_time
         torch.set_num_threads(1)
         use_threads(1)
-    names = ("torch", "oneDNN", "float32", "bfloat16", "int8")
+    names = ("torch", "oneDNN", *(("float32", "bfloat16") if wide_vectors() else ()), "int8")
     ratios = [f"{name} ÷ oneDNN" for name in names[2:]]
-    print("| outputs × inputs | rows | " + " | ".join((*names, *ratios)) + " |\n|---|" + "---:|" * (len(names) + 4))
+    print(
+        "| outputs × inputs | rows | "
+        + " | ".join((*names, *ratios))
+        + " |\n|---|"
+        + "---:|" * (len(names) + 1 + len(ratios))
+    )
     for outputs, inputs in _SHAPES:
         weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
+        rounded = [weight.bfloat16().float() for weight in weights]
         sides = [
             [_settled(weight, panels=False) for weight in weights],
-            [_settled(weight) for weight in weights],
-            [_settled(weight.bfloat16().float()) for weight in weights],
+            *([[_settled(each) for each in kind] for kind in (weights, rounded)] if wide_vectors() else []),
             [_settled(weight, int8=True) for weight in weights],
         ]
         for rows in _ROWS:

@@ -35,7 +35,7 @@ _ARGUMENTS = ("--dtype", "float32", "--max-model-len", "4096", "--skip-mm-profil
 
 
 class NotServingError(Exception):
-    """It was started and does not serve."""
+    """It cannot be measured here; says why, in a few words."""
 
 
 @contextlib.contextmanager
@@ -128,16 +128,20 @@ def _body(question: Question, tokens: int) -> bytes:
     return json.dumps(body).encode()
 
 
-def missing(command: Path | None) -> str:
-    """Why vLLM cannot be measured here, in a sentence; empty where it can."""
+def version(command: Path | None) -> str:
+    """What its program says; raises NotServingError where it cannot be run."""
     if command is None:
-        return "no program of it was named (--vllm)"
-    asked = [str(command), "--version"]
+        raise NotServingError("no program of it was named (--vllm)")
     try:
-        said = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_START_SECONDS)
+        said = subprocess.run(
+            [command, "--version"], check=True, capture_output=True, text=True, timeout=_START_SECONDS
+        )
     except OSError as error:
-        return f"its program cannot be run ({error.strerror})"
-    return "" if said.returncode == 0 else f"its program fails: {(said.stderr.splitlines() or ['it says nothing'])[-1]}"
+        raise NotServingError(f"its program cannot be run ({error.strerror})") from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.splitlines() or ["it says nothing"])[-1]
+        raise NotServingError(f"its program fails: {last}") from error
+    return said.stdout.splitlines()[-1]
 
 
 def main(command: Path, folder: Path, plan: Plan, tokens: int) -> Measured:
