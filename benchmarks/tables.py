@@ -4,7 +4,8 @@ For a machine with two cores that does nothing else, which takes about 25 minute
 of time. Its output goes to a file of its own in the folder, below what it was taken on: processor, versions, commit,
 command, and how busy the machine was before. A table whose file is there is not taken again, so a run that was ended
 goes on where it stopped; one that failed leaves its words in a file that ends in `.failed`, and is tried again. What
-is new and what is repeated in a table, its benchmark says (`python -m benchmarks.NAME --help`) and checks.
+is new and what is *repeated* in a table, its benchmark says (`python -m benchmarks.NAME --help`), and shows what caches
+gave.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def take(table: Table, folder: Path, head: Sequence[str]) -> str:
     lines = [*head, f"others before: {others:.0%} of the cores, {quiet}", f"took: {took:.0f} s", f"command: {table}"]
     text = "\n".join([f"# {table.name}", "", *(f"- {line}" for line in lines), "", part.read_text(encoding="utf-8")])
     part.write_text(text, encoding="utf-8")
-    part.rename(failed if code else wanted)
+    part.rename(wanted if code == 0 else failed)
     how = "" if code == 0 else ", FAILED: out of time" if code is None else f", FAILED: exit code {code}"
     return f"{took:.0f} s, {quiet}{how}"
 
