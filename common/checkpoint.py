@@ -55,6 +55,9 @@ class Checkpoint:
                 folder = Path(snapshot_download(model, allow_patterns=patterns))
             except ValueError as error:
                 raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
+            except OSError as error:  # the hub's own errors are some, and have several lines
+                why = str(error).partition("\n")[0].strip()
+                raise CheckpointError(f"{model} is no folder here, and cannot be fetched: {why}") from error
         return cls(folder, Path(model).name.strip("."))
 
     @cached_property

@@ -93,7 +93,10 @@ class Metrics:
         scraped.register(_OnLoop(self._collect, asyncio.get_running_loop()))
         ProcessCollector(registry=scraped)
         # In a thread, since it may look a name up.
-        server = await asyncio.to_thread(_Server, (host.strip("[]"), int(port)), scraped)
+        try:
+            server = await asyncio.to_thread(_Server, (host.strip("[]"), int(port)), scraped)
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {listen} (--metrics-listen): {error.strerror or error}") from error
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="metrics")
         thread.start()
         try:

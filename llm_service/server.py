@@ -64,6 +64,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         frame = GrpcServer(config, [SERVICE])
+        running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))
         rows = RowStore(
             config.row_cache_bytes,

@@ -64,7 +64,7 @@ class Absence:
             "no encoder can be used: requests with pictures or videos fail",
             for_seconds=round(now - self._since),
             encoders={encoder.address: encoder.trouble or "no answer yet" for encoder in known},
-            hint="" if known else "--encoders names nobody that can be found: is the name, or the file, right?",
+            **({} if known else {"hint": "--encoders names nobody who is found: is the name, or the file, right?"}),
         )
 
 

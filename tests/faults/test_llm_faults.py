@@ -293,6 +293,11 @@ def test_a_cache_that_holds_no_block_is_told_at_the_start(checkpoint: Path) -> N
     assert "--kv-cache-bytes is too small" in said
 
 
+def test_a_port_for_metrics_that_cannot_be_had_is_one_line(checkpoint: Path) -> None:
+    said = refusal(f"--model={checkpoint}", "--threads=1", "--metrics-listen=192.0.2.1:9400")
+    assert "cannot serve metrics on 192.0.2.1:9400" in said
+
+
 def refusal(*flags: str) -> str:
     """The last line that a service says which cannot begin; it ends with 1, and without a traceback."""
     command = [sys.executable, "-m", "llm_service", ANY_PORT, *flags]

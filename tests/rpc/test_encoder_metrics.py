@@ -37,6 +37,13 @@ def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {name.removeprefix(PREFIX): value for name, value in grown.items()}
 
 
+def test_a_scrape_says_what_runs(service, client):
+    info = client.info()
+    (line,) = [name for name in scrape(service.metrics) if name.startswith(f"{PREFIX}info")]
+    for label, value in (("version", info.version), ("model", info.model), ("digest", info.digest), ("device", "cpu")):
+        assert f'{label}="{value}"' in line
+
+
 def test_a_new_picture_and_a_repeat_are_counted_where_they_were_served(service, client):
     before = scrape(service.metrics)
     first, again = client.one(image(PICTURE)), client.one(image(PICTURE))

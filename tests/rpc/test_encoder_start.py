@@ -68,6 +68,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, t
         ({"no_such_option": "1"}, "unrecognized arguments"),
         ({"start_seconds": "0.1"}, "has not started within 0.1 seconds"),
         ({"device": "cuda:0"}, "no GPU can be seen"),
+        ({"metrics_listen": "192.0.2.1:9400"}, "cannot serve metrics on 192.0.2.1:9400"),
     ],
 )
 def test_a_bad_option_ends_it_with_one_line(checkpoints, flags, says):

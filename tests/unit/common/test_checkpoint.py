@@ -32,6 +32,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("no route to the hub\nPlease check your connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=r"^some/model is no folder here, .*: no route to the hub$"):
+        Checkpoint.resolve("some/model")
+
+
 def test_a_single_file_is_read(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
     assert checkpoint.config == {"model_type": "tiny"}
