@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import machine, tables, vllm_side
+from benchmarks import machine, tables, vllm_environment, vllm_side
 from benchmarks.tables import Table, all_tables, take, tiny_tables
 from tests.launch import ROOT
 from tests.waiting import until
@@ -125,3 +126,16 @@ def test_a_peer_that_is_not_there_says_why(tmp_path: Path) -> None:
         vllm_side.version(program)
     program.write_text("#!/bin/sh\necho a warning\necho 0.1\n")
     assert vllm_side.version(program) == "0.1"
+
+
+def test_a_peers_packages_are_completed(tmp_path: Path) -> None:
+    vllm_environment.complete(tmp_path)
+    program = "import sys; from importlib.metadata import version; print(version('vllm'), sys.meta_path[0].__name__)"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert said.stdout.split() == [f"{vllm_environment.VERSION}+cpu", "Declare"]
