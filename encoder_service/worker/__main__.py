@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     begin = link.receive()
     assert isinstance(begin, Begin)
     log.configure(begin.log_level, service="encoder")
+    gc.disable()  # what is imported stays: collections would look through it again and again
     from common.device_memory import DeviceMemoryError  # torch takes a second to import
     from encoder_service.models.choice import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
@@ -42,6 +44,8 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     except (OSError, KeyError, RuntimeError) as error:
         link.send(Failed(why=f"{type(error).__name__}: {error}"))
         return
+    gc.freeze()
+    gc.enable()
     take = ahead if runner.device.type == "cuda" else in_turn
     for prepared in take(_batches(link), runner.prepare):
         link.send(_answer(runner, prepared))
