@@ -62,8 +62,9 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of one thread: for a machine that is busy")
-    clock = time.perf_counter
-    if parser.parse_args().cpu_time:
+    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="that are multiplied at once")
+    given, clock = parser.parse_args(), time.perf_counter
+    if given.cpu_time:
         clock = time.thread_time
         torch.set_num_threads(1)
         use_threads(1)
@@ -83,7 +84,7 @@ def main() -> None:
             *([[_settled(each) for each in kind] for kind in (weights, rounded)] if wide_vectors() else []),
             [_settled(weight, int8=True) for weight in weights],
         ]
-        for rows in _ROWS:
+        for rows in given.rows:
             x = torch.randn(rows, inputs)
             passes = 10 if rows < _MANY else 4
             works = [partial(_plain, x, weights), *(partial(_through, x, layers) for layers in sides)]

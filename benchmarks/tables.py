@@ -91,6 +91,7 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
         "failures": ("--rounds", "1", "--callers", "2", "--away", "0.5"),
         "early_prefill": (*demo, "--runs", "1"),
         "decode": (*demo, "--steps", "1", "--context", "32"),
+        "linear": ("--rows", "1"),
         "sampler": ("--steps", "1"),
         "overlap": ("models/demo", "--runs", "1", "--tokens", "4"),
     }
