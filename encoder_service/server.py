@@ -82,7 +82,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             seconds=config.decode_seconds,
             start_seconds=config.start_seconds,
             memory_bytes=config.decode_memory_bytes,
-            max_image_area=config.max_image_area,
+            bounds=config.bounds,
             on_change=report,
         )
         pools = DevicePools(layout.row_bytes)

@@ -170,9 +170,13 @@ def test_the_limits_are_the_defaults() -> None:
     sides = f"{encoder.min_side} … {encoder.max_side:,} px".replace(",", " ")
     scanned = f"{encoder.max_scanned_frames:,}".replace(",", " ")
     tokens = f"{llm.max_waiting_tokens:,}".replace(",", " ")
+    chunks = f"{encoder.max_image_chunks:,}".replace(",", " ")
     expected = [
         f"{encoder.max_image_bytes >> 20} MiB; {area}; {sides}; {encoder.max_ratio:g}",
         f"{encoder.max_video_bytes >> 20} MiB; {encoder.max_frames}; {scanned}; {frames}",
+        f"{chunks}; {encoder.max_image_scans}; {encoder.max_packed_bmp_bytes >> 20} MiB",
+        f"{encoder.max_video_chunks:,}".replace(",", " "),
+        f"{encoder.decode_seconds:g} s",
         f"{encoder.max_images}, {encoder.max_videos}",
         f"{llm.max_images}, {llm.max_videos}",
         f"{llm.max_prompt_bytes >> 20} MiB",

@@ -20,8 +20,10 @@ import numpy as np
 from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media import image, video
+from encoder_service.media.bounds import TooComplex
 from encoder_service.media.messages import (
     Begin,
+    Bounds,
     Decode,
     Decoded,
     Decoding,
@@ -68,7 +70,7 @@ def main(link_fd: int, staging_fd: int) -> None:
     image.prepare()
     _restrict(begin.staging_bytes + begin.memory_bytes)  # from here on, no module can be imported
     link.send(Ready())
-    desk = Desk(staging, begin.threads, begin.max_image_area)
+    desk = Desk(staging, begin.threads, begin.bounds)
     while True:
         try:
             job = link.receive()
@@ -81,10 +83,10 @@ def main(link_fd: int, staging_fd: int) -> None:
 class Desk:
     """Does one job after the other. Of videos that were looked at, the last is kept open until it is decoded."""
 
-    def __init__(self, staging: SharedBuffer, threads: int, max_image_area: int) -> None:
+    def __init__(self, staging: SharedBuffer, threads: int, bounds: Bounds) -> None:
         self._staging = staging
         self._threads = threads
-        self._max_image_area = max_image_area
+        self._bounds = bounds
         self._open: tuple[bytes, Any] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
@@ -96,7 +98,7 @@ class Desk:
                 yield from self._decode(job)
         except _UNREADABLE as error:
             self._open = None
-            yield Refused(f"{type(error).__name__}: {error}")
+            yield Refused(f"{type(error).__name__}: {error}", too_complex=isinstance(error, TooComplex))
 
     def _inspect(self, job: Inspect) -> Inspected:
         if job.video:
@@ -104,7 +106,7 @@ class Desk:
             seen = video.inspect(reader)
             self._open = (job.key, reader)
         else:
-            seen = image.inspect(self._data(job), self._max_image_area)
+            seen = image.inspect(self._data(job), self._bounds)
         return Inspected(seen.width, seen.height, seen.frames, seen.fps)
 
     def _decode(self, job: Decode) -> Iterator[FromDecoder]:
@@ -113,12 +115,14 @@ class Desk:
         if job.video:
             yield from map(Decoding, video.decode(self._reader(job), job.frames, out))
         else:
-            image.decode(self._data(job), out)
+            image.decode(self._data(job), out, self._bounds)
         yield Decoded()
 
     def _reader(self, job: Inspect | Decode) -> Any:
         kept, self._open = self._open, None
-        return kept[1] if kept and kept[0] == job.key else video.open_reader(self._data(job), self._threads)
+        if kept and kept[0] == job.key:
+            return kept[1]
+        return video.open_reader(self._data(job), self._threads, self._bounds.video_chunks)
 
     def _data(self, job: Inspect | Decode) -> bytes:
         return bytes(self._staging.slice(Range(job.offset, job.size)))

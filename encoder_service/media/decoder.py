@@ -19,7 +19,7 @@ from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.processes import Child, ChildDied, was_ended
 from common.stint import Stint, StoodStill
 from encoder_service.item import Inspection, Plan
-from encoder_service.media.messages import Begin, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
+from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
 from encoder_service.media.processes import DecodeProcesses
 from encoder_service.media.turns import Turn
 
@@ -43,14 +43,12 @@ class DecoderPool:
         seconds: float,
         start_seconds: float,
         memory_bytes: int,
-        max_image_area: int,
+        bounds: Bounds,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._seconds = seconds
         self._videos = asyncio.Semaphore(max(1, processes - 1))
-        begin = Begin(
-            staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads, max_image_area=max_image_area
-        )
+        begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads, bounds=bounds)
         self.processes = DecodeProcesses(staging.fd, begin, processes, start_seconds=start_seconds, on_change=on_change)
 
     async def start(self) -> None:
@@ -136,7 +134,7 @@ class DecoderPool:
                 continue
             if isinstance(answer, Refused):
                 _log.info("media refused", why=answer.why)
-                raise _unreadable(field)
+                raise _too_complex(field) if answer.too_complex else _unreadable(field)
             return answer
         if struck:
             raise Unavailable("decode processes were ended or stopped; others are being started", reason="NO_DECODER")
@@ -188,6 +186,12 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
 
 def _too_slow(field: str) -> TwinlensError:
     return InvalidInput("the media takes too long to decode", reason="MEDIA_TOO_SLOW", field=field)
+
+
+def _too_complex(field: str) -> TwinlensError:
+    return InvalidInput(
+        "the media's file is made of more parts than are taken", reason="MEDIA_TOO_COMPLEX", field=field
+    )
 
 
 def _unreadable(field: str) -> TwinlensError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from encoder_service.item import Inspection
+from encoder_service.media import chunks, jpeg
+from encoder_service.media.messages import Bounds
 from encoder_service.media.sniff import image_format
 
 Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits before anything is decoded
@@ -22,27 +24,31 @@ def prepare() -> None:
     Image.init()
 
 
-def inspect(data: bytes, max_area: int) -> Inspection:
+def inspect(data: bytes, bounds: Bounds) -> Inspection:
     """A picture's dimensions once its EXIF orientation is applied; pixels are decoded only where it stands behind them.
 
-    Of a picture of more than `max_area` pixels, the dimensions come back as they stand in the file.
+    Of a picture of more pixels than are taken, the dimensions come back as they stand in the file. Raises TooComplex.
     """
-    with _open(data) as image:
+    with _open(data, bounds) as image:
         width, height = image.size
-        if width * height <= max_area and _orientation(image, data) in _SIDEWAYS:
+        if width * height <= bounds.image_area and _orientation(image, data) in _SIDEWAYS:
             width, height = height, width
     return Inspection(width=width, height=height)
 
 
-def decode(data: bytes, out: np.ndarray) -> None:
+def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
     """Writes the picture, upright and as RGB, into `out`, [1, height, width, 3] uint8.
 
-    Of an animation the first frame is taken. Raises ValueError where the size is not the one that was announced.
+    Of an animation the first frame is taken. Raises ValueError where the size is not the one that was announced, or
+    pixels are missing, and TooComplex.
     """
-    if image_format(data[:512]) == "PNG":
-        with _open(data) as image:
+    name = image_format(data[:512])
+    if name == "PNG":
+        with _open(data, bounds) as image:
             image.verify()  # reading its pixels would not look at every checksum
-    with _open(data) as image:
+    with _open(data, bounds) as image:
+        if name == "JPEG":
+            jpeg.load(image, data, chunks.read_jpeg(data, bounds))
         upright = _rgb(ImageOps.exif_transpose(image))
     if (upright.height, upright.width) != out.shape[1:3]:
         raise ValueError("the picture's size changed while it was decoded")
@@ -77,8 +83,9 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, bounds: Bounds) -> ImageFile.ImageFile:
     name = image_format(data[:512])
     if name is None:
         raise ValueError("not a picture of a supported format")
+    chunks.check(data, name, bounds)
     return Image.open(io.BytesIO(data), formats=[name])

@@ -15,6 +15,7 @@ from common.config import option, size
 from common.errors import InvalidInput
 from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan, Url
 from encoder_service.media import sniff
+from encoder_service.media.messages import Bounds
 
 MOST_SECONDS = 1e7
 """The latest time in a video, 115 days. Times are written into prompts, and counted in positions of 32 bits."""
@@ -33,8 +34,29 @@ class MediaLimits:
     max_ratio: float = option(200.0, "greatest ratio of a picture's sides", minimum=1)
     max_frames: int = option(768, "most frames kept of a video; sampled at more, it is refused", minimum=1)
     max_scanned_frames: int = option(100_000, "most frames that a video may have", minimum=1)
+    max_image_chunks: int = option(
+        32_768, "most chunks, segments or blocks that a picture's file may be made of", minimum=64
+    )
+    max_image_scans: int = option(100, "most scans of a JPEG", minimum=1)
+    max_packed_bmp_bytes: int = option(
+        4 << 20, "most bytes of a BMP with run lengths, which are slow to unpack", parse=size, minimum=1
+    )
+    max_video_chunks: int = option(
+        500_000, "most boxes, elements or packets that a video's file may be made of", minimum=64
+    )
     max_images: int = option(16, "most pictures in one request", minimum=1)
     max_videos: int = option(2, "most videos in one request", minimum=1)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the decode processes hold files to, before a decoder sees them."""
+        return Bounds(
+            image_area=self.max_image_area,
+            image_chunks=self.max_image_chunks,
+            image_scans=self.max_image_scans,
+            packed_bmp_bytes=self.max_packed_bmp_bytes,
+            video_chunks=self.max_video_chunks,
+        )
 
 
 def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import msgspec
 
 
+class Bounds(msgspec.Struct, frozen=True):
+    """What a decode process takes; the options of `MediaLimits` say what each is. Areas are in pixels."""
+
+    image_area: int
+    image_chunks: int
+    image_scans: int
+    packed_bmp_bytes: int
+    video_chunks: int
+
+
 class Begin(msgspec.Struct, tag=True):
     """First message to a decode process.
 
-    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, and the
-    pixels of the largest picture that may be decoded.
+    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, and what
+    files are held to.
     """
 
     staging_bytes: int
     memory_bytes: int
     threads: int
-    max_image_area: int
+    bounds: Bounds
 
 
 class Inspect(msgspec.Struct, tag=True):
@@ -71,9 +81,10 @@ class Decoded(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The bytes cannot be read. `why` is for the log alone."""
+    """The bytes cannot be read, or, if `too_complex`, are made of too many parts. `why` is for the log alone."""
 
     why: str
+    too_complex: bool = False
 
 
 ToDecoder = Begin | Inspect | Decode

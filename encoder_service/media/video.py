@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from encoder_service.item import Inspection
-from encoder_service.media.container import is_whole
+from encoder_service.media import transport_stream
+from encoder_service.media.container import check_parts, is_whole
 from encoder_service.media.sniff import video_format
 
 _AT_ONCE = 8
 """Frames decoded in one call, so that memory does not grow with a video's length."""
+_MOST_PARTS = 500_000
+"""Boxes, elements or packets of a file, unless told otherwise."""
 _NARROW = 192
 """Pixels of a line below which the padding at its end, to whole groups of 64 pixels, may hold another channel of it."""
 
@@ -41,12 +44,17 @@ def library() -> Any:
         sys.modules.update(before)
 
 
-def open_reader(data: bytes, threads: int = 1) -> Any:
-    """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there."""
-    if video_format(data[:512]) is None:
+def open_reader(data: bytes, threads: int = 1, most_parts: int = _MOST_PARTS) -> Any:
+    """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there, and
+    TooComplex where it is made of more parts than that."""
+    name = video_format(data[:512])
+    if name is None:
         raise ValueError("not a video of a supported format")
+    check_parts(data, most_parts)
     if not is_whole(data):
         raise ValueError("the video is cut off")
+    if name == "MPEGTS":
+        data = transport_stream.as_matroska(data, most_parts)
     with _readable():
         return library().VideoReader(io.BytesIO(data), num_threads=threads)
 

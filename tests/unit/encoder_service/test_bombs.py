@@ -9,9 +9,10 @@ from PIL import Image, ImageFile
 
 from encoder_service.item import Inspection
 from encoder_service.media import image
+from encoder_service.media.limits import MediaLimits
 from tests import bad_files, pictures
 
-AREA = 1 << 24
+BOUNDS = MediaLimits(max_image_area=1 << 24).bounds
 
 
 def inspected(data: bytes) -> Inspection:
@@ -22,7 +23,7 @@ def inspected(data: bytes) -> Inspection:
         mock.patch.object(Image.Image, "load", side_effect=decoded),
         mock.patch.object(ImageFile.ImageFile, "load", side_effect=decoded),
     ):
-        return image.inspect(data, AREA)
+        return image.inspect(data, BOUNDS)
 
 
 @pytest.mark.parametrize(("name", "make"), bad_files.BOMBS.items())

@@ -22,6 +22,7 @@ from common.processes import Child
 from encoder_service.item import Inspection, Options
 from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Inspect
 from tests import pictures
 from tests.launch import command_line, descendants
@@ -44,7 +45,7 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
         seconds=seconds,
         start_seconds=600.0,
         memory_bytes=memory_bytes,
-        max_image_area=1 << 24,
+        bounds=MediaLimits().bounds,
     )
     await made.start()
 
@@ -223,7 +224,7 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
 async def test_videos_leave_a_process_for_everything_else_where_there_are_several(count, at_once):
     staging = SharedBuffer.create("test", 4096)
     made = DecoderPool(
-        staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, max_image_area=1
+        staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
     )
     held = [await made.turn(video=True) for _ in range(at_once)]
     late = asyncio.create_task(made.turn(video=True))

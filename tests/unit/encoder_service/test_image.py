@@ -11,9 +11,10 @@ from PIL import Image
 
 from encoder_service.item import Inspection
 from encoder_service.media import image
+from encoder_service.media.limits import MediaLimits
 from tests import pictures
 
-AREA = 1 << 24
+BOUNDS = MediaLimits(max_image_area=1 << 24).bounds
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
@@ -23,16 +24,16 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 def test_dimensions_are_known_without_decoding_a_pixel():
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 300, 200, 8, 2, 0, 0, 0))
     undecodable = b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"not zlib") + _chunk(b"IEND", b"")
-    assert image.inspect(undecodable, AREA) == Inspection(300, 200)
+    assert image.inspect(undecodable, BOUNDS) == Inspection(300, 200)
     with pytest.raises(OSError, match=r"decod|zlib|broken"):
-        image.decode(undecodable, np.empty((1, 200, 300, 3), np.uint8))
+        image.decode(undecodable, np.empty((1, 200, 300, 3), np.uint8), BOUNDS)
 
 
 @pytest.mark.parametrize(("width", "height"), [(60000, 50000), (4097, 4096)])
 def test_dimensions_of_what_is_too_large_come_back_without_a_look_inside(width, height):
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     words = _chunk(b"IDAT", b"x") + _chunk(b"tEXt", b"Comment\0late")
-    assert image.inspect(b"\x89PNG\r\n\x1a\n" + header + words, AREA) == Inspection(width, height)
+    assert image.inspect(b"\x89PNG\r\n\x1a\n" + header + words, BOUNDS) == Inspection(width, height)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -43,19 +44,19 @@ def test_an_orientation_counts_wherever_a_png_has_it(late):
     chunk = turned[(at := turned.index(b"eXIf") - 4) : at + 12 + int.from_bytes(turned[at : at + 4], "big")]
     end = plain.index(b"IEND") - 4
     data = plain[:end] + chunk + plain[end:] if late else turned
-    assert image.inspect(data, AREA) == Inspection(20, 30)
+    assert image.inspect(data, BOUNDS) == Inspection(20, 30)
     out = np.empty((1, 30, 20, 3), np.uint8)
-    image.decode(data, out)
+    image.decode(data, out, BOUNDS)
     assert np.array_equal(out[0], np.rot90(np.asarray(pictures.noise(30, 20)), -1))
 
 
 def test_a_picture_that_changes_its_size_is_refused():
     with pytest.raises(ValueError, match="size"):
-        image.decode(pictures.encoded(pictures.noise(30, 20)), np.empty((1, 30, 20, 3), np.uint8))
+        image.decode(pictures.encoded(pictures.noise(30, 20)), np.empty((1, 30, 20, 3), np.uint8), BOUNDS)
 
 
 def test_the_upper_byte_of_16_bit_grey_is_shown():
     grey = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
     out = np.empty((1, 20, 30, 3), np.uint8)
-    image.decode(pictures.encoded(Image.fromarray(grey)), out)
+    image.decode(pictures.encoded(Image.fromarray(grey)), out, BOUNDS)
     assert np.array_equal(out[0], np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2))

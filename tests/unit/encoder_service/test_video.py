@@ -24,6 +24,7 @@ from common.arena import SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media import container, video
 from encoder_service.media.__main__ import Desk
+from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Decode, Decoded, Inspect, Refused
 from tests import bad_files, pictures
 
@@ -117,7 +118,7 @@ def test_damaged_frames_are_refused_and_do_not_end_the_process(width):
         for _ in range(chance.choice((40, 2000))):
             damaged[chance.randrange(start, len(whole) - 1000)] = chance.randrange(256)
         staging.view[: len(damaged)] = damaged
-        desk, job = Desk(staging, 1, 1 << 24), (b"x", True, 0, len(damaged))
+        desk, job = Desk(staging, 1, MediaLimits().bounds), (b"x", True, 0, len(damaged))
         answers = [*desk.answers(Inspect(*job)), *desk.answers(Decode(*job, 1 << 20, [0, 8, 16, 23], 96, width))]
         ends[type(answers[-1])] += 1
     staging.close()

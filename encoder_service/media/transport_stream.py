@@ -1,0 +1,58 @@
+"""MPEG-TS in the decode process: its packets are put into a container that has an index, and nothing is decoded.
+
+The library that decodes videos looks for a frame by the time at which it is to be decoded, and a transport stream says
+so of every packet, not of key frames alone. So it begins behind the frame that it looks for, and shows a later one.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+try:
+    import av
+except ImportError:  # a machine for a trial, whose environment was put together by hand, does without
+    av = None  # type: ignore[assignment]
+
+from encoder_service.media.bounds import Count
+
+_WEIGHT = 4
+"""For how many parts of a file a packet counts, since it is a whole frame, and is taken up twice."""
+
+
+def as_matroska(data: bytes, most: int) -> bytes:
+    """The same video in Matroska: its best stream alone, each frame a packet with its own time. Raises ValueError where
+    it cannot be read, and TooComplex for more packets than `most`."""
+    if av is None:
+        raise ValueError("transport streams take a package that is not installed")
+    file = io.BytesIO()
+    try:
+        with av.open(io.BytesIO(data), "r", format="mpegts") as given, av.open(file, "w", format="matroska") as made:
+            stream = given.streams.best("video")
+            if stream is None:
+                raise ValueError("there is no video")
+            track = made.add_stream_from_template(stream)
+            for packet in _in_order(given.demux(stream), Count(most)):
+                packet.stream = track
+                made.mux(packet)
+    except av.FFmpegError as error:
+        raise ValueError("the transport stream cannot be read") from error
+    return file.getvalue()
+
+
+def _in_order(packets: Iterator[Any], count: Count) -> Iterator[Any]:
+    """The packets of a stream that have a time. Where it jumps back, as where one stream was put behind another, what
+    follows is moved to behind what was there."""
+    last, shift = None, 0
+    for packet in packets:
+        count.add(_WEIGHT)
+        time = packet.pts if packet.dts is None else packet.dts
+        if time is None or not packet.size:  # the last one is empty
+            continue
+        if last is not None and time + shift <= last:
+            shift = last + max(packet.duration or 0, 1) - time
+        last = time + shift
+        packet.pts = (time if packet.pts is None else packet.pts) + shift
+        packet.dts = last
+        yield packet
