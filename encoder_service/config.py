@@ -40,7 +40,11 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64)
     threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
     decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
-    decode_seconds: float = option(20.0, "longest that one media file may take to decode", minimum=0.1)
+    decode_seconds: float = option(
+        20.0,
+        "longest that one media file may keep decode processes at work, to look at it and to decode it",
+        minimum=0.1,
+    )
     decode_memory_bytes: int = option(
         4 << 30,
         "memory that one decode process may map beside the staging memory",

@@ -14,6 +14,7 @@ from encoder_service.engine.batching import Unit
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.store import Entry, Place
 from encoder_service.item import Header, Item
+from encoder_service.media.allowance import Allowance
 
 T = TypeVar("T")
 
@@ -38,6 +39,8 @@ class Flight:
     landed: Progress = field(default_factory=Progress)
     """Rows that are there, from the first on; complete once the entry is."""
     timings: dict[str, float] = field(default_factory=dict)
+    allowance: Allowance | None = None
+    """The decode processes' time that is left to it; None before they are asked."""
     task: asyncio.Task[None] | None = None
     found: bool = False
     """The rows were in the shared tier, so that nothing is computed."""

@@ -22,6 +22,7 @@ from encoder_service.engine.staging import Lease, Staging
 from encoder_service.engine.store import Entry, Store
 from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels, Plan
 from encoder_service.media import embedding, geometry, limits
+from encoder_service.media.allowance import Allowance
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.models.config import ModelConfig
 
@@ -127,8 +128,16 @@ class Pipeline:
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
                 return await self._decoders.inspect(
-                    lease.ranges[0], key=flight.key, video=video, field=flight.item.field
+                    lease.ranges[0],
+                    key=flight.key,
+                    video=video,
+                    field=flight.item.field,
+                    allowance=self._allowance(flight),
                 )
+
+    def _allowance(self, flight: Flight) -> Allowance:
+        flight.allowance = flight.allowance or self._decoders.allowance()
+        return flight.allowance
 
     @asynccontextmanager
     async def _decoded(self, flight: Flight, plan: Plan) -> AsyncIterator[tuple[Range, Progress]]:
@@ -169,6 +178,7 @@ class Pipeline:
                 video=flight.item.modality is Modality.VIDEO,
                 field=flight.item.field,
                 on_frames=frames.advance,
+                allowance=self._allowance(flight),
             )
         lease.free(encoded)
         return len(plan.frames)

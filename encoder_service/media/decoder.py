@@ -19,6 +19,7 @@ from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.processes import Child, ChildDied, was_ended
 from common.stint import Stint, StoodStill
 from encoder_service.item import Inspection, Plan
+from encoder_service.media.allowance import Allowance
 from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
 from encoder_service.media.processes import DecodeProcesses
 from encoder_service.media.turns import Turn
@@ -31,7 +32,7 @@ _log = log.get("decoder")
 
 
 class DecoderPool:
-    """`processes` decode processes over one staging arena (`DecodeProcesses`), each of which has `seconds` for a job.
+    """`processes` decode processes over one staging arena (`DecodeProcesses`), each of which has `seconds` for an item.
     `start` and `stop` are its owner's."""
 
     def __init__(
@@ -75,14 +76,21 @@ class DecoderPool:
         await self._videos.acquire()
         return Turn(self._videos)
 
-    async def inspect(self, data: Range, *, key: bytes, video: bool, field: str) -> Inspection:
+    def allowance(self) -> Allowance:
+        """The time that one item has, for all of its jobs."""
+        return Allowance(self._seconds)
+
+    async def inspect(
+        self, data: Range, *, key: bytes, video: bool, field: str, allowance: Allowance | None = None
+    ) -> Inspection:
         """Parses the header of encoded bytes, in a `turn`. A video's process keeps it open under `key`, until it has
-        another one to look at.
+        another one to look at. Where no `allowance` is given, this is the item's only job.
 
         Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
         there, or those that tried were ended or stopped from outside.
         """
-        answer = await self._job(Inspect(key=key, video=video, offset=data.offset, size=data.size), field)
+        job = Inspect(key=key, video=video, offset=data.offset, size=data.size)
+        answer = await self._job(job, field, allowance or self.allowance())
         if not isinstance(answer, Inspected):
             raise ChildDied("an answer to another question")
         return Inspection(answer.width, answer.height, answer.frames, answer.fps)
@@ -97,6 +105,7 @@ class DecoderPool:
         video: bool,
         field: str,
         on_frames: Callable[[int], None] = lambda _: None,
+        allowance: Allowance | None = None,
     ) -> None:
         """Decodes the plan's frames into `pixels`, in a `turn`; raises as `inspect`.
 
@@ -112,16 +121,22 @@ class DecoderPool:
             height=plan.height,
             width=plan.width,
         )
-        await self._job(job, field, on_frames)
+        await self._job(job, field, allowance or self.allowance(), on_frames)
 
     async def _job(
-        self, job: Inspect | Decode, field: str, on_frames: Callable[[int], None] = lambda _: None
+        self,
+        job: Inspect | Decode,
+        field: str,
+        allowance: Allowance,
+        on_frames: Callable[[int], None] = lambda _: None,
     ) -> FromDecoder:
         struck, slow = False, False
         for attempt in range(1, _ATTEMPTS + 1):
+            if allowance.left <= 0:
+                raise _too_slow(field)
             child = await self.processes.take(job.key)
             try:
-                answer = await self._ask(child, job, on_frames)
+                answer = await self._ask(child, job, allowance, on_frames)
             except TimeoutError:
                 raise _too_slow(field) from None
             except StoodStill as error:
@@ -141,17 +156,22 @@ class DecoderPool:
         raise _too_slow(field) if slow else _unreadable(field)
 
     async def _ask(
-        self, child: Child[FromDecoder], job: Inspect | Decode, on_frames: Callable[[int], None]
+        self,
+        child: Child[FromDecoder],
+        job: Inspect | Decode,
+        allowance: Allowance,
+        on_frames: Callable[[int], None],
     ) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""
         self.processes.opened(child, job.key if job.video and isinstance(job, Inspect) else b"")
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
-            async with Stint(child.process.pid, self._seconds):
-                while isinstance(answer := await asyncio.shield(asked), Decoding):
-                    on_frames(answer.frames)
-                    asked = asyncio.ensure_future(child.receive())
+            with allowance.spent_by(pid := child.process.pid):
+                async with Stint(pid, allowance.left):
+                    while isinstance(answer := await asyncio.shield(asked), Decoding):
+                        on_frames(answer.frames)
+                        asked = asyncio.ensure_future(child.receive())
         except asyncio.CancelledError:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({asked}, timeout=_PATIENCE)

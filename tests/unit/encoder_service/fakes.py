@@ -10,6 +10,7 @@ from common.processes import ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
+from encoder_service.media.allowance import Allowance
 from encoder_service.media.turns import Turn
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
 
@@ -64,6 +65,7 @@ class FakeDecoders:
         self.turns = turns
         self.failure = failure
         self.jobs = 0
+        self.allowances: list[Allowance] = []
         self._videos = asyncio.Semaphore(1)
 
     async def turn(self, *, video: bool) -> Turn:
@@ -72,13 +74,27 @@ class FakeDecoders:
         await self._videos.acquire()
         return Turn(self._videos)
 
-    async def inspect(self, data: Any, *, key: bytes, video: bool, field: str) -> Inspection:
+    def allowance(self) -> Allowance:
+        return Allowance(60.0)
+
+    async def inspect(self, data: Any, *, key: bytes, video: bool, field: str, allowance: Allowance) -> Inspection:
+        self.allowances.append(allowance)
         await self._work()
         return self.seen
 
     async def decode(
-        self, data: Any, pixels: Any, plan: Any, *, key: bytes, video: bool, field: str, on_frames: Any
+        self,
+        data: Any,
+        pixels: Any,
+        plan: Any,
+        *,
+        key: bytes,
+        video: bool,
+        field: str,
+        on_frames: Any,
+        allowance: Allowance,
     ) -> None:
+        self.allowances.append(allowance)
         await self._work()
 
     async def _work(self) -> None:

@@ -24,7 +24,7 @@ from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Inspect
-from tests import pictures
+from tests import bad_files, pictures
 from tests.launch import command_line, descendants
 from tests.unit.encoder_service.engines import CONFIG
 from tests.unit.encoder_service.fakes import turns
@@ -338,3 +338,30 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
             await job
         async with asyncio.timeout(60):
             await decoders.processes.take(b"x")
+
+
+async def test_the_time_of_an_item_is_that_of_all_its_jobs():
+    plan = geometry.plan_image(Inspection(2000, 2000), CONFIG.image, Options())
+    async with pool() as (decoders, _, stage):
+        data, pixels = stage(pictures.encoded(pictures.noise(2000, 2000))), Range(PIXELS_AT, plan.pixel_bytes)
+        allowance = decoders.allowance()
+        given = allowance.left
+        for _ in range(2):
+            before = allowance.left
+            await decoders.decode(data, pixels, plan, key=b"x", video=False, field="x", allowance=allowance)
+            assert allowance.left < before
+        allowance.left -= given
+        with pytest.raises(InvalidInput) as refused:
+            await decoders.decode(data, pixels, plan, key=b"x", video=False, field="x", allowance=allowance)
+        assert refused.value.reason == "MEDIA_TOO_SLOW"
+        assert not decoders.processes.restarts
+
+
+async def test_a_file_of_too_many_parts_is_refused_by_name_and_a_good_one_is_read_next():
+    async with pool() as (decoders, _, stage):
+        crowded = bad_files.png(64, 64, extra=bad_files.chunk(b"prVt", b"") * 40_000)
+        with pytest.raises(InvalidInput) as refused:
+            await decoders.inspect(stage(crowded), key=b"x", video=False, field="x")
+        assert (refused.value.reason, refused.value.field) == ("MEDIA_TOO_COMPLEX", "x")
+        good = stage(pictures.encoded(pictures.noise(50, 40)))
+        assert await decoders.inspect(good, key=b"x", video=False, field="x") == Inspection(50, 40)

@@ -56,12 +56,12 @@ class Busy(FakeDecoders):
         self.kind = kind
         self.go_on = asyncio.Event()
 
-    async def inspect(self, data, *, key, video, field):
+    async def inspect(self, data, *, key, video, field, allowance):
         if video and self.kind == "inspect":
             await self.go_on.wait()
         return self.seen if video else Inspection(56, 56)
 
-    async def decode(self, data, pixels, plan, *, key, video, field, on_frames):
+    async def decode(self, data, pixels, plan, *, key, video, field, on_frames, allowance):
         if video and self.kind == "decode":
             await self.go_on.wait()
 
@@ -94,3 +94,11 @@ async def test_who_leaves_gives_its_turn_to_the_next_video(monkeypatch, kind):
             await asyncio.gather(waiting, return_exceptions=True)
             await turns(50)
             assert not made.pipeline.staging.used
+
+
+async def test_all_jobs_of_an_item_draw_on_one_allowance(monkeypatch):
+    decoders = FakeDecoders(Inspection(56, 56))
+    async with encoder(monkeypatch, decoders=decoders) as (made, _):
+        await rows(made, item())
+    first, second = decoders.allowances
+    assert first is second
