@@ -16,7 +16,7 @@ _STOP_SECONDS = 30
 @contextmanager
 def process(module: str, *flags: str) -> Iterator[str]:
     """Starts `python -m module` on a free port; gives the address of its `ready` line, and drains it at the end."""
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environ = {"TWINLENS_LLM_KERNELS": "wait", **os.environ, "PYTHONUNBUFFERED": "1"}  # torch would be measured instead
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:

@@ -57,6 +57,7 @@ class CompilingProcess:
     def __init__(self, names: Sequence[str]) -> None:
         self.readiness = Readiness.WAITING
         self._names = names
+        self._begun = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "common.kernels.compile", *names],
             stdin=subprocess.DEVNULL,
@@ -78,6 +79,7 @@ class CompilingProcess:
             _log.warning("our kernels cannot be compiled", cause=f"not kept: {', '.join(missing)}")
             self.readiness = Readiness.FAILED
         else:
+            _log.info("our kernels are compiled", seconds=round(time.monotonic() - self._begun, 1))
             self.readiness = Readiness.THERE
 
 

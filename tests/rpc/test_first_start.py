@@ -28,13 +28,13 @@ def test_a_first_start_serves_with_torch_and_changes_over_on_all_ranks(
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     prompt = asked(user("Tell me about two red circles."), greedy(24))
     flags = {**LLM_FLAGS, "tp": 2, "attention": "torch", "metrics_listen": "127.0.0.1:0"}
-    with llm_server(checkpoint, **flags, kernels="auto") as service, LlmClient(service.address) as llm:
+    with llm_server(checkpoint, **flags, light=False, kernels="auto") as service, LlmClient(service.address) as llm:
         assert said(service, MEANWHILE) == 2
         first = tokens(llm, prompt)
         until(lambda: said(service, CHANGED) == 2, "both ranks compute with our kernels")
         assert tokens(llm, prompt) == first
         until(lambda: not scrape(service.metrics)["twinlens_llm_kernels_compiling"], "the metric says so")
         assert not service.children(COMPILER)
-    with llm_server(checkpoint, **flags, kernels="auto") as service, LlmClient(service.address) as llm:
+    with llm_server(checkpoint, **flags, light=False, kernels="auto") as service, LlmClient(service.address) as llm:
         assert tokens(llm, prompt) == first
         assert not said(service, MEANWHILE), "the second start finds what the first one made"
