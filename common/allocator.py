@@ -8,6 +8,7 @@ a message into it does. A service that streams such messages all day keeps the m
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # the numbers of malloc.h
 
@@ -51,6 +52,12 @@ def bytes_in_use() -> int:
     mallinfo2.restype = _Mallinfo2
     found = mallinfo2()
     return int(found.uordblks) + int(found.hblkhd)
+
+
+def freeze_objects() -> None:
+    """What has been made by now stays for good: the collector of garbage need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> bool:

@@ -33,6 +33,9 @@ _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 
+_STRANGERS_SECONDS = 1.0
+"""From one line about callers without the token to the next."""
+
 _MOST_ASKED = 64 << 10
 """Bytes of a message to health checks and reflection."""
 
@@ -43,6 +46,28 @@ _log = log.get("rpc")
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+def _nobody(_reason: str) -> None:
+    """Who is told of errors where no one asked to be."""
+
+
+class Quiet:
+    """Lets one line through in so many seconds, and counts the others: what strangers cause must not fill a disk."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+        self._others = 0
+
+    def says(self) -> int | None:
+        """How many were not let through since the last one; None for one that is not."""
+        now = time.monotonic()
+        if now < self._next:
+            self._others += 1
+            return None
+        others, self._others, self._next = self._others, 0, now + self._seconds
+        return others
 
 
 class Call:
@@ -83,6 +108,9 @@ class CallFrame(grpc.aio.ServerInterceptor):
         self._token = token.encode()
         self._most_calls = most_calls
         self._intake = intake or Intake(256 << 20, 68 << 20)
+        self.on_error: Callable[[str], None] = _nobody
+        """Is told the reason of each call that ends in an error."""
+        self._strangers = Quiet(_STRANGERS_SECONDS)
         self._calls: set[Call] = set()
         self._others: set[Call] = set()
         self.closed = False
@@ -110,7 +138,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Wraps the handler of a call; without the right token, none is reached."""
         if not self._admits(details):
-            return grpc.stream_stream_rpc_method_handler(_refuse)
+            return grpc.stream_stream_rpc_method_handler(self._stranger)
         handler = await continuation(details)
         if handler is None:
             return None
@@ -133,6 +161,13 @@ class CallFrame(grpc.aio.ServerInterceptor):
         if isinstance(given, str):
             given = given.encode()
         return hmac.compare_digest(given, b"Bearer " + self._token)
+
+    async def _stranger(self, _requests: Any, context: Context) -> NoReturn:
+        error = errors.Unauthenticated("a valid bearer token is needed")
+        self.on_error(error.reason)
+        if (before := self._strangers.says()) is not None:
+            _log.warning("refused", reason=error.reason, peer=context.peer(), others=before)
+        await fail(context, error)
 
     def _call(
         self, method: str, run: Callable[..., Awaitable[Any]], read: Callable[[bytes], Any]
@@ -216,9 +251,12 @@ class CallFrame(grpc.aio.ServerInterceptor):
                     return await run(request.take(), context)
                 metadata = context.invocation_metadata() or ()
                 with tracing.serving(method, metadata, request_id=request.name):
+                    if trace := tracing.trace_id():
+                        log.bind(trace_id=trace)
                     return await run(request.take(), context)
             except errors.TwinlensError as error:
                 code, call.settled = error.reason, True
+                self.on_error(code)
                 await fail(context, error)
             except _CallerLeft:
                 code = "CANCELLED"
@@ -227,6 +265,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 call.settled = True
                 if call.ending is not None:
                     code = call.ending.reason
+                    self.on_error(code)
                     await fail(context, call.ending)
                 code = "CANCELLED"
                 task = asyncio.current_task()
@@ -239,6 +278,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
                 if isinstance(error, grpc.aio.AbortError):
                     raise
                 code, call.settled = "INTERNAL", True
+                self.on_error(code)
                 _log.exception("a handler failed")
                 await fail(context, errors.Internal("the service failed to handle this call"))
             finally:
@@ -337,10 +377,6 @@ def _check(request: Any) -> None:
 
 def _malformed() -> errors.InvalidInput:
     return errors.InvalidInput("the message cannot be read", reason="MALFORMED_MESSAGE")
-
-
-async def _refuse(_requests: Any, context: Context) -> NoReturn:
-    await fail(context, errors.Unauthenticated("a valid bearer token is needed"))
 
 
 async def fail(context: Context, error: errors.TwinlensError) -> NoReturn:

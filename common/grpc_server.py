@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from common import log, papers
+from common import grpc_reflection, log, papers
 from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.grpc_calls import CallFrame
-from common.intake import UNREAD, Intake
+from common.intake import UNREAD, Intake, most_at_once
 
 _log = log.get("server")
 
@@ -79,8 +78,8 @@ class ServerConfig:
         )
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
-        if self.max_inflight_bytes - self.max_inflight_bytes // 8 < self.max_message_bytes:
-            raise ValueError("seven eighths of --max-inflight-bytes must hold one message of --max-message-bytes")
+        if most_at_once(self.max_inflight_bytes) < self.max_message_bytes:
+            raise ValueError("--max-inflight-bytes must be 16/7 of --max-message-bytes at least, or none would come in")
         self.token()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
@@ -121,8 +120,10 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._announced, self._ready = False, True
         self._reports: set[asyncio.Task[None]] = set()
-        intake = Intake(config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds)
-        self._frame = CallFrame(config.token(), config.max_concurrent_calls, intake)
+        self._intake = Intake(
+            config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
+        )
+        self._frame = CallFrame(config.token(), config.max_concurrent_calls, self._intake)
         self.server = grpc.aio.server(
             interceptors=[self._frame],
             options=[
@@ -143,8 +144,12 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        grpc_reflection.serve((*self._names, health.SERVICE_NAME), self.server)
         self.address = ""
+
+    def watch(self, on_error: Callable[[str], None]) -> None:
+        """Has `on_error` told the reason of each call that ends in an error."""
+        self._frame.on_error = on_error
 
     async def bind(self) -> None:
         """Opens the port and answers health checks (NOT_SERVING). Raises OSError where the port cannot be had."""
@@ -198,6 +203,11 @@ class GrpcServer:
     def stop(self) -> None:
         """Makes `wait` return."""
         self._stop.set()
+
+    @property
+    def inflight_bytes(self) -> int:
+        """What requests that are here or coming count as, of `max_inflight_bytes`."""
+        return self._intake.held + self._intake.arriving
 
     @property
     def open_calls(self) -> int:

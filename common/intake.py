@@ -1,9 +1,9 @@
 """Requests on their way in, under one budget of bytes over all calls.
 
-A message counts from its first byte until its call ends. While it comes, gRPC holds what has come, and what that is is
-measured: the bytes that its connection has received since the oldest message that is still coming was asked for
-(`received`). A caller may say how large a message is; then so much is set aside before it comes, and where there is no
-room it is refused before it costs anything. Nobody is believed who sends more than he said.
+A message counts from its first byte until its call ends, and twice while it comes: gRPC holds what has come, and hands
+it over as a copy. How much has come is measured: the bytes that its connection has received since the oldest message
+that is still coming was asked for (`received`). A caller may say how large a message is; then so much is set aside
+before it comes, and where there is no room it is refused before it costs anything. Nobody is believed who sends more.
 
 Where the budget is spent, those give way whose connection stands still, then those who have sent the most beyond what
 they said; a message that is all here is safe. An eighth of the budget is for small messages alone, so that whoever
@@ -14,8 +14,10 @@ fills the rest stops nobody who asks a short question or shows a small picture. 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -33,12 +35,16 @@ STATED = "twinlens-request-bytes"
 UNREAD = 64 << 10
 """Bytes of a message that gRPC takes before it is asked for: a stream's window. Every message counts as so many."""
 
-_LOOK_SECONDS = 0.02
-_STILL_SECONDS = 1.0
-"""What has stood still for so long gives way to others."""
+_COPIES = 2
+"""Of a message that is just being handed over."""
 
-_TIDY_BYTES, _TIDY_SECONDS = 32 << 20, 2.0
-"""After so many bytes have come and gone, and as much time, what is free goes back to the system."""
+_LARGE = 8 << 20
+"""Bytes of a message after which garbage is looked for; what was loaded before the service began is left out of that
+(`allocator.settle`)."""
+
+_LOOK_SECONDS = 0.02
+_SOON_SECONDS, _TIDY_SECONDS = 0.01, 2.0
+"""How long after a large message, and after as many bytes of small ones, what is free goes back to the system."""
 
 _log = log.get("intake")
 
@@ -78,12 +84,12 @@ class _Connection:
 
     @property
     def bytes(self) -> int:
-        """What its messages count as."""
+        """What its messages amount to."""
         return max(self.stated, self.received - self.base)
 
-    def excess(self, now: float) -> int:
-        """What it would have to give way with."""
-        return self.bytes if now - self.moved > _STILL_SECONDS else self.bytes - self.stated
+    def excess(self, still_since: float) -> int:
+        """What of that it would have to give way with; all, where it has brought nothing since then."""
+        return self.bytes if self.moved <= still_since else self.bytes - self.stated
 
     def note(self, received: int, now: float) -> None:
         """So much has come by now."""
@@ -102,7 +108,7 @@ class _Connection:
 
 class Intake:
     """The budget: `most` bytes, of which messages of up to `largest` come. `received` says what a connection has
-    brought. It is used on one event loop."""
+    brought; who has brought nothing for `still_seconds` gives way. It is used on one event loop."""
 
     def __init__(
         self,
@@ -110,23 +116,26 @@ class Intake:
         largest: int,
         *,
         stall_seconds: float = 10.0,
+        still_seconds: float = 1.0,
         received: Callable[[Address], int | None] | None = None,
     ) -> None:
         self._most = most
         self._largest = largest
         self._stall_seconds = stall_seconds
+        self._still_seconds = still_seconds
         self._received = received or Sockets().received
         self._connections: dict[str, _Connection] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._gone = 0
-        self._tidying: asyncio.TimerHandle | None = None
+        self._tidying: dict[float, asyncio.TimerHandle] = {}
+        self._trimming: Future[bool] | None = None
         self.held = 0
         """Bytes of messages that are here."""
 
     @property
     def arriving(self) -> int:
         """Bytes that messages on their way in count as."""
-        return sum(connection.bytes for connection in self._connections.values())
+        return _COPIES * sum(connection.bytes for connection in self._connections.values())
 
     @contextmanager
     def arrival(self, peer: str, call: Ends, stated: int = 0) -> Iterator[Callable[[int], None]]:
@@ -154,7 +163,18 @@ class Intake:
             self._churn(size)
 
     def let_go(self, size: int) -> None:
-        """So much of what was held is needed no more."""
+        """A call that has held so much is over. Where that is much, it counts until it is gone for certain: an error
+        that ended the call may be part of a circle, with all that its traceback leads to."""
+        if size >= _LARGE:
+            asyncio.get_running_loop().call_soon(self._collected, size)
+        else:
+            self._released(size)
+
+    def _collected(self, size: int) -> None:
+        gc.collect()
+        self._released(size)
+
+    def _released(self, size: int) -> None:
         self.held -= size
         self._churn(size)
 
@@ -173,15 +193,15 @@ class Intake:
 
     def _make_room(self, wanted: int) -> None:
         """Raises Exhausted where so much has no room, though all have given way who have more and have no claim."""
-        most = self._most if wanted <= SMALL else self._most - self._most // 8
-        while self.held + self.arriving + wanted > most:
+        most = self._most if wanted <= SMALL else most_at_once(self._most) * _COPIES
+        while self.held + self.arriving + _COPIES * wanted > most:
             if not self._one_gives_way(more_than=max(wanted, SMALL)):
                 raise _full()
 
     def _one_gives_way(self, more_than: int) -> bool:
-        now = time.monotonic()
-        largest = max(self._connections.items(), key=lambda each: each[1].excess(now), default=None)
-        if largest is None or largest[1].excess(now) <= more_than:
+        still_since = time.monotonic() - self._still_seconds
+        largest = max(self._connections.items(), key=lambda each: each[1].excess(still_since), default=None)
+        if largest is None or largest[1].excess(still_since) <= more_than:
             return False
         self._end(*largest, _full())
         return True
@@ -218,14 +238,33 @@ class Intake:
         self._watch()
 
     def _churn(self, size: int) -> None:
+        """So many bytes have been freed, or are going to be: of what gRPC had, or of what was made of it."""
         self._gone += size
-        if self._gone >= _TIDY_BYTES and self._tidying is None:
-            self._tidying = asyncio.get_running_loop().call_later(_TIDY_SECONDS, self._tidy)
+        if size >= _LARGE:
+            self._tidy_in(_SOON_SECONDS)
+        if self._gone >= _LARGE:
+            self._tidy_in(_TIDY_SECONDS)
 
-    def _tidy(self) -> None:
-        """Gives memory that such messages have left back to the system, beside the event loop: it takes its time."""
-        self._gone, self._tidying = 0, None
-        tasks.in_daemon(give_back)
+    def _tidy_in(self, seconds: float) -> None:
+        if seconds not in self._tidying:
+            self._tidying[seconds] = asyncio.get_running_loop().call_later(seconds, self._tidy, seconds)
+
+    def _tidy(self, seconds: float) -> None:
+        """Gives what is free back to the system, beside the event loop, since it takes its time: else what gRPC had of
+        a message stays. Once more after a while, when others have let go of what they had of it too."""
+        del self._tidying[seconds]
+        if self._trimming is not None and not self._trimming.done():
+            self._tidy_in(seconds)
+            return
+        if seconds == _TIDY_SECONDS:
+            self._gone = 0
+            gc.collect()
+        self._trimming = tasks.in_daemon(give_back)
+
+
+def most_at_once(budget: int) -> int:
+    """The largest message that a budget of bytes lets in."""
+    return (budget - budget // 8) // _COPIES
 
 
 def _full() -> Exhausted:

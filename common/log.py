@@ -50,10 +50,20 @@ def configure(level: str, *, service: str) -> None:
             *_rendered(people=sys.stderr is not None and sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Sink(sys.stderr))),
+        logger_factory=_to(sys.stderr),
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def write_to(stream: TextIO) -> None:
+    """Lines go there from now on."""
+    structlog.configure(**{**structlog.get_config(), "logger_factory": _to(stream)})
+
+
+def _to(stream: TextIO | None) -> structlog.WriteLoggerFactory:
+    """A line is one write, so that those of several processes do not run into each other."""
+    return structlog.WriteLoggerFactory(cast(TextIO, _Sink(stream)))
 
 
 def _rendered(*, people: bool) -> list[Any]:

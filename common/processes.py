@@ -22,6 +22,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from common import foreign_log
+
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 256 << 20
@@ -138,6 +140,7 @@ class Child(Generic[ReceiveT]):
                 str(theirs.fileno()),
                 *map(str, fds),
                 stdin=asyncio.subprocess.DEVNULL,
+                stderr=foreign_log.descriptor(),
                 pass_fds=(theirs.fileno(), *fds),
                 env={**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
             )

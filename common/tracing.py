@@ -89,6 +89,25 @@ def serving(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes
         yield
 
 
+def trace_id() -> str:
+    """The trace that the current span belongs to, as 32 digits; empty where there is none."""
+    if _sink.tracer is None:
+        return ""
+    from opentelemetry.trace import format_trace_id, get_current_span
+
+    context = get_current_span().get_span_context()
+    return format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+def failed(reason: str) -> None:
+    """The current span is of something that failed, though no exception leaves it."""
+    if _sink.tracer is None:
+        return
+    from opentelemetry.trace import StatusCode, get_current_span
+
+    get_current_span().set_status(StatusCode.ERROR, reason)
+
+
 @contextmanager
 def span(name: str, **attributes: str | int) -> Iterator[None]:
     """A span of its own for the length of the block, under the one that the block is in."""

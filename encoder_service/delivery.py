@@ -59,6 +59,7 @@ class Delivery:
                     yield event
         except TwinlensError as failure:
             self._meters.failed(failure.reason)
+            tracing.failed(failure.reason)
             yield encoder_pb2.EncodeResponse(error=convert.error(self._index, failure))
 
     async def _told(self, ticket: Ticket) -> Events:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
@@ -22,7 +22,7 @@ class Meters:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._stages = metrics.histogram("stage_seconds", "seconds of one item in one stage", ["stage"])
-        self._errors = metrics.counter("errors", "items that got an error, by its reason", ["reason"])
+        self._errors = metrics.counter("errors", "items and calls that got an error, by its reason", ["reason"])
         self._fill = metrics.histogram("batch_fill", "patches of a batch, of the most that it may have", buckets=SHARES)
         self._units = metrics.histogram("batch_units", "pictures and pieces of videos in a batch", buckets=_UNITS)
         self._preprocess = metrics.histogram("preprocess_seconds", "seconds from pixels to patches, for a batch")
@@ -32,6 +32,11 @@ class Meters:
         """Has every scrape say what this service is, for other series to be joined with."""
         about = "what this service is, by its labels; always 1"
         self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
+
+    def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
+        """Has every scrape read what requests hold."""
+        about = "bytes of requests that are here or coming"
+        self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
     def watch(self, encoder: Encoder, link: Link) -> None:
         """Has every scrape read queues, totals and the store."""

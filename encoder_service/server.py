@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from common import log, tracing
+from common import foreign_log, log, tracing
+from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
@@ -50,6 +51,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     Raises CheckpointError, WorkerError or OSError where it cannot begin.
     """
     log.configure(config.log_level, service="encoder")
+    foreign_log.adopt()
     tracing.start("twinlens-encoder")
     checkpoint = Checkpoint.resolve(config.model)
     model = model_config.read(checkpoint)
@@ -70,6 +72,8 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         await frame.bind()
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
+        frame.watch(meters.failed)
+        meters.watch_requests(lambda: frame.inflight_bytes)
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
 
         def report() -> None:
@@ -143,6 +147,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         )
         meters.watch(encoder, link)
         servicer.parts = Parts(config, checkpoint.name, encoder, link, meters)
+        freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
         await frame.drain()

@@ -6,7 +6,7 @@ They are the names that engines of this field use, where they have one for the t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
@@ -41,6 +41,7 @@ class Meters:
         self._answers = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
         self._ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
         self._outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
+        self._errors = metrics.counter("errors", "calls that got an error, by its reason", ["reason"])
 
     def describe(self, **labels: str) -> None:
         """Has every scrape say what this service is, for other series to be joined with."""
@@ -50,6 +51,15 @@ class Meters:
     def request(self) -> RequestMeter:
         """For a request that has just come."""
         return RequestMeter(self)
+
+    def failed(self, reason: str) -> None:
+        """A call got an error."""
+        self._errors.labels(reason).inc()
+
+    def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
+        """Has every scrape read what requests hold."""
+        about = "bytes of requests that are here or coming"
+        self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
     def watch(
         self, generator: Generator, engine: EngineFront, rows: RowStore, landing: Landing, pool: EncoderPool

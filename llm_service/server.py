@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from common import log, tracing
+from common import foreign_log, log, tracing
+from common.allocator import freeze_objects
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
@@ -51,6 +52,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     Raises CheckpointError, OSError or Internal where it cannot begin.
     """
     log.configure(config.log_level, service="llm")
+    foreign_log.adopt()
     tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
     text = TextConfig.of(checkpoint.config)
@@ -104,6 +106,8 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             device=settings.device,
             dtype=settings.dtype,
         )
+        frame.watch(meters.failed)
+        meters.watch_requests(lambda: frame.inflight_bytes)
         compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
         generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
@@ -140,6 +144,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             return
         stopped.cancel()
         await starting
+        freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
 

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common import errors, grpc_calls
+from common import errors, grpc_calls, tracing
 from common.errors import OUTCOMES, TwinlensError
 from common.grpc_calls import CallFrame, fail, from_plain_status
 from common.grpc_channel import from_rpc_error
@@ -315,6 +315,67 @@ async def test_health_and_reflection_ask_for_the_token_too() -> None:
     frame.stop()
     await frame.wait()
     await frame.drain()
+
+
+@pytest.mark.parametrize("package", ["v1", "v1alpha"])
+async def test_reflection_answers_by_both_of_its_names(package: str) -> None:
+    frame = GrpcServer(ServerConfig(), ["twinlens.v1.LlmService"])
+    await frame.bind()
+    name = f"grpc.reflection.{package}.ServerReflection"
+    request, response = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+    async with grpc.aio.insecure_channel(frame.address) as channel:
+        look = channel.stream_stream(f"/{name}/ServerReflectionInfo", request.SerializeToString, response.FromString)
+        asking = [request(list_services=""), *(request(file_containing_symbol=name) for _ in range(2))]
+        services, *files = [answer async for answer in look(iter(asking))]
+        assert name in {service.name for service in services.list_services_response.service}
+        assert all(answer.file_descriptor_response.file_descriptor_proto for answer in files)
+        assert f"reflection.{package}".encode() in files[0].file_descriptor_response.file_descriptor_proto[0]
+    await frame.drain()
+
+
+async def test_refused_strangers_are_counted_and_logged_without_filling_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with Serving(TOKEN) as serving:
+        reasons: list[str] = []
+        serving.frame.on_error = reasons.append
+        for _ in range(20):
+            await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest(), metadata=bearer("open")))
+        assert reasons == ["UNAUTHENTICATED"] * 20
+    lines = [line for line in capsys.readouterr().out.splitlines() if "UNAUTHENTICATED" in line]
+    assert 1 <= len(lines) < 20
+    assert "ipv4:127.0.0.1:" in lines[0] or "ipv6:" in lines[0]
+    assert "open" not in lines[0], "no part of what was sent"
+
+
+async def test_the_reason_of_each_failed_call_is_told_once() -> None:
+    async with Serving(most_calls=1) as serving:
+        reasons: list[str] = []
+        serving.frame.on_error = reasons.append
+        holding = serving.stub.Generate(v1.GenerateRequest(model="silent"))
+        await holding.read()
+        await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
+        holding.cancel()
+        await asyncio.to_thread(until, lambda: serving.frame.open_calls == 0, "it has ended")
+        assert await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())
+        serving.servicer.act = raising(RuntimeError("oh"))
+        await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
+        assert reasons == ["TOO_MANY_CALLS", "INTERNAL"]
+
+
+async def test_lines_of_a_traced_call_name_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    tracing.use(TracerProvider())
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    try:
+        async with Serving() as serving:
+            metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+            await _drained(serving.stub.Generate(v1.GenerateRequest(), metadata=metadata))
+    finally:
+        tracing.use(None)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "outcome=" in line]
+    assert f"trace_id={trace}" in line
 
 
 async def test_what_is_sent_may_be_larger_than_what_is_accepted() -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from common import tracing
 from common.arena import Range
 from common.row_frames import RowsFrame, unpack
+from encoder_service import convert
 from encoder_service.delivery import Delivery, Events
 from encoder_service.engine import pieces
 from encoder_service.engine.encode import Encoder
@@ -50,8 +52,13 @@ class Bench:
 
     def events(self) -> Events:
         """The stream of the clip, by the way that is tested alone."""
-        request = encoder_pb2.EncodeRequest(items=[CLIP], accepts=[self.reader.number], host=self.host)
-        return Delivery(self.made, self.link, NoMeters(), request, 0).events()  # type: ignore[arg-type]
+        return self.asked(CLIP)
+
+    def asked(self, media: media_pb2.Media) -> Events:
+        """The stream of any item."""
+        request = encoder_pb2.EncodeRequest(accepts=[self.reader.number], host=self.host)
+        (order,) = convert.items([media], "", 0)
+        return Delivery(self.made, self.link, NoMeters(), request, 0, order).events()  # type: ignore[arg-type]
 
     async def compute(self) -> None:
         """The worker computes the next frame group: rows that hold its number."""
@@ -181,6 +188,26 @@ async def test_a_reader_who_is_behind_when_the_rest_fails_hears_why(bench: Bench
         assert await bench.read(run) == rows_of(1)
         last = [event async for event in events]
         assert last[-1].error.status.reason == "ENCODE_FAILED"
+
+
+async def test_an_item_that_fails_is_an_error_of_its_calls_span(bench: Bench) -> None:
+    """What is wrong with it is an event of the stream, and no exception."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    tracing.use(provider)
+    try:
+        with tracing.serving("Encode", ()):
+            (event,) = [event async for event in bench.asked(media_pb2.Media())]
+    finally:
+        tracing.use(None)
+    assert isinstance(event, encoder_pb2.EncodeResponse)
+    assert event.error.status.reason == "BAD_MODALITY"
+    (call,) = spans.get_finished_spans()
+    assert (call.status.status_code.name, call.status.description) == ("ERROR", "BAD_MODALITY")
 
 
 async def test_a_stream_that_is_closed_between_two_groups_leaves_nothing(bench: Bench) -> None:
