@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Final
 
 MODULES: Final = {
+    "av": "av",
     "decord2": "decord",
     "google-crc32c": "google_crc32c",
     "googleapis-common-protos": "google.rpc",
