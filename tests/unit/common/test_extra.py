@@ -38,5 +38,5 @@ def test_a_service_says_so_before_it_imports_what_is_missing(service: str) -> No
     )
     assert started.returncode == 1
     (line,) = started.stderr.splitlines()
-    assert line.startswith(f"{service}: not installed: decord2, ")
+    assert line.startswith(f"{service}: not installed: av, ")
     assert line.endswith("pip install 'twinlens[services]'")
