@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
@@ -100,12 +101,13 @@ def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
     )
 
 
-def items(given: Sequence[media_pb2.Media], salt: str, priority: int) -> list[Order]:
-    """Every item of a request with its MIME type, or with what is wrong with it."""
+def items(given: Sequence[media_pb2.Media], salt: str, priority: int, connection: str = "") -> list[Order]:
+    """Every item of a request that came over a connection, with its MIME type, or with what is wrong with it."""
+    peer = connection.rpartition(":")[0]  # without its port
     orders: list[Order] = []
     for index, media in enumerate(given):
         try:
-            orders.append((item(media, index, salt, priority), media.mime_type))
+            orders.append((replace(item(media, index, salt, priority), peer=peer), media.mime_type))
         except TwinlensError as error:
             orders.append(error)
     return orders

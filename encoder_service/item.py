@@ -59,7 +59,7 @@ class Embedding:
 @dataclass(frozen=True, slots=True)
 class Item:
     """One picture or video to encode: encoded bytes, where they are, decoded pixels, rows, or a key alone. `field` is
-    its place in the request."""
+    its place in the request, `peer` the host that asks."""
 
     modality: Modality
     source: Source
@@ -67,6 +67,12 @@ class Item:
     salt: str = ""
     priority: int = 0
     field: str = ""
+    peer: str = ""
+
+    @property
+    def caller(self) -> tuple[str, str]:
+        """Whose it is: a tenant's, by its salt, or, where there is none, its peer's."""
+        return self.salt, "" if self.salt else self.peer
 
     @property
     def size(self) -> int:

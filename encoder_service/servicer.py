@@ -61,7 +61,7 @@ class EncoderServicer(EncoderServiceServicer):
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
         orders, rest = (
-            convert.items(request.items, request.cache_salt, request.priority),
+            convert.items(request.items, request.cache_salt, request.priority, context.peer()),
             convert.without_items(request),
         )
         del request
@@ -87,7 +87,7 @@ class EncoderServicer(EncoderServiceServicer):
         parts = self._ready()
         convert.check_items(request.items, parts.config)
         answer = encoder_pb2.PrefetchResponse()
-        orders = convert.items(request.items, request.cache_salt, request.priority)
+        orders = convert.items(request.items, request.cache_salt, request.priority, context.peer())
         del request
         found = await asyncio.gather(*(self._prefetch(parts, index, order) for index, order in enumerate(orders)))
         for each in found:

@@ -48,7 +48,7 @@ class Contents:
             most = limits.most_bytes(item.modality, self._limits)
             try:
                 content = await self._downloads.run(
-                    (address, item.salt, item.modality), lambda: self._fetcher.fetch(address, most, field)
+                    (address, item.salt, item.modality), lambda: self._fetcher.fetch(address, most, field, item.caller)
                 )
             except TwinlensError as shared:
                 raise shared.at(field) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -141,6 +142,22 @@ class HostRules:
         if rule is None:
             raise forbidden(field)
         return rule
+
+
+def literal(host: str) -> str:
+    """The IP address that a host is, in the usual spelling; empty for a name.
+
+    >>> [literal(host) for host in ("0x7f.1", "2130706433", "::1", "example.org")]
+    ['127.0.0.1', '127.0.0.1', '::1', '']
+    """
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except OSError:
+        pass
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return ""
 
 
 def is_reachable(answer: str, *, private: bool) -> bool:

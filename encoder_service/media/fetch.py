@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import httpcore2
 
@@ -19,7 +20,8 @@ from common import log
 from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
 from common.tasks import in_daemon
-from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, parse
+from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
+from encoder_service.media.places import Caller, Place, Places
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """From a host and a port to every IP address that the host has; raises OSError where there is none."""
@@ -45,13 +47,36 @@ class FetchConfig:
     allow_private_media_host: tuple[str, ...] = option(
         (), "the same, for hosts that may be in a private network or on this machine", parse=words
     )
-    fetch_seconds: float = option(15.0, "longest that one download may take", minimum=0.1)
+    fetch_seconds: float = option(
+        15.0, "longest that one download may take, its wait for a place included", minimum=0.1
+    )
     fetch_stall_seconds: float = option(5.0, "longest wait for a media host's next bytes", minimum=0.1)
-    max_fetches: int = option(16, "downloads under way at once; further ones wait", minimum=1)
+    max_fetches: int = option(
+        32,
+        "downloads under way at once, of which one host or caller that is alone has half; further ones wait",
+        minimum=1,
+    )
 
     def check_fetch(self) -> None:
         """Raises ValueError for an entry that is not a host."""
         HostRules(self.allow_media_host, self.allow_private_media_host)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a caller asked for, and whether it `waits` for a place just now."""
+
+    most_bytes: int
+    field: str
+    caller: Caller
+    waits: bool = False
+
+    async def waiting(self, place: Awaitable[Place]) -> Place:
+        """The place, once it is there."""
+        self.waits = True
+        taken = await place
+        self.waits = False
+        return taken
 
 
 class Fetcher:
@@ -63,45 +88,52 @@ class Fetcher:
         self._rules = HostRules(config.allow_media_host, config.allow_private_media_host)
         self._seconds = config.fetch_seconds
         self._stall = config.fetch_stall_seconds
-        self._slots = asyncio.Semaphore(config.max_fetches)
-        self._look_ups = asyncio.Semaphore(config.max_fetches)
-        self._resolve = resolve or self._look_up
+        self._downloads = Places(config.max_fetches)
+        self._look_ups = Places(config.max_fetches)
+        self._resolve = resolve
         self._tls = tls
 
     def check(self, url: str, field: str) -> Address:
-        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden; looks nothing up."""
+        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden; looks nothing up, so that
+        of a host's name it is not known yet whether the host may be connected to."""
         address = parse(url, field)
-        self._rules.find(address, field)
+        rule = self._rules.find(address, field)
+        number = literal(address.host)
+        if number and not is_reachable(number, private=rule.private):
+            raise forbidden(field)
         return address
 
-    async def fetch(self, url: str, most_bytes: int, field: str) -> bytearray:
-        """The content at an address, at most `most_bytes`.
+    async def fetch(self, url: str, most_bytes: int, field: str, caller: Caller = ("", "")) -> bytearray:
+        """The content at an address, at most `most_bytes`, for a caller who shares the places with others.
 
         Raises InvalidInput (an address that makes no sense, too many redirects, content that is too large), Forbidden,
-        Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow).
+        Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow, or
+        all places for it or for the caller are taken for too long).
         """
-        address = self.check(url, field)
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    return await self._follow(address, most_bytes, field)
-            except (TimeoutError, httpcore2.TimeoutException):
-                raise DeadlineExceeded("the media host is too slow", reason="MEDIA_HOST_SLOW", field=field) from None
-            except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
-                _log.info("a media host failed", host=address.host, why=type(error).__name__)
-                raise _failed("the media host cannot be reached, or broke off", field) from None
+        address, asked = self.check(url, field), _Asked(most_bytes, field, caller)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._follow(address, asked)
+        except (TimeoutError, httpcore2.TimeoutException):
+            raise _too_late(asked) from None
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
+            _log.info("a media host failed", host=address.host, why=type(error).__name__)
+            raise _failed("the media host cannot be reached, or broke off", field) from None
 
-    async def _follow(self, address: Address, most_bytes: int, field: str) -> bytearray:
+    async def _follow(self, address: Address, asked: _Asked) -> bytearray:
         for _ in range(_MOST_REDIRECTS + 1):
-            found = await self._get(address, most_bytes, field)
+            with await asked.waiting(self._downloads.take(address.host, asked.caller)):
+                found = await self._get(address, asked)
             if isinstance(found, bytearray):
                 return found
-            address = address.joined(found, field)
-        raise InvalidInput(f"more than {_MOST_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=field)
+            address = address.joined(found, asked.field)
+        raise InvalidInput(f"more than {_MOST_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=asked.field)
 
-    async def _get(self, address: Address, most_bytes: int, field: str) -> bytearray | str:
+    async def _get(self, address: Address, asked: _Asked) -> bytearray | str:
         """The content at an address, or where a redirect leads. One connection, for this request alone."""
-        network = _CheckedNetwork(self._resolve, self._rules.find(address, field), field)
+        most_bytes, field = asked.most_bytes, asked.field
+        resolve = self._resolve or partial(self._look_up, asked)
+        network = _CheckedNetwork(resolve, self._rules.find(address, field), field)
         url = httpcore2.URL(
             scheme=address.scheme.encode(), host=address.host.encode(), port=address.port, target=address.target
         )
@@ -128,11 +160,11 @@ class Fetcher:
             self._tls = await asyncio.to_thread(httpcore2.default_ssl_context)
         return self._tls
 
-    async def _look_up(self, host: str, port: int) -> list[str]:
+    async def _look_up(self, asked: _Asked, host: str, port: int) -> list[str]:
         """One that hangs cannot be cancelled: it keeps its thread, and its place among those at once, until it ends."""
-        await self._look_ups.acquire()
+        place = await asked.waiting(self._look_ups.take(host, asked.caller))
         looking = asyncio.wrap_future(in_daemon(_addresses, host, port))
-        looking.add_done_callback(lambda _: self._look_ups.release())
+        looking.add_done_callback(lambda _: place.end())
         return list(dict.fromkeys(await asyncio.shield(looking)))
 
 
@@ -195,6 +227,13 @@ def _check_answer(status: int, headers: dict[bytes, bytes], most_bytes: int, fie
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > most_bytes:
         raise _too_large(most_bytes, field)
+
+
+def _too_late(asked: _Asked) -> TwinlensError:
+    if asked.waits:
+        why = "too many downloads from the media host, or for this caller, are under way"
+        return DeadlineExceeded(why, reason="FETCHES_BUSY", field=asked.field)
+    return DeadlineExceeded("the media host is too slow", reason="MEDIA_HOST_SLOW", field=asked.field)
 
 
 def _too_large(most: int, field: str) -> InvalidInput:

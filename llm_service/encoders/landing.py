@@ -164,7 +164,7 @@ class Landing:
 def _is_of_the_source(error: TwinlensError) -> bool:
     """Whether it says nothing of an item but that it cannot be had where it was to be had."""
     gone = isinstance(error, NotFound | Forbidden | Precondition)
-    return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW")
+    return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW", "FETCHES_BUSY")
 
 
 def headers(fetches: Sequence[Fetch]) -> list[MediaHeader]:

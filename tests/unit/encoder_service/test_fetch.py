@@ -197,7 +197,7 @@ async def test_look_ups_that_hang_are_as_many_as_downloads_may_be_and_give_way_w
         return [(0, 0, 0, "", ("127.0.0.1", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    made = fetcher(public=("*",), max_fetches=2, fetch_seconds=0.1)
+    made = fetcher(public=("*",), max_fetches=4, fetch_seconds=0.1)
     for number in range(4):
         assert isinstance(await refusal(made, f"http://host-{number}.test/"), DeadlineExceeded)
     assert asked == ["host-0.test", "host-1.test"]
@@ -240,7 +240,7 @@ async def test_no_cookie_proxy_or_password_is_used(host, monkeypatch):
 
 
 async def test_at_most_so_many_downloads_go_on_at_once(host: MediaHost):
-    made = fetcher(host.authority, max_fetches=2)
+    made = fetcher(host.authority, max_fetches=4)
     waiting = [asyncio.create_task(made.fetch(host.url("/held"), MOST, "url")) for _ in range(5)]
     await asyncio.to_thread(until, lambda: host.asked["/held"] == 2, "two downloads are under way")
     assert (await asyncio.wait(waiting, timeout=0.2))[0] == set()

@@ -1,0 +1,137 @@
+"""Places for downloads: nobody can take all of them, and who waits is served in turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DeadlineExceeded
+from encoder_service.item import Item, Modality, Url
+from encoder_service.media.fetch import FetchConfig, Fetcher
+from encoder_service.media.places import Place, Places
+from tests.media_host import media_host
+from tests.unit.encoder_service.fakes import turns
+from tests.waiting import until
+
+GOOD = b"good" * 1000
+
+
+def caller(name: str) -> tuple[str, str]:
+    return name, ""
+
+
+async def claims(places: Places, *whose: tuple[str, str]) -> list[asyncio.Task[Place]]:
+    """For each (host, caller), who asks for a place."""
+    asked = [asyncio.create_task(places.take(host, caller(name))) for host, name in whose]
+    await turns()
+    return asked
+
+
+def held(asked: list[asyncio.Task[Place]]) -> int:
+    return sum(each.done() for each in asked)
+
+
+async def test_one_host_gets_half_of_the_places_and_each_further_one_half_of_the_rest():
+    places = Places(16)
+    got = [held(await claims(places, *[(host, f"{host}{number}") for number in range(16)])) for host in "abcde"]
+    assert got == [8, 4, 2, 1, 1]
+
+
+async def test_one_caller_gets_half_of_the_places_whatever_hosts_it_names():
+    places = Places(16)
+    assert held(await claims(places, *[(f"host {number}", "greedy") for number in range(100)])) == 8
+    assert held(await claims(places, ("host 0", "another"))) == 1
+
+
+async def test_of_those_who_wait_the_one_with_the_fewest_places_is_next():
+    places = Places(4)
+    greedy = await claims(places, *[("a", "greedy")] * 6)
+    assert held(greedy) == 2
+    others = await claims(places, ("b", "modest"), ("c", "new"), ("d", "last"))
+    assert held(others) == 2
+    greedy[0].result().end()
+    await turns()
+    assert (held(others), held(greedy)) == (3, 2)
+    for each in (*others, greedy[1]):
+        each.result().end()
+    await turns()
+    assert held(greedy) == 4
+
+
+async def test_who_leaves_while_waiting_or_at_the_last_moment_takes_no_place_along():
+    places = Places(2)
+    (first, waiting, last) = await claims(places, *[("a", "x")] * 3)
+    waiting.cancel()
+    first.result().end()
+    last.cancel()  # it has been given a place, and does not know yet
+    await asyncio.gather(waiting, last, return_exceptions=True)
+    assert held(await claims(places, ("a", "x"), ("b", "y"))) == 2
+
+
+async def test_a_place_is_given_back_once():
+    places = Places(1)
+    with await places.take("a", caller("x")) as place:
+        place.end()
+    first, second = await claims(places, ("a", "x"), ("a", "x"))
+    assert (first.done(), second.done()) == (True, False)
+    second.cancel()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.booleans()), max_size=40))
+def test_no_place_is_lost_or_given_twice(steps):
+    async def run() -> None:
+        places, asked = Places(5), []
+        for host, name, leave in steps:
+            asked += await claims(places, (host, name))
+            if leave:
+                each = asked.pop(0)
+                each.result().end() if each.done() else each.cancel()
+                await turns(2)
+            assert held(asked) <= 5
+        for _ in range(len(asked)):
+            await turns(2)
+            if ready := [each for each in asked if each.done()]:
+                ready[0].result().end()
+                asked.remove(ready[0])
+        assert not asked, "whoever waits is served in the end"
+        assert held(await claims(places, *[(f"{number}", f"{number}") for number in range(9)])) == 5
+
+    asyncio.run(run())
+
+
+async def test_a_host_that_drips_keeps_nobody_else_waiting():
+    with media_host(good=GOOD) as slow, media_host(good=GOOD) as quick:
+        made = Fetcher(FetchConfig(allow_private_media_host=(slow.authority, f"localhost:{quick.port}")))
+        dripping = [
+            asyncio.create_task(made.fetch(slow.url("/held"), 1 << 20, "url", caller(f"tenant {number}")))
+            for number in range(40)
+        ]
+        await asyncio.to_thread(until, lambda: slow.asked["/held"] == 16, "half of the places are taken")
+        assert await made.fetch(quick.url("/good", "localhost"), 1 << 20, "url", caller("tenant 0")) == GOOD
+        assert slow.asked["/held"] == 16
+        slow.held.set()
+        assert await asyncio.gather(*dripping) == [GOOD] * 40
+
+
+async def test_the_time_for_a_download_runs_from_the_asking():
+    with media_host(good=GOOD) as slow:
+        made = Fetcher(FetchConfig(allow_private_media_host=(slow.authority,), max_fetches=2, fetch_seconds=0.3))
+        first, second = (
+            asyncio.create_task(made.fetch(slow.url("/held"), 1 << 20, "items[0].url", caller(name))) for name in "ab"
+        )
+        with pytest.raises(DeadlineExceeded) as waited:
+            await second
+        with pytest.raises(DeadlineExceeded) as served:
+            await first
+        assert (waited.value.reason, served.value.reason) == ("FETCHES_BUSY", "MEDIA_HOST_SLOW")
+        assert waited.value.field == "items[0].url"
+        assert slow.asked["/held"] == 1
+
+
+def test_a_caller_is_its_tenant_or_where_it_connects_from():
+    source = Url("http://a.test/")
+    assert Item(Modality.IMAGE, source, salt="one", peer="ipv4:10.0.0.1").caller == ("one", "")
+    assert Item(Modality.IMAGE, source, peer="ipv4:10.0.0.1").caller == ("", "ipv4:10.0.0.1")
