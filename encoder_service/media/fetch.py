@@ -94,8 +94,8 @@ class Fetcher:
         self._tls = tls
 
     def check(self, url: str, field: str) -> Address:
-        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden; looks nothing up, so that
-        of a host's name it is not known yet whether the host may be connected to."""
+        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden. It looks nothing up, so
+        that of a host's name it is not known yet whether the host may be connected to."""
         address = parse(url, field)
         rule = self._rules.find(address, field)
         number = literal(address.host)

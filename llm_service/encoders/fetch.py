@@ -17,7 +17,7 @@ from time import monotonic
 from common import log, tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from llm_service.encoders.breaker import RetryBudget
-from llm_service.encoders.identity import Identity
+from llm_service.encoders.identity import Identity, given_by
 from llm_service.encoders.known import Known, KnownHeaders
 from llm_service.encoders.line import Place
 from llm_service.encoders.parts import Parts, open_parts
@@ -190,7 +190,10 @@ class Fetch:
                 self._stream, self._holds = opened, parts.pop_all()
 
     def _names(self, header: MediaHeader) -> set[bytes]:
-        """What the header is to be known by: its key, and what the item is recalled by, if that says the same."""
+        """What the header is to be known by: its key, and what the item is recalled by, if that says the same. Of an
+        address it is how the next caller will ask, who states the key that this one is told."""
+        if self._identity.key is None:
+            return {header.key, given_by(self.item, header.key)}
         same = self._identity.key == header.key and self._identity.recalled is not None
         return {header.key, self._identity.recalled or b""} if same else {header.key}
 

@@ -21,7 +21,8 @@ class Identity:
     """`key` is the content key, None for what an address gives; `affinity` is alike for repeats of an item.
 
     `recalled` is the name under which a header that was seen before may stand for the item: the key; where a type was
-    stated, which is no part of the key and might not be true of the content, a name for both; None where an encoder has
+    stated, which is no part of the key and might not be true of the content, a name for both; of an address with the
+    key that it is said to have given, a name that an encoder's answer about them makes known; None where an encoder has
     to look at the item in any case.
     """
 
@@ -40,11 +41,21 @@ async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
             data, stated = await _sized(data_url.decode, url, f"{item.field}.url", size=len(url))
             return await _of_content(item, Encoded(data), digest, salt, item.mime_type or stated)
         case Url(url, known_key):
-            return Identity(None, hashlib.sha256(url.encode()).digest(), known_key or None)
+            return Identity(
+                None, hashlib.sha256(url.encode()).digest(), given_by(item, known_key) if known_key else None
+            )
         case Key(key):  # it stands for its options, and an encoder refuses others, and a type
             return Identity(key, key, key if item.options == MediaOptions() and not item.mime_type else None)
         case Encoded() | Pixels() | Rows() as content:
             return await _of_content(item, content, digest, salt, item.mime_type)
+
+
+def given_by(item: MediaItem, key: bytes) -> bytes:
+    """The name of what an address gave under these options, with this type stated. Encoders alone know which addresses
+    are allowed, so it is given only where one has answered for exactly this."""
+    assert isinstance(item.source, Url)
+    options = identity.canonical(asdict(item.options))
+    return hashlib.sha256(identity.framed(item.source.url.encode(), key, options, item.mime_type.encode())).digest()
 
 
 async def _of_content(

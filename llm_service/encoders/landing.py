@@ -115,8 +115,9 @@ class Landing:
         return [fetch for fetch in fetches if fetch is not None]
 
     def _recall(self, item: MediaItem, identity: Identity, salt: str) -> Known | None:
-        """What is known of an item from before. What an address gave is believed only where its rows are here: if they
-        had to be fetched again, the address might give something else by then."""
+        """What is known of an item from before. What an address gave is believed only where an encoder has said so of
+        this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
+        give something else by then."""
         known = self._links.known.find(identity.recalled, salt, item.modality)
         if known is None or (identity.key is None and not self._store.knows(known.header.key)):
             return None

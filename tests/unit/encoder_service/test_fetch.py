@@ -73,6 +73,16 @@ async def test_this_machine_is_refused_in_every_spelling(host, spelling):
     assert not host.asked
 
 
+@pytest.mark.parametrize(
+    "spelling", ["127.0.0.1", "0x7f.1", "10.0.0.1", "[::1]", "[64:ff9b::7f00:1]", "169.254.169.254"]
+)
+def test_an_address_in_digits_is_judged_before_anything_is_fetched(spelling):
+    """It may come with a key whose rows are here, so that nothing would be fetched."""
+    with pytest.raises(Forbidden):
+        fetcher(public=("*",)).check(f"http://{spelling}/x", "url")
+    assert fetcher(public=("*",)).check("http://93.184.216.34/x", "url").host == "93.184.216.34"
+
+
 async def test_one_bad_answer_among_good_ones_is_enough(host):
     resolve = answering(cdn_test=[["93.184.216.34", "127.0.0.1"]])
     made = fetcher(public=(f"cdn.test:{host.port}",), resolve=resolve)

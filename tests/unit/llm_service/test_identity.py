@@ -104,8 +104,21 @@ def test_an_address_has_no_key_of_its_own_and_goes_where_it_went() -> None:
         identity(url="https://example.org/x.png"),
         identity(url="https://example.org/x.png", known_key=b"k" * 32),
     )
-    assert (plain.key, plain.recalled, known.key, known.recalled) == (None, None, None, b"k" * 32)
+    assert (plain.key, plain.recalled, known.key) == (None, None, None)
     assert plain.affinity == known.affinity == hashlib.sha256(b"https://example.org/x.png").digest()
+
+
+def test_what_an_address_gave_is_recalled_for_this_address_and_key_alone() -> None:
+    asked: list[dict[str, Any]] = [
+        {"url": "https://example.org/x", "known_key": b"k" * 32},
+        {"url": "https://example.org/y", "known_key": b"k" * 32},
+        {"url": "https://example.org/x", "known_key": b"l" * 32},
+        {"url": "https://example.org/x", "known_key": b"k" * 32, "mime_type": "image/png"},
+        {"url": "https://example.org/x", "known_key": b"k" * 32, "options": v1.MediaOptions(max_pixels=9)},
+        {"key": b"k" * 32},
+    ]
+    assert len({identity(**fields).recalled for fields in asked}) == len(asked)
+    assert identity(**asked[0]) == identity(**asked[0])
 
 
 def test_a_stated_type_is_no_part_of_the_key_and_is_recalled_with_it() -> None:

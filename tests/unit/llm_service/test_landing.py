@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Internal, InvalidInput, NotFound, Unavailable
+from common.errors import Forbidden, Internal, InvalidInput, NotFound, Unavailable
 from llm_service.request import Key, MediaItem, Request, Url
 from llm_service.rows import RowEntry
 from tests.unit.llm_service.scripted import (
@@ -187,8 +187,8 @@ async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is
         assert b.landing._others == {}
 
 
-def by_address(known_key: bytes = b"") -> Request:
-    item = MediaItem(0, "image", Url("https://example.org/x", known_key), field="here[0]")
+def by_address(known_key: bytes = b"", url: str = "https://example.org/x") -> Request:
+    item = MediaItem(0, "image", Url(url, known_key), field="here[0]")
     return replace(request(b""), media=(item,))
 
 
@@ -215,6 +215,31 @@ async def test_an_address_whose_key_is_known_asks_no_encoder_while_its_rows_are_
         assert (len(b.encoders[0].calls), b.landing.counters.headers_known) == (1, 1)
         await land(b, by_address())
         assert len(b.encoders[0].calls) == 2, "without the key an address is always fetched"
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1/x", "https://other.test/x", "ftp://example.org/x", "file:///x"])
+async def test_an_address_that_encoders_refuse_is_refused_though_the_rows_of_its_stated_key_are_here(url) -> None:
+    async def refuses(call: Call) -> None:
+        status = v1.Status(code=7, message="not from there", reason="FETCH_FORBIDDEN", field="items[0].url")
+        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+    async with bench(ScriptedEncoder([gives_what_is_there, refuses])) as b:
+        await b.usable(1)
+        key = (await land(b, by_address())).header.key
+        await land(b, by_address(key))
+        assert len(b.encoders[0].calls) == 1
+        with pytest.raises(Forbidden) as refused:
+            await land(b, by_address(key, url))
+        assert (refused.value.reason, refused.value.field) == ("FETCH_FORBIDDEN", "here[0].url")
+
+
+async def test_rows_that_came_otherwise_do_not_speak_for_an_address() -> None:
+    async with bench(ScriptedEncoder([well, gives_what_is_there])) as b:
+        await b.usable(1)
+        assert await b.whole(b"there") == content(b"there")
+        for calls in (2, 2):
+            await land(b, by_address(key_of(b"there")))
+            assert len(b.encoders[0].calls) == calls, "it is asked once whether the address may give it"
 
 
 async def test_an_address_whose_rows_have_gone_is_asked_for_again_with_its_key() -> None:
