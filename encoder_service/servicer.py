@@ -73,7 +73,7 @@ class EncoderServicer(EncoderServiceServicer):
             ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
-                    with _patience(parts.config.stall_seconds):
+                    with _patience(grpc_calls.current(), parts.config.stall_seconds):
                         yield event
         finally:
             self._open_streams -= 1
@@ -214,10 +214,10 @@ class EncoderServicer(EncoderServiceServicer):
 
 
 @contextmanager
-def _patience(seconds: float) -> Iterator[None]:
-    """Ends the call when its caller takes longer than this to accept a message: rows are pinned for it."""
+def _patience(call: grpc_calls.Call, seconds: float) -> Iterator[None]:
+    """Ends a call when its caller takes longer than this to accept a message: rows are pinned for it."""
     stalled = Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
-    timer = asyncio.get_running_loop().call_later(seconds, grpc_calls.current().end, stalled)
+    timer = asyncio.get_running_loop().call_later(seconds, call.end, stalled)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from common.grpc_calls import Call
 from encoder_service.servicer import _patience
 from encoder_service.streams import merged
 from tests.unit.encoder_service.fakes import turns
@@ -59,14 +60,17 @@ async def test_a_failure_reaches_the_reader_and_closes_the_others():
 
 async def test_a_caller_who_does_not_read_loses_patience():
     source = Counted("a", 3)
-    never = asyncio.Event()
+    never, calls = asyncio.Event(), list[Call]()
 
-    async def call() -> None:
+    async def serve() -> None:
+        calls.append(Call())
         async with aclosing(merged([source.events()])) as events:
             async for _ in events:
-                with _patience(0.001):
+                with _patience(calls[0], 0.001):
                     await never.wait()
 
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(call())
+        await asyncio.create_task(serve())
     assert source.closed
+    assert calls[0].ending is not None
+    assert calls[0].ending.reason == "CALLER_STALLED"

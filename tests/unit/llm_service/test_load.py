@@ -33,6 +33,7 @@ SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0
 
 def test_a_rank_s_kernels_start_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(load, "_load", lambda *_: list(asked))
     assert load.load_runner(SETTINGS, SECOND, ALONE, -1) == [SECOND], "before anything is loaded"
@@ -44,6 +45,7 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
     def load_too_much(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nException raised from malloc")
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(load, "_load", load_too_much)
     with pytest.raises(CheckpointError) as caught:
