@@ -96,6 +96,24 @@ def sound_alone() -> bytes:
     return file.getvalue()
 
 
+def broadcast(shown: np.ndarray) -> bytes:
+    """Frames as they are sent to televisions: MPEG-TS, with sound beside them."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mpegts") as out:
+        stream: Any = out.add_stream("mpeg2video", rate=10)
+        stream.height, stream.width = shown.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        sound: Any = out.add_stream("mp2", rate=48000)
+        for pixels in shown:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode())
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 2 * 1152), np.int16), format="s16", layout="stereo")
+        frame.rate = 48000
+        out.mux(sound.encode(frame))
+        out.mux(sound.encode())
+    return file.getvalue()
+
+
 def without_index() -> bytes:
     """An MP4 that breaks off before the table of its frames."""
     whole = pictures.video(pictures.frames(10))

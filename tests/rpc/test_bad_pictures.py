@@ -46,6 +46,7 @@ FILES = {
     "magic alone": bad(lambda: b"\xff\xd8\xff", "MEDIA_UNREADABLE"),
     "a random body": bad(lambda: b"\xff\xd8\xff" + np.random.default_rng(1).bytes(999), "MEDIA_UNREADABLE"),
     "half a JPEG": bad(cut("JPEG"), "MEDIA_UNREADABLE"),
+    "half a JPEG with an end mark": bad(lambda: cut("JPEG")() + b"\xff\xd9", "MEDIA_UNREADABLE"),
     "half a progressive JPEG": bad(cut("JPEG", progressive=True), "MEDIA_UNREADABLE"),
     "half a PNG": bad(cut("PNG"), "MEDIA_UNREADABLE"),
     "half a WebP": bad(cut("WEBP"), "MEDIA_UNREADABLE"),
@@ -54,6 +55,9 @@ FILES = {
     "half a BMP": bad(cut("BMP"), "MEDIA_UNREADABLE"),
     "a bad checksum": bad(bad_files.with_bad_checksum, "MEDIA_UNREADABLE"),
     "packed words": bad(lambda: bad_files.packed_words(b"zTXt", b"Comment\0\0"), "MEDIA_UNREADABLE"),
+    "words without end": bad(
+        lambda: bad_files.png(64, 64, extra=bad_files.chunk(b"tEXt", b"a\0b") * 40_000), "MEDIA_TOO_COMPLEX"
+    ),
     "packed words in any language": bad(
         lambda: bad_files.packed_words(b"iTXt", b"Comment\0\1\0\0\0"), "MEDIA_UNREADABLE"
     ),

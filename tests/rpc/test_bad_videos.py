@@ -33,6 +33,8 @@ FILES = {
     "no frames": bad(lambda: bad_files.claims_frames(0), "MEDIA_UNREADABLE"),
     "a billion frames": bad(lambda: bad_files.claims_frames(10**9), "MEDIA_UNREADABLE"),
     "half of it, the index first": bad(cut(bad_files.index_first), "MEDIA_UNREADABLE"),
+    "all but the last bytes": bad(lambda: fine()[:-64], "MEDIA_UNREADABLE"),
+    "boxes without end": bad(lambda: fine() + b"\0\0\0\x08free" * 500_001, "MEDIA_TOO_COMPLEX"),
     "half a Matroska": bad(cut(lambda: pictures.video(pictures.frames(40), container="matroska")), "MEDIA_UNREADABLE"),
     "half an AVI": bad(cut(lambda: pictures.video(pictures.frames(40), container="avi")), "MEDIA_UNREADABLE"),
     "a head without a body": bad(lambda: pictures.video(pictures.frames(4), container="avi")[:20], "MEDIA_UNREADABLE"),

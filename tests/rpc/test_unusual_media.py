@@ -87,6 +87,15 @@ def test_every_usual_container_is_read(strict, container):
     assert (found.header.grid.t, len(found.rows)) == (2, found.header.tokens)
 
 
+def test_a_transport_stream_gives_the_rows_of_the_same_frames_in_matroska(strict):
+    frames = pictures.frames(8)
+    stream, plain = (pictures.video(frames, 10, form, "mpeg2video") for form in ("mpegts", "matroska"))
+    ours, expected = strict.client.encode(video(stream, fps=10.0), video(plain, fps=10.0))
+    assert ours.error is None
+    assert ours.header.grid == expected.header.grid
+    assert np.array_equal(ours.rows, expected.rows)
+
+
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_video_that_a_phone_turned_gives_the_rows_of_the_upright_one(strict, degrees):
     plain = pictures.video(pictures.frames(8, 160, 96), fps=2)

@@ -90,6 +90,21 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
         del shown
 
 
+@pytest.mark.parametrize("count", [1, 8])
+async def test_a_short_transport_stream_is_read_in_a_process_that_can_open_nothing(count):
+    frames = pictures.frames(count)
+    async with pool() as (decoders, staging, stage):
+        data = stage(bad_files.broadcast(frames))
+        seen = await decoders.inspect(data, key=b"x", video=True, field="x")
+        assert seen == Inspection(128, 96, count, 10.0)
+        plan = geometry.plan_video(seen, CONFIG.video, Options(fps=10.0))
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
+        shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
+        apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
+        assert apart.argmin(1).tolist() == list(plan.frames)
+        del shown
+
+
 async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
     plan = geometry.plan_image(Inspection(3000, 3000), CONFIG.image, Options())
     async with pool() as (decoders, _, stage):
