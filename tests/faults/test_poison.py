@@ -52,6 +52,7 @@ def test_a_picture_that_ends_workers_is_refused_after_one_retry_and_hurts_nobody
         check_attempts(client)
 
 
+@pytest.mark.soak
 def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_nobody_else(checkpoint: Path) -> None:
     with (
         replicas(checkpoint, 3, module="tests.faults.deadly_process") as three,

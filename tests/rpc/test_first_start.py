@@ -21,6 +21,7 @@ def said(service: Service, event: str) -> int:
     return service.log.read_text(encoding="utf-8").count(event)
 
 
+@pytest.mark.soak
 def test_a_first_start_serves_with_torch_and_changes_over_on_all_ranks(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

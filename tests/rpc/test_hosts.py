@@ -16,7 +16,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import ROOT, command_line, descendants, llm_server
-from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, pair, tokens, usable
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, tokens, usable
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
 
@@ -60,25 +60,24 @@ def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, checkpoints: Callable[..., Path]) -> None:
+def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, qwen3: Pair) -> None:
     """With four ranks there is a second one on each host, which has its rows from the first."""
-    folder, address = checkpoints("qwen3_vl"), f"127.0.0.1:{free_port()}"
+    folder, address = qwen3.checkpoint, f"127.0.0.1:{free_port()}"
     spread = {"tp": ranks, "nodes": 2, "rendezvous": address}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in spread.items()]
-    with pair(folder, light=False) as one:
-        expected = [tokens(one.text, asked(prompt, greedy(32))) for prompt in PROMPTS]
-        with (
-            other_host(folder, *flags, "--node-rank=1") as second,
-            llm_server(folder, one.encoder.address, light=False, **LLM_FLAGS, **spread) as service,
-            LlmClient(service.address) as two,
-        ):
-            assert second.stdout is not None
-            here = ranks // 2
-            assert second.stdout.readline() == f"ready ranks={here}-{ranks - 1}\n"
-            until(lambda: usable(two, 1), "the encoder is usable")
-            assert [tokens(two, asked(prompt, greedy(32))) for prompt in PROMPTS] == expected
-            assert len(two.get_info().devices) == ranks
-            assert len(service.children("llm_service.worker")) == here - 1
+    expected = [tokens(qwen3.text, asked(prompt, greedy(32))) for prompt in PROMPTS]
+    with (
+        other_host(folder, *flags, "--node-rank=1") as second,
+        llm_server(folder, qwen3.encoder.address, light=False, **LLM_FLAGS, **spread) as service,
+        LlmClient(service.address) as two,
+    ):
+        assert second.stdout is not None
+        here = ranks // 2
+        assert second.stdout.readline() == f"ready ranks={here}-{ranks - 1}\n"
+        until(lambda: usable(two, 1), "the encoder is usable")
+        assert [tokens(two, asked(prompt, greedy(32))) for prompt in PROMPTS] == expected
+        assert len(two.get_info().devices) == ranks
+        assert len(service.children("llm_service.worker")) == here - 1
 
 
 def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(checkpoints: Callable[..., Path]) -> None:
