@@ -39,6 +39,9 @@ _STRANGERS_SECONDS = 1.0
 _MOST_ASKED = 64 << 10
 """Bytes of a message to health checks and reflection."""
 
+_PARTING = 0.1
+"""Seconds in which gRPC cancels the handler of a caller who has left, after it has said that no message comes."""
+
 _LAST_WORD = 1.0
 """Seconds for which a call that has failed waits until its status is sent."""
 
@@ -224,7 +227,8 @@ class CallFrame(grpc.aio.ServerInterceptor):
         stated = str(metadata.get(STATED, ""))
         with self._intake.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
             body = await context.read()
-            if not isinstance(body, bytes):  # gRPC's mark of the end
+            if not isinstance(body, bytes):  # gRPC's mark of the end; of a caller who left, it says so a moment later
+                await asyncio.sleep(_PARTING)
                 return None
             call.held += len(body)
             arrived(len(body))

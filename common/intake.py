@@ -43,7 +43,7 @@ _LARGE = 8 << 20
 (`allocator.settle`)."""
 
 _LOOK_SECONDS = 0.02
-_SOON_SECONDS, _TIDY_SECONDS = 0.01, 2.0
+_SOON_SECONDS, _TIDY_SECONDS = 0.01, (2.0, 8.0)
 """How long after a large message, and after as many bytes of small ones, what is free goes back to the system."""
 
 _log = log.get("intake")
@@ -120,6 +120,7 @@ class Intake:
         received: Callable[[Address], int | None] | None = None,
     ) -> None:
         self._most = most
+        self._most_of_large = _COPIES * most_at_once(most)
         self._largest = largest
         self._stall_seconds = stall_seconds
         self._still_seconds = still_seconds
@@ -193,7 +194,7 @@ class Intake:
 
     def _make_room(self, wanted: int) -> None:
         """Raises Exhausted where so much has no room, though all have given way who have more and have no claim."""
-        most = self._most if wanted <= SMALL else most_at_once(self._most) * _COPIES
+        most = self._most if wanted <= SMALL else self._most_of_large
         while self.held + self.arriving + _COPIES * wanted > most:
             if not self._one_gives_way(more_than=max(wanted, SMALL)):
                 raise _full()
@@ -233,8 +234,9 @@ class Intake:
                 self._end(peer, connection, Exhausted("the request did not arrive in time", reason="REQUEST_TOO_SLOW"))
             elif connection.bytes > len(connection.arriving) * (self._largest + self._largest // 8):
                 self._end(peer, connection, _full())  # frames of next to nothing: they cost many times what is in them
-        while self.held + self.arriving > self._most and self._one_gives_way(more_than=0):
-            pass
+        for most, more_than in ((self._most_of_large, SMALL), (self._most, 0)):
+            while self.held + self.arriving > most and self._one_gives_way(more_than):
+                pass
         self._watch()
 
     def _churn(self, size: int) -> None:
@@ -243,7 +245,9 @@ class Intake:
         if size >= _LARGE:
             self._tidy_in(_SOON_SECONDS)
         if self._gone >= _LARGE:
-            self._tidy_in(_TIDY_SECONDS)
+            self._gone = 0
+            for seconds in _TIDY_SECONDS:
+                self._tidy_in(seconds)
 
     def _tidy_in(self, seconds: float) -> None:
         if seconds not in self._tidying:
@@ -251,13 +255,12 @@ class Intake:
 
     def _tidy(self, seconds: float) -> None:
         """Gives what is free back to the system, beside the event loop, since it takes its time: else what gRPC had of
-        a message stays. Once more after a while, when others have let go of what they had of it too."""
+        a message stays. Again after a while, when others have let go of what they had of it too."""
         del self._tidying[seconds]
         if self._trimming is not None and not self._trimming.done():
             self._tidy_in(seconds)
             return
-        if seconds == _TIDY_SECONDS:
-            self._gone = 0
+        if seconds != _SOON_SECONDS:
             gc.collect()
         self._trimming = tasks.in_daemon(give_back)
 

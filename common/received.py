@@ -54,6 +54,7 @@ class Sockets:
         return None
 
 
+@functools.lru_cache(4096)
 def far_end(peer: str) -> Address | None:
     """What gRPC calls a peer, as (host, port); None for one that is not on a TCP connection.
 
