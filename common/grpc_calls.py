@@ -225,7 +225,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
         """The next message of a call, within the budget; None where there is none."""
         metadata = dict(context.invocation_metadata() or ())
         stated = str(metadata.get(STATED, ""))
-        with self._intake.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
+        async with self._intake.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
             body = await context.read()
             if not isinstance(body, bytes):  # gRPC's mark of the end; of a caller who left, it says so a moment later
                 await asyncio.sleep(_PARTING)

@@ -2,12 +2,15 @@
 
 A message counts from its first byte until its call ends, and twice while it comes: gRPC holds what has come, and hands
 it over as a copy. How much has come is measured: the bytes that its connection has received since the oldest message
-that is still coming was asked for (`received`). A caller may say how large a message is; then so much is set aside
-before it comes, and where there is no room it is refused before it costs anything. Nobody is believed who sends more.
+that is still coming was asked for (`received`); what it brings in the next moment, at its pace, counts as well.
 
-Where the budget is spent, those give way whose connection stands still, then those who have sent the most beyond what
-they said; a message that is all here is safe. An eighth of the budget is for small messages alone, so that whoever
-fills the rest stops nobody who asks a short question or shows a small picture. What brings next to nothing for
+Before a message is asked for, gRPC takes a window of it and no more. So one that fits the window comes at once; of one
+that fills it, nobody knows how large it is, and it waits for its turn, until there is room for the largest. A caller
+who says how large a message is (`STATED`) has that set aside; nobody is believed who sends more than he said.
+
+Past the budget those give way whose connection stands still, then those who have sent the most beyond what they have a
+claim to; a message that is all here is safe. An eighth of the budget is for small messages alone, so that whoever fills
+the rest stops nobody who asks a short question or shows a small picture. What brings next to nothing for
 `stall_seconds` is given up. Callers behind one connection, such as a proxy's, are one caller here.
 """
 
@@ -16,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 from common import log, tasks
@@ -35,6 +39,9 @@ STATED = "twinlens-request-bytes"
 UNREAD = 64 << 10
 """Bytes of a message that gRPC takes before it is asked for: a stream's window. Every message counts as so many."""
 
+_FILLED = 48 << 10
+"""Bytes with which a window counts as full."""
+
 _COPIES = 2
 """Of a message that is just being handed over."""
 
@@ -42,9 +49,17 @@ _LARGE = 8 << 20
 """Bytes of a message after which garbage is looked for; what was loaded before the service began is left out of that
 (`allocator.settle`)."""
 
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS, _PACE_SECONDS = 0.02, 0.25
+"""How often is looked at what has come, and over what time a pace is taken."""
+
+_CLAIM_SECONDS = 1.0
+"""How long a message that filled its window is taken for the largest."""
+
 _SOON_SECONDS, _TIDY_SECONDS = 0.01, (2.0, 8.0)
 """How long after a large message, and after as many bytes of small ones, what is free goes back to the system."""
+
+_MOST_REMEMBERED = 1 << 14
+"""Connections of which it is remembered what they have brought."""
 
 _log = log.get("intake")
 
@@ -57,45 +72,59 @@ class Ends(Protocol):
 
 
 class Arriving:
-    """One message on its way in. `stated` is its size as far as it is known, and counts from the beginning."""
+    """One message on its way in. It has a `claim` to so many bytes; one that filled its window has that to the largest,
+    for a while."""
 
-    def __init__(self, call: Ends, connection: _Connection, stated: int) -> None:
+    def __init__(self, call: Ends, claim: int, since: int, *, lasting: bool) -> None:
         self.call = call
-        self.connection = connection
-        self.stated = max(stated, UNREAD)
-        self.since = connection.received
+        self.since = since
         self.begun = time.monotonic()
+        self._claim = claim
+        self._lasting = lasting
+
+    def claim(self, now: float) -> int:
+        """What it may bring as far as is known."""
+        return self._claim if self._lasting or now - self.begun < _CLAIM_SECONDS else UNREAD
 
 
 class _Connection:
     """What is coming over one connection, the oldest first. `base` of the bytes that it has `received` are accounted
-    for; `moved` is when it last brought anything worth mentioning."""
+    for; `moved` is when it last brought anything worth mentioning, `pace` what it brings, in bytes a second."""
 
     def __init__(self, far: Address | None, received: int | None) -> None:
         self.far = far
         self.measured = received is not None
-        self.received = self.base = self.mark = received or 0
-        self.moved = time.monotonic()
+        self.received = self.base = received or 0
+        self.moved = self._timed = time.monotonic()
+        self.pace = 0.0
+        self._mark = self._counted = self.received
         self.arriving: list[Arriving] = []
 
     @property
-    def stated(self) -> int:
-        return sum(each.stated for each in self.arriving)
+    def came(self) -> int:
+        """Bytes of them that are here, at most."""
+        return self.received - self.base
 
-    @property
-    def bytes(self) -> int:
-        """What its messages amount to."""
-        return max(self.stated, self.received - self.base)
+    def claims(self, now: float) -> int:
+        """What its messages have a claim to."""
+        return sum(each.claim(now) for each in self.arriving)
 
-    def excess(self, still_since: float) -> int:
-        """What of that it would have to give way with; all, where it has brought nothing since then."""
-        return self.bytes if self.moved <= still_since else self.bytes - self.stated
+    def bytes(self, now: float, largest: int, foreseen_seconds: float) -> int:
+        """What its messages amount to, of up to `largest` each; what comes in a moment included."""
+        came = self.came
+        foreseen = min(came + round(self.pace * foreseen_seconds), len(self.arriving) * largest)
+        return max(self.claims(now), came, foreseen if came > UNREAD else 0)
 
     def note(self, received: int, now: float) -> None:
         """So much has come by now."""
         self.received = received
-        if received - self.mark >= UNREAD:
-            self.mark, self.moved = received, now
+        if received - self._mark >= UNREAD:
+            self._mark, self.moved = received, now
+        if (taken := now - self._timed) >= _LOOK_SECONDS / 2:
+            latest = (received - self._counted) / taken
+            part = min(1.0, taken / _PACE_SECONDS)
+            self.pace = max(latest * part + self.pace * (1 - part), 0.0)
+            self._timed, self._counted = now, received
 
     def close(self, one: Arriving, size: int) -> None:
         """A message of `size` bytes is no longer coming. What came before the next one began was not that one's."""
@@ -106,9 +135,15 @@ class _Connection:
             self.base = max(self.base, self.arriving[0].since)
 
 
+_Line = deque[tuple[int, asyncio.Future[None]]]
+"""Who waits for room, with how much is wanted."""
+
+
 class Intake:
-    """The budget: `most` bytes, of which messages of up to `largest` come. `received` says what a connection has
-    brought; who has brought nothing for `still_seconds` gives way. It is used on one event loop."""
+    """The budget: `most` bytes, of which messages of up to `largest` come. Who waits for room does so for `patience`
+    seconds; who has brought nothing for `still_seconds` gives way; what comes within `foreseen_seconds` counts as if it
+    were here, since a busy process looks no sooner. `received` says what a connection has brought. It is used on one
+    event loop."""
 
     def __init__(
         self,
@@ -117,6 +152,8 @@ class Intake:
         *,
         stall_seconds: float = 10.0,
         still_seconds: float = 1.0,
+        patience: float = 2.0,
+        foreseen_seconds: float = 0.25,
         received: Callable[[Address], int | None] | None = None,
     ) -> None:
         self._most = most
@@ -124,8 +161,12 @@ class Intake:
         self._largest = largest
         self._stall_seconds = stall_seconds
         self._still_seconds = still_seconds
+        self._patience = patience
+        self._foreseen_seconds = foreseen_seconds
         self._received = received or Sockets().received
         self._connections: dict[str, _Connection] = {}
+        self._brought: OrderedDict[str, int] = OrderedDict()
+        self._lines: tuple[tuple[_Line, int], ...] = ((deque(), self._most), (deque(), self._most_of_large))
         self._timer: asyncio.TimerHandle | None = None
         self._gone = 0
         self._tidying: dict[float, asyncio.TimerHandle] = {}
@@ -135,17 +176,30 @@ class Intake:
 
     @property
     def arriving(self) -> int:
-        """Bytes that messages on their way in count as."""
-        return _COPIES * sum(connection.bytes for connection in self._connections.values())
+        """Bytes that messages on their way in count as, those that wait for their turn included."""
+        now = time.monotonic()
+        coming = sum(self._bytes(connection, now) for connection in self._connections.values())
+        return _COPIES * coming + self._waiting * UNREAD
 
-    @contextmanager
-    def arrival(self, peer: str, call: Ends, stated: int = 0) -> Iterator[Callable[[int], None]]:
-        """Counts a message that is about to be asked for, until the block ends; the block says how large it was, and
-        from then on it is `held`. Raises Exhausted where there is no room for it."""
+    def _bytes(self, connection: _Connection, now: float) -> int:
+        return connection.bytes(now, self._largest, self._foreseen_seconds)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(len(line) for line, _ in self._lines)
+
+    @asynccontextmanager
+    async def arrival(self, peer: str, call: Ends, stated: int = 0) -> AsyncIterator[Callable[[int], None]]:
+        """Counts a message that is asked for inside the block, until that ends; the block says how large it was, and
+        from then on it is `held`. Waits for room; raises Exhausted where there is none for it."""
         connection = self._connection(peer)
-        one = Arriving(call, connection, min(stated, self._largest) if connection.measured else self._largest)
-        self._make_room(one.stated)
+        lasting = stated > 0 or not connection.measured
+        claim = min(stated, self._largest) if stated and connection.measured else self._unstated(peer, connection)
+        await self._room(max(claim, UNREAD))
+        if not connection.arriving:  # it may be another one by now, or have brought more meanwhile
+            connection = self._connection(peer)
         self._connections[peer] = connection
+        one = Arriving(call, max(claim, UNREAD), connection.received, lasting=lasting)
         connection.arriving.append(one)
         self._watch()
         size = 0
@@ -161,6 +215,7 @@ class Intake:
             if one in connection.arriving:  # else it had to give way
                 connection.close(one, size)
                 self._forget(peer, connection)
+            self._serve()
             self._churn(size)
 
     def let_go(self, size: int) -> None:
@@ -177,6 +232,7 @@ class Intake:
 
     def _released(self, size: int) -> None:
         self.held -= size
+        self._serve()
         self._churn(size)
 
     def _connection(self, peer: str) -> _Connection:
@@ -192,36 +248,77 @@ class Intake:
         if received is not None and connection.measured:
             connection.note(received, now)
 
-    def _make_room(self, wanted: int) -> None:
-        """Raises Exhausted where so much has no room, though all have given way who have more and have no claim."""
-        most = self._most if wanted <= SMALL else self._most_of_large
+    def _unstated(self, peer: str, connection: _Connection) -> int:
+        """What a message may bring of which nothing is said: the largest, where it has filled its window already. Where
+        others come over the same connection, nobody can say who has filled what."""
+        if not connection.measured:
+            return self._largest
+        filled = not connection.arriving and connection.received - self._brought.get(peer, 0) >= _FILLED
+        return self._largest if filled else UNREAD
+
+    async def _room(self, wanted: int) -> None:
+        """Returns when so much has room. Small messages have a line of their own. Raises Exhausted after a while."""
+        line, most = self._lines[wanted > SMALL]
+        if not line and self._makes_room(wanted, most):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line.append((wanted, turn))
+        self._watch()
+        try:
+            async with asyncio.timeout(self._patience):
+                await turn
+        except TimeoutError:
+            raise _full() from None
+        finally:
+            with suppress(ValueError):
+                line.remove((wanted, turn))
+
+    def _serve(self) -> None:
+        """Lets the first in each line in, where there is room; the next one when that counts."""
+        for line, most in self._lines:
+            if line and not line[0][1].done() and self._makes_room(line[0][0], most):
+                line[0][1].set_result(None)
+
+    def _makes_room(self, wanted: int, most: int) -> bool:
+        """Whether so much has room, where all have given way who have more and no claim to it."""
         while self.held + self.arriving + _COPIES * wanted > most:
             if not self._one_gives_way(more_than=max(wanted, SMALL)):
-                raise _full()
+                return False
+        return True
 
     def _one_gives_way(self, more_than: int) -> bool:
-        still_since = time.monotonic() - self._still_seconds
-        largest = max(self._connections.items(), key=lambda each: each[1].excess(still_since), default=None)
-        if largest is None or largest[1].excess(still_since) <= more_than:
-            return False
-        self._end(*largest, _full())
-        return True
+        """The largest that stands still, if it is worth it; else who has the most beyond its claims."""
+        now = time.monotonic()
+        connections = self._connections.items()
+        still = {peer: self._bytes(each, now) for peer, each in connections if now - each.moved > self._still_seconds}
+        excess = {peer: each.came - each.claims(now) for peer, each in connections}
+        for of, least in ((still, SMALL), (excess, more_than)):
+            peer = max(of, key=lambda each: of[each], default="")
+            if of.get(peer, 0) > least:
+                self._end(peer, self._connections[peer], _full())
+                return True
+        return False
 
     def _end(self, peer: str, connection: _Connection, error: TwinlensError) -> None:
         """Ends all that is coming over a connection: nobody can say which of it is whose."""
         arriving, connection.arriving = connection.arriving, []
-        _log.warning("refused", reason=error.reason, peer=peer, calls=len(arriving), bytes=connection.bytes)
-        self._churn(connection.received - connection.base)
+        came = connection.came
+        _log.warning("refused", reason=error.reason, peer=peer, calls=len(arriving), bytes=came)
         self._forget(peer, connection)
+        self._churn(came)
         for one in arriving:
             one.call.end(error)
 
     def _forget(self, peer: str, connection: _Connection) -> None:
         if not connection.arriving and self._connections.get(peer) is connection:
             del self._connections[peer]
+            self._brought[peer] = max(connection.received, connection.base)
+            self._brought.move_to_end(peer)
+            if len(self._brought) > _MOST_REMEMBERED:
+                self._brought.popitem(last=False)
 
     def _watch(self) -> None:
-        if self._timer is None and self._connections:
+        if self._timer is None and (self._connections or self._waiting):
             self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
@@ -232,11 +329,12 @@ class Intake:
             self._measure(connection, now)
             if now - max(connection.moved, connection.arriving[0].begun) > self._stall_seconds:
                 self._end(peer, connection, Exhausted("the request did not arrive in time", reason="REQUEST_TOO_SLOW"))
-            elif connection.bytes > len(connection.arriving) * (self._largest + self._largest // 8):
+            elif connection.came > len(connection.arriving) * (self._largest + self._largest // 8):
                 self._end(peer, connection, _full())  # frames of next to nothing: they cost many times what is in them
         for most, more_than in ((self._most_of_large, SMALL), (self._most, 0)):
             while self.held + self.arriving > most and self._one_gives_way(more_than):
                 pass
+        self._serve()
         self._watch()
 
     def _churn(self, size: int) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from twinlens import v1
 from twinlens.answers import Answer
-from twinlens.channel import Endpoint, capped
+from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
 from twinlens.errors import error_from
 from twinlens.prompts import Prompt, generate_request, user
@@ -41,6 +41,10 @@ class _AsyncClient:
     ) -> None:
         await self.close()
 
+    def _about(self, request: Message) -> tuple[tuple[str, str], ...]:
+        """What a call carries whose request may be large: how large it is, so that a service without room says so."""
+        return (*self._metadata, (REQUEST_BYTES, str(request.ByteSize())))
+
     def _limit(self, timeout: float | None) -> float:
         return capped(self.timeout if timeout is None else timeout)
 
@@ -48,7 +52,7 @@ class _AsyncClient:
         self, method: Callable[..., Awaitable[Reply]], request: Message, timeout: float = UNARY_TIMEOUT
     ) -> Reply:
         try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await method(request, timeout=timeout, metadata=self._about(request))
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from None
 
@@ -93,7 +97,7 @@ class AsyncLlmClient(_AsyncClient):
         own sampling stands, so giving `sampling` too is a ValueError.
         """
         request = as_request(prompt, sampling)
-        return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
+        return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
     async def abort(self, *request_ids: str, cache_salt: str = "") -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""
@@ -131,7 +135,7 @@ class AsyncEncoderClient(_AsyncClient):
     ) -> AsyncStream[v1.EncodeResponse]:
         """Streams an encode: for each item `header`, `rows`, `done`; or an `error` for that item alone."""
         request = as_encode_request(request)
-        return AsyncStream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._metadata))
+        return AsyncStream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
     async def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
         """Which content keys are in the store, in the order asked."""

@@ -17,6 +17,9 @@ from twinlens._version import __version__
 MAX_MESSAGE_BYTES = 70 * 1024 * 1024
 """The largest message either way: a 64 MiB video and room for the rest of its request."""
 
+REQUEST_BYTES = "twinlens-request-bytes"
+"""The metadata that tells a service the size of a request before it is sent."""
+
 _LONGEST = 1e9
 """Seconds: 31 years."""
 

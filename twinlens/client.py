@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from twinlens import v1
 from twinlens.answers import Answer
-from twinlens.channel import Endpoint, capped
+from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.errors import FailedCall, error_from
 from twinlens.prompts import Prompt, chat, generate_request, user
 from twinlens.streams import Stream
@@ -50,12 +50,16 @@ class _Client:
     ) -> None:
         self.close()
 
+    def _about(self, request: Message) -> tuple[tuple[str, str], ...]:
+        """What a call carries whose request may be large: how large it is, so that a service without room says so."""
+        return (*self._metadata, (REQUEST_BYTES, str(request.ByteSize())))
+
     def _limit(self, timeout: float | None) -> float:
         return capped(self.timeout if timeout is None else timeout)
 
     def _unary(self, method: Callable[..., Reply], request: Message, timeout: float = UNARY_TIMEOUT) -> Reply:
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=self._about(request))
         except grpc.RpcError as error:
             raise error_from(cast(FailedCall, error)) from None
 
@@ -100,7 +104,7 @@ class LlmClient(_Client):
         own sampling stands, so giving `sampling` too is a ValueError.
         """
         request = as_request(prompt, sampling)
-        return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._metadata))
+        return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
     def abort(self, *request_ids: str, cache_salt: str = "") -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""
@@ -137,7 +141,7 @@ class EncoderClient(_Client):
     ) -> Stream[v1.EncodeResponse]:
         """Streams an encode: for each item `header`, `rows`, `done`; or an `error` for that item alone."""
         request = as_encode_request(request)
-        return Stream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._metadata))
+        return Stream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
     def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
         """Which content keys are in the store, in the order asked."""

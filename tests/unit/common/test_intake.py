@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,13 @@ class Crowd:
 
     def __init__(self, **settings: Any) -> None:
         self.kernel = Kernel()
+        settings = {"patience": 0.05, "foreseen_seconds": 0, **settings}
         self.intake = Intake(64 * MIB, 20 * MIB, received=self.kernel, **settings)
-        self.open = ExitStack()
+        self.open = AsyncExitStack()
 
-    def comes(self, port: int, stated: int = 0) -> tuple[Told, Callable[[int], None]]:
+    async def comes(self, port: int, stated: int = 0) -> tuple[Told, Callable[[int], None]]:
         told = Told()
-        return told, self.open.enter_context(self.intake.arrival(f"ipv4:10.0.0.1:{port}", told, stated))
+        return told, await self.open.enter_async_context(self.intake.arrival(f"ipv4:10.0.0.1:{port}", told, stated))
 
     def brings(self, port: int, size: int | None) -> None:
         self.kernel.bytes["10.0.0.1", port] = size
@@ -72,7 +73,7 @@ class Crowd:
 @pytest.fixture
 async def crowd() -> AsyncIterator[Crowd]:
     crowd = Crowd()
-    with crowd.open:
+    async with crowd.open:
         yield crowd
     assert crowd.intake.arriving == 0
 
@@ -82,7 +83,7 @@ async def test_the_budget_lets_in_a_message_of_which_two_copies_fit_it() -> None
 
 
 async def test_what_comes_counts_twice_and_what_is_here_once(crowd: Crowd) -> None:
-    with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as arrived:
+    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as arrived:
         assert crowd.intake.arriving == 2 * UNREAD
         crowd.brings(1, 10 * MIB)
         await crowd.looked(lambda: crowd.intake.arriving == 20 * MIB)
@@ -93,7 +94,7 @@ async def test_what_comes_counts_twice_and_what_is_here_once(crowd: Crowd) -> No
 
 
 async def test_of_many_the_largest_give_way_until_the_rest_fits(crowd: Crowd) -> None:
-    calls = {port: crowd.comes(port)[0] for port in range(1, 7)}
+    calls = {port: (await crowd.comes(port))[0] for port in range(1, 7)}
     for port in calls:
         crowd.brings(port, port * 2 * MIB)
     await crowd.looked(lambda: calls[6].reason)
@@ -103,33 +104,33 @@ async def test_of_many_the_largest_give_way_until_the_rest_fits(crowd: Crowd) ->
 
 async def test_who_had_said_how_much_would_come_does_not_give_way_while_it_comes() -> None:
     crowd = Crowd(still_seconds=3600)
-    with crowd.open:
-        coming = [crowd.comes(port, stated=9 * MIB)[0] for port in (1, 2, 3)]
+    async with crowd.open:
+        coming = [(await crowd.comes(port, stated=9 * MIB))[0] for port in (1, 2, 3)]
         with pytest.raises(Exhausted) as full:
-            crowd.comes(4, stated=8 * MIB)
+            await crowd.comes(4, stated=8 * MIB)
         assert (full.value.reason, full.value.retry_after) == ("TOO_MANY_BYTES", 1.0)
         assert not any(call.reason for call in coming)
 
 
 async def test_who_stands_still_gives_way_to_who_comes() -> None:
     crowd = Crowd(still_seconds=0)
-    with crowd.open:
-        silent = [crowd.comes(port, stated=9 * MIB)[0] for port in (1, 2, 3)]
-        assert not crowd.comes(4, stated=8 * MIB)[0].reason
+    async with crowd.open:
+        silent = [(await crowd.comes(port, stated=9 * MIB))[0] for port in (1, 2, 3)]
+        assert not (await crowd.comes(4, stated=8 * MIB))[0].reason
         assert sorted(call.reason for call in silent) == ["", "", "TOO_MANY_BYTES"]
 
 
 async def test_small_messages_come_where_large_ones_have_no_room(crowd: Crowd) -> None:
-    _, arrived = crowd.comes(1)
+    _, arrived = await crowd.comes(1)
     arrived(56 * MIB)
     with pytest.raises(Exhausted):
-        crowd.comes(2, stated=SMALL + 1)
-    assert not crowd.comes(3, stated=SMALL)[0].reason
-    assert not crowd.comes(4)[0].reason
+        await crowd.comes(2, stated=SMALL + 1)
+    assert not (await crowd.comes(3, stated=SMALL))[0].reason
+    assert not (await crowd.comes(4))[0].reason
 
 
 async def test_who_sends_more_than_he_said_gives_way_before_those_who_did_not(crowd: Crowd) -> None:
-    honest, liar = crowd.comes(1, stated=18 * MIB)[0], crowd.comes(2, stated=UNREAD)[0]
+    honest, liar = (await crowd.comes(1, stated=18 * MIB))[0], (await crowd.comes(2, stated=UNREAD))[0]
     crowd.brings(1, 18 * MIB)
     crowd.brings(2, 15 * MIB)
     await crowd.looked(lambda: liar.reason)
@@ -137,22 +138,50 @@ async def test_who_sends_more_than_he_said_gives_way_before_those_who_did_not(cr
 
 
 async def test_messages_of_one_connection_share_what_has_come_over_it(crowd: Crowd) -> None:
-    crowd.brings(1, 1000 * MIB)  # in its life so far
-    with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as first:
-        crowd.brings(1, 1003 * MIB)
-        with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as second:
+    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as before:
+        crowd.brings(1, 10 * MIB)
+        before(10 * MIB)
+    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as first:
+        crowd.brings(1, 13 * MIB)
+        async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as second:
             assert crowd.intake.arriving == 2 * 3 * MIB
             second(MIB)
         assert crowd.intake.arriving == 2 * 2 * MIB
-        third = crowd.comes(1)
+        third = await crowd.comes(1)
         first(2 * MIB)
     assert crowd.intake.arriving == 2 * UNREAD, "what came before the third began is not the third's"
     assert not third[0].reason
 
 
+async def test_who_has_filled_his_window_waits_until_there_is_room_for_the_largest() -> None:
+    crowd = Crowd(patience=60)
+    for port in (1, 2, 3):
+        crowd.brings(port, UNREAD)
+    async with crowd.open:
+        _, arrived = await crowd.comes(1)
+        assert crowd.intake.arriving == 2 * 20 * MIB
+        others = [asyncio.create_task(crowd.comes(port)) for port in (2, 3)]
+        await asyncio.sleep(0)
+        assert crowd.intake.arriving == 2 * 20 * MIB + 2 * UNREAD, "they wait"
+        assert not (await crowd.comes(4))[0].reason, "a message that fits its window does not"
+        arrived(1000)
+        await crowd.open.aclose()  # the first is here, and was small
+        for other in others:
+            assert not (await other)[0].reason
+            await crowd.open.aclose()
+
+
+async def test_what_comes_fast_counts_before_it_is_here() -> None:
+    crowd = Crowd(foreseen_seconds=10)
+    async with crowd.open:
+        await crowd.comes(1)
+        crowd.brings(1, 2 * MIB)
+        await crowd.looked(lambda: crowd.intake.arriving > 2 * 4 * MIB)
+
+
 async def test_a_flood_of_frames_counts_with_their_heads(crowd: Crowd) -> None:
     """Of 20 MiB in frames of a byte, 200 come over the wire, and as many lie in memory."""
-    told, _ = crowd.comes(1)
+    told, _ = await crowd.comes(1)
     crowd.brings(1, 24 * MIB)
     await crowd.looked(lambda: told.reason)
     assert told.reason == "TOO_MANY_BYTES"
@@ -160,15 +189,15 @@ async def test_a_flood_of_frames_counts_with_their_heads(crowd: Crowd) -> None:
 
 async def test_what_brings_nothing_is_given_up() -> None:
     crowd = Crowd(stall_seconds=0.1)
-    with crowd.open:
-        told, _ = crowd.comes(1)
+    async with crowd.open:
+        told, _ = await crowd.comes(1)
         await crowd.looked(lambda: told.reason)
         assert told.reason == "REQUEST_TOO_SLOW"
 
 
 async def test_where_nothing_can_be_measured_a_message_counts_as_the_largest(crowd: Crowd) -> None:
     crowd.brings(1, None)
-    crowd.comes(1)
+    await crowd.comes(1)
     assert crowd.intake.arriving == 2 * 20 * MIB
 
 
@@ -248,7 +277,7 @@ def test_a_crowd_that_falls_silent_costs_the_budget_and_is_told(service: Service
     watched = Watched(service)
     ends = watched.run(silent, 20)
     assert all(b"grpc-status\x018" in end for end in ends), "RESOURCE_EXHAUSTED"
-    assert watched.peak < BUDGET
+    assert watched.peak < BUDGET + 64 * MIB
     assert watched.answered
     assert not watched.refused
     until(lambda: watched.grown() < 8 * MIB, "memory is back")
@@ -269,7 +298,7 @@ def test_a_crowd_of_whole_messages_costs_the_budget_and_one_that_is_read(service
     served = sum(b"grpc-status\x010" in end for end in ends)
     assert served
     assert served + sum(b"grpc-status\x018" in end for end in ends) == 24
-    assert watched.peak < BUDGET + 2 * 60 * MIB
+    assert watched.peak < BUDGET + 3 * 60 * MIB
     assert watched.answered
     assert not watched.refused
     until(lambda: watched.grown() < 8 * MIB, "memory is back")
