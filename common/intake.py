@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from common import log, tasks
@@ -195,8 +195,7 @@ class Intake:
         connection = self._connection(peer)
         lasting = stated > 0 or not connection.measured
         claim = min(stated, self._largest) if stated and connection.measured else self._unstated(peer, connection)
-        await self._room(max(claim, UNREAD))
-        if not connection.arriving:  # it may be another one by now, or have brought more meanwhile
+        if await self._room(max(claim, UNREAD)):  # the connection may have others by now, and have brought more
             connection = self._connection(peer)
         self._connections[peer] = connection
         one = Arriving(call, max(claim, UNREAD), connection.received, lasting=lasting)
@@ -256,11 +255,12 @@ class Intake:
         filled = not connection.arriving and connection.received - self._brought.get(peer, 0) >= _FILLED
         return self._largest if filled else UNREAD
 
-    async def _room(self, wanted: int) -> None:
-        """Returns when so much has room. Small messages have a line of their own. Raises Exhausted after a while."""
+    async def _room(self, wanted: int) -> bool:
+        """Returns when so much has room, and whether that was waited for. Small messages have a line of their own.
+        Raises Exhausted after a while."""
         line, most = self._lines[wanted > SMALL]
         if not line and self._makes_room(wanted, most):
-            return
+            return False
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.append((wanted, turn))
         self._watch()
@@ -270,8 +270,8 @@ class Intake:
         except TimeoutError:
             raise _full() from None
         finally:
-            with suppress(ValueError):
-                line.remove((wanted, turn))
+            line.remove((wanted, turn))
+        return True
 
     def _serve(self) -> None:
         """Lets the first in each line in, where there is room; the next one when that counts."""

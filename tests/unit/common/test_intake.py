@@ -327,6 +327,7 @@ def test_a_call_without_a_message_and_one_too_large_are_told_so(service: Service
         assert caller.until_ended(large)
         assert b"grpc-status\x013" in caller.trailers[empty], "INVALID_ARGUMENT"
         assert b"grpc-status\x018" in caller.trailers[large]
+    until(lambda: "MALFORMED_MESSAGE" in service.log.read_text(), "it is logged")
 
 
 def test_who_leaves_in_the_middle_of_a_message_has_left_and_sent_no_wrong_one(service: Service) -> None:
