@@ -99,7 +99,9 @@ def test_a_scrape_says_what_runs_and_which_encoders_it_needs(service: Service, c
     assert samples(service)["kv_blocks"] == client.get_load().kv_blocks_total
 
 
-def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(client: LlmClient) -> None:
+def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(
+    service: Service, client: LlmClient
+) -> None:
     refused = client.get_load().refused_requests
     with ExitStack() as streams:
         for number in range(2):
@@ -116,6 +118,7 @@ def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(cl
         assert all(error.retry_after for error in errors)
         assert len(waiting) == 3
     assert client.get_load().refused_requests == refused + 32
+    assert samples(service)['errors_total{reason="TOO_MANY_WAITING"}'] == 32
     until(lambda: idle(client), "all were given up")
     assert len(tokens(client, asked(user("and now?")))) == 8
 
