@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
-from tests.checkpoints import FAMILIES, Family
+from tests.checkpoints import Family
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, pair, tokens, usable
 from tests.waiting import until
@@ -22,7 +22,10 @@ PROMPTS = [
 WAYS = [greedy(48), v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, max_tokens=24, ignore_eos=True)]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_vl"] + ["qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl_moe", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen2_vl", "qwen2_5_vl"))],
+)
 def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
     with pair(checkpoints(family), light=False) as one:
         check_two_ranks(one)
