@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -39,8 +39,9 @@ def frozen(service: Service, module: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in set(pids) & set(service.children(module)):
-            os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            with suppress(ProcessLookupError):  # the service ended it, or was ended
+                os.kill(pid, signal.SIGCONT)
 
 
 def floats(data: bytes, dtype: int) -> np.ndarray:
