@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -105,3 +107,9 @@ def test_a_closed_standard_error_is_no_place_for_a_log(
 ) -> None:
     monkeypatch.setattr("sys.stderr", None)
     say_twice()
+
+
+def test_a_log_that_programs_read_costs_a_process_no_library_for_terminals() -> None:
+    show = "import sys, common.log; print({'rich', 'pygments'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == "set()\n"
