@@ -90,8 +90,7 @@ def launch(
             assert "something is still held" not in log.read_text(encoding="utf-8"), _tail(log)
         finally:
             for pid in {*known, *descendants(process.pid)}:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -120,6 +119,25 @@ def llm_server(
     given = _flags(model=model, listen="127.0.0.1:0", encoders=",".join(encoders), **flags)
     with launch(_LLM[light], *given, exit_code=exit_code) as service:
         yield service
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signals a process that may have ended by now: services end and replace their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """These processes stand still for the length of the block, as far as they live that long."""
+    assert pids
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            send(pid, signal.SIGCONT)
 
 
 def command_line(pid: int) -> str:

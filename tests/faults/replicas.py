@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import pictures
-from tests.launch import Service, command_line, encoder_server
+from tests.launch import Service, command_line, encoder_server, send
 from tests.rpc.pairs import ENCODER_FLAGS, about, answer, asked, greedy
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, v1
@@ -71,8 +70,8 @@ class Replica:
         self._service = None
         self._stack.close()
 
-    def _signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def _signal(self, number: signal.Signals) -> None:
+        send(self.pid, number)
 
 
 @contextmanager

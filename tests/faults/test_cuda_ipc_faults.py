@@ -17,7 +17,7 @@ import pytest
 
 from tests import pictures
 from tests.device_twin.services import twin_encoder, twin_llm
-from tests.launch import Service, command_line
+from tests.launch import Service, stopped
 from tests.rpc.pairs import about, asked, idle, quiet, tokens, usable
 from tests.rpc.test_transports import by_transport
 from tests.waiting import until
@@ -62,15 +62,10 @@ class Twins:
     def on_the_way(self, picture: bytes) -> Iterator[Callable[[], list[int]]]:
         """A picture whose rows are leased and not copied by all ranks before the block ends; the answer, after it."""
         (rank,) = self.llm.children("llm_service.worker")
-        with ThreadPoolExecutor(1) as threads:
-            os.kill(rank, signal.SIGSTOP)
-            try:
-                answer = threads.submit(self.ask, picture)
-                until(lambda: self.media.get_load().leases == 1, "its rows are leased")
-                yield lambda: answer.result(180)
-            finally:
-                if command_line(rank):
-                    os.kill(rank, signal.SIGCONT)
+        with ThreadPoolExecutor(1) as threads, stopped(rank):
+            answer = threads.submit(self.ask, picture)
+            until(lambda: self.media.get_load().leases == 1, "its rows are leased")
+            yield lambda: answer.result(180)
 
     def mapped_pools(self) -> list[int]:
         """How many pools each rank has open."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests import pictures
-from tests.launch import Service, encoder_server, llm_server
+from tests.launch import Service, encoder_server, llm_server, send, stopped
 from tests.rpc.pairs import (
     ENCODER_FLAGS,
     LLM_FLAGS,
@@ -50,18 +49,9 @@ def encoder(checkpoint: Path, address: str = "127.0.0.1:0", *, dies: bool = Fals
         yield service
 
 
-@contextmanager
-def frozen(service: Service) -> Iterator[None]:
+def frozen(service: Service) -> AbstractContextManager[None]:
     """The encoder's device workers stand still, so that what it was sent stays in the middle."""
-    workers = service.children(WORKER)
-    assert workers
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in set(workers) & set(service.children(WORKER)):
-            os.kill(pid, signal.SIGCONT)
+    return stopped(*service.children(WORKER))
 
 
 def test_kill_of_the_only_encoder_fails_its_pictures_alone_and_they_work_again_when_it_is_back(
@@ -160,7 +150,7 @@ def test_one_who_shares_a_picture_is_not_hurt_by_the_other_leaving(both: Pair) -
         until(lambda: under_way(client) == 2, "the service has heard of that")
         leaver.cancel()
         until(lambda: under_way(client) == 1, "and of this")
-        os.kill(both.encoder.children(WORKER)[0], signal.SIGCONT)
+        send(both.encoder.children(WORKER)[0], signal.SIGCONT)
         said = stayer.result()
     assert said == tokens(client, asked(about(shared)))
     assert both.media.get_load().vit_calls == calls + 1

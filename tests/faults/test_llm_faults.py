@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import pictures
-from tests.launch import ROOT, Service, command_line, descendants, launch, llm_server
+from tests.launch import ROOT, Service, command_line, descendants, launch, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
@@ -229,7 +229,7 @@ def test_sigterm_to_all_of_its_processes_lets_a_stream_finish_too(checkpoint: Pa
         stream = iter(client.generate(asked(user("count"), greedy(200))))
         assert next(stream).HasField("started")
         for pid in (service.process.pid, *service.descendants()):
-            os.kill(pid, signal.SIGTERM)
+            send(pid, signal.SIGTERM)
         assert list(stream)[-1].finished.usage.completion_tokens == 200
         assert service.process.wait(60) == 0
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,7 +13,7 @@ import grpc
 import numpy as np
 
 from tests import pictures
-from tests.launch import Service
+from tests.launch import Service, stopped
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
 IMAGE, VIDEO = media_pb2.MODALITY_IMAGE, media_pb2.MODALITY_VIDEO
@@ -29,19 +27,9 @@ def new_picture(width: int = 60, height: int = 60) -> bytes:
     return pictures.encoded(pictures.noise(width, height, next(_seed)))
 
 
-@contextmanager
-def frozen(service: Service, module: str) -> Iterator[None]:
+def frozen(service: Service, module: str) -> AbstractContextManager[None]:
     """The service's processes of this module stand still for the length of the block."""
-    pids = service.children(module)
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):  # the service ended it, or was ended
-                os.kill(pid, signal.SIGCONT)
+    return stopped(*service.children(module))
 
 
 def floats(data: bytes, dtype: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from common import local_link
 from tests import pictures
-from tests.launch import encoder_server
+from tests.launch import encoder_server, send
 from tests.rpc.encoder_client import (
     DECODER,
     WORKER,
@@ -132,7 +132,7 @@ def test_a_stream_is_finished_though_all_processes_are_told_to_stop(checkpoints)
             stream = client.start([image(new_picture())])
             found = follow(stream, "header")
             for pid in (service.process.pid, *service.descendants()):
-                os.kill(pid, signal.SIGTERM)
+                send(pid, signal.SIGTERM)
         assert len(follow(stream, "done", found).rows) == found.header.tokens
         assert service.process.wait(120) == 0
 

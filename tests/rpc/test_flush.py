@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
+from tests.launch import send, stopped
 from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, tokens
 from tests.waiting import until
 from twinlens import image, user, v1
@@ -51,16 +51,12 @@ def test_the_encoder_forgets_every_entry_and_says_how_many(both: Pair) -> None:
 def test_the_encoder_keeps_what_is_being_made(both: Pair) -> None:
     both.media.flush_cache()
     (worker,) = both.encoder.children("encoder_service.worker")
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        with both.media.encode(image(new_picture())) as stream:
-            header = next(iter(stream)).header
-            until(lambda: both.media.get_load().running_items == 1, "it is being computed")
-            assert both.media.flush_cache().entries == 0
-            os.kill(worker, signal.SIGCONT)
-            rows = sum(event.rows.count for event in stream)
-    finally:
-        os.kill(worker, signal.SIGCONT)
+    with stopped(worker), both.media.encode(image(new_picture())) as stream:
+        header = next(iter(stream)).header
+        until(lambda: both.media.get_load().running_items == 1, "it is being computed")
+        assert both.media.flush_cache().entries == 0
+        send(worker, signal.SIGCONT)
+        rows = sum(event.rows.count for event in stream)
     assert rows == header.tokens
     assert both.media.probe(header.key) == [True]
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from tests import pictures
-from tests.launch import ROOT, command_line, descendants, llm_server
+from tests.launch import ROOT, command_line, descendants, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, tokens, usable
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
@@ -50,8 +50,7 @@ def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.
         until(lambda: not any(map(command_line, known)), "its ranks are gone")
     finally:
         for pid in {*known, *descendants(process.pid)}:
-            if command_line(pid):
-                os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         if process.poll() is None:
             process.kill()
         process.wait()
@@ -104,7 +103,7 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
                         pass
                 assert error.value.code is grpc.StatusCode.UNAVAILABLE
                 if fault is signal.SIGSTOP:  # nothing on its host can tell that it is frozen: its own connection does
-                    os.kill(rank, signal.SIGCONT)
+                    send(rank, signal.SIGCONT)
                 until(lambda: _serves(client), "the group is back")
                 assert tokens(client, asked(PROMPTS[1])) == expected
 

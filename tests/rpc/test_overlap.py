@@ -3,16 +3,14 @@ stopped meanwhile, so that what is seen cannot be luck."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from tests import pictures
-from tests.launch import Service, llm_server
+from tests.launch import Service, llm_server, stopped
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy, pair, tokens, usable
 from tests.waiting import until
 from twinlens import LlmClient, image, user, v1
@@ -30,15 +28,9 @@ def picture(seed: int) -> v1.Media:
     return image(pictures.encoded(pictures.noise(128, 128, seed)))
 
 
-@contextmanager
-def no_row_is_computed(encoder: Service) -> Iterator[None]:
+def no_row_is_computed(encoder: Service) -> AbstractContextManager[None]:
     """The encoder answers, and computes nothing."""
-    (worker,) = encoder.children("encoder_service.worker")
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(worker, signal.SIGCONT)
+    return stopped(*encoder.children("encoder_service.worker"))
 
 
 def test_text_before_a_picture_is_prefilled_before_the_picture_has_a_single_row(both: Pair) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
 from llm_service.rows import RowStore
 from tests import pictures
-from tests.launch import Service, encoder_server, llm_server
+from tests.launch import Service, encoder_server, llm_server, stopped
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
 from tests.scrape import scrape
 from tests.waiting import until
@@ -140,15 +138,9 @@ def test_a_reader_that_is_killed_leaves_no_lease_and_the_next_one_is_served(chec
             until(lambda: quiet(media), "no stream is left")
 
 
-@contextmanager
-def one_worker_stopped(encoder: Service, number: int) -> Iterator[None]:
+def one_worker_stopped(encoder: Service, number: int) -> AbstractContextManager[None]:
     """One of the workers computes nothing."""
-    worker = sorted(encoder.children("encoder_service.worker"))[number]
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(worker, signal.SIGCONT)
+    return stopped(sorted(encoder.children("encoder_service.worker"))[number])
 
 
 def clip(seed: int) -> v1.ChatMessage:

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
-from tests.launch import descendants
+from tests.launch import descendants, send
 from tools import up
 
 FAKE = "tests.unit.tools.fake_service"
@@ -29,8 +28,7 @@ def running(*behaviours: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             for pid in descendants(process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
             process.kill()
 
 
