@@ -27,7 +27,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.fusion import RowArena
-from llm_service.worker.runner import Runner
+from llm_service.worker.model_runner import ModelRunner
 from tests import reference
 
 _BATCHES = (1, 4, 8, 16)
@@ -74,7 +74,7 @@ def _ours(folder: Path, contexts: Tensor, attention: str, weights: str) -> Itera
     config, each = decoder.config, -(-(context + 1) // _BLOCK)
     shape = CacheShape(config.layers, max(_BATCHES) * each, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, config.hidden_size, torch.float32)
-    runner = Runner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
+    runner = ModelRunner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
         for ids, table in zip(contexts[:batch], tables, strict=True):

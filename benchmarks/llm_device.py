@@ -30,7 +30,7 @@ from llm_service.models.registry import decoder_class
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
-from llm_service.worker.runner import Runner
+from llm_service.worker.model_runner import ModelRunner
 
 _BLOCK = 16
 _LEVELS = 4
@@ -56,7 +56,7 @@ class Machine:
     capture: Callable[[], Capture] | None = None
 
 
-def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: str = "auto") -> Runner:
+def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: str = "auto") -> ModelRunner:
     """A rank with weights whose sums stay around 1, and a cache full of noise."""
     decoder = decoder_class(config.architecture)(config, ALONE, machine.dtype, machine.device)
     for parameter in decoder.parameters():
@@ -67,7 +67,7 @@ def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: st
     shape = CacheShape(config.layers, blocks, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, machine.dtype)
     backend = choose(attention, shape, machine.dtype, machine.device)
-    runner = Runner(decoder.eval(), arena, shape, backend)
+    runner = ModelRunner(decoder.eval(), arena, shape, backend)
     runner._caches.normal_()
     runner.warm_up()
     return runner
@@ -113,7 +113,7 @@ def measure(
 
 
 def _round(
-    runner: Runner, machine: Machine, bounds: Bounds, sequences: Sequence[int], context: int, tokens: Sequence[int]
+    runner: ModelRunner, machine: Machine, bounds: Bounds, sequences: Sequence[int], context: int, tokens: Sequence[int]
 ) -> Found:
     ways = _ways(runner, machine, bounds)
 
@@ -127,11 +127,11 @@ def _round(
     }
 
 
-def _ways(runner: Runner, machine: Machine, bounds: Bounds) -> dict[str, Step]:
+def _ways(runner: ModelRunner, machine: Machine, bounds: Bounds) -> dict[str, Step]:
     """What there is to compare, by name."""
     if machine.capture is None:
         return {"eager": runner.run}
-    runner.capture(bounds, machine.capture(), most_bytes=_GRAPH_BYTES, agree=lambda number: number)
+    runner.capture(bounds, machine.capture(), max_bytes=_GRAPH_BYTES, agree=lambda number: number)
     captured = runner.graphs
     assert captured is not None
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from llm_service.engine.batch import Step
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Tokens
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.plan import StepResult

@@ -172,7 +172,7 @@ class Generator:
         if session is not None:
             for span in laid.spans:
                 self.sessions.keep(session, span.header.key, self._landing.row_bytes(span.header))
-        self._engine.cool(self.sessions.take_ended())
+        self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 
     def _submit(self, request: Request, laid: Laid, media: MediaRows, session: int) -> Ticket:

@@ -90,7 +90,7 @@ class MediaRows:
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
         watch()
-        ticket.on_wanted = wanted
+        ticket.on_rows_needed = wanted
 
     def _watcher(
         self, engine: EngineFront, ticket: Ticket, laid: Laid, number: int, on_complete: Callable[[], None]

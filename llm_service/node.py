@@ -18,7 +18,7 @@ from common.checkpoint import Checkpoint
 from common.devices import default_device
 from common.processes import Child, ChildDied
 from llm_service.config import LlmConfig, Meeting
-from llm_service.settings import Joined, Place
+from llm_service.settings import Joined, RankPlace
 
 _RESTART_SECONDS = 0.5
 _log = log.get("node")
@@ -27,7 +27,7 @@ _log = log.get("node")
 async def lend(config: LlmConfig, meeting: Meeting) -> None:
     """Runs this host's ranks until SIGTERM or SIGINT."""
     log.configure(config.log_level, service="llm-node")
-    first = Place(
+    first = RankPlace(
         rank=meeting.node_rank * (config.tp // meeting.nodes),
         size=config.tp,
         nodes=meeting.nodes,
@@ -47,7 +47,7 @@ async def lend(config: LlmConfig, meeting: Meeting) -> None:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _keep(first: Place, start_seconds: float, *, pause: float = _RESTART_SECONDS) -> None:
+async def _keep(first: RankPlace, start_seconds: float, *, pause: float = _RESTART_SECONDS) -> None:
     """Runs this host's ranks for ever; from one life to the next it waits `pause` seconds."""
     while True:
         try:
@@ -57,7 +57,7 @@ async def _keep(first: Place, start_seconds: float, *, pause: float = _RESTART_S
         await asyncio.sleep(pause)
 
 
-async def _run(first: Place, start_seconds: float) -> None:
+async def _run(first: RankPlace, start_seconds: float) -> None:
     """One life of this host's ranks; raises ChildDied when one of them has ended, or has not joined the group in time,
     and takes the others with it."""
     arena_fd = os.memfd_create("twinlens-rows")

@@ -150,7 +150,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     row_sum: int
 
 
-class Vacate(msgspec.Struct, frozen=True, tag=True):
+class Invalidate(msgspec.Struct, frozen=True, tag=True):
     """`size` bytes at `offset` of the arena are given to other rows: what the mirror has there counts no more."""
 
     offset: int
@@ -163,7 +163,7 @@ class Unmap(msgspec.Struct, frozen=True, tag=True):
     region: str
 
 
-MirrorOrder = Pull | Vacate | Unmap
+MirrorOrder = Pull | Invalidate | Unmap
 """What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
 
 

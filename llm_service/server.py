@@ -72,7 +72,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             config.row_cache_bytes,
             layout,
             keeps=sessions.keeps,
-            on_place=lambda place: engine.mirrors.vacate(place.offset, place.size),
+            on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
         )
         running.callback(rows.close)
         engine = EngineFront(
@@ -81,7 +81,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             frame.report,
             start_seconds=config.start_seconds,
             step_seconds=config.step_seconds,
-            spare=config.spare_engine,
+            standby=config.spare_engine,
             module=engine_module,
         )
         engine.mirrors.on_lost = rows.lose_mirrors

@@ -43,7 +43,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     log_level: str
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of a tensor-parallel group a process is, and where the group meets.
 
     `size` ranks are spread evenly over `nodes` hosts, `device` is the first one of each host; a rank that is silent for
@@ -69,7 +69,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def device_name(self) -> str:
         """This rank's device.
 
-        >>> place = Place(rank=5, size=8, nodes=2, host="", port=0, timeout=4.0, device="cuda:2", model="", threads=0)
+        >>> place = RankPlace(rank=5, size=8, nodes=2, host="", port=0, timeout=4, device="cuda:2", model="", threads=0)
         >>> place.device_name
         'cuda:3'
         """

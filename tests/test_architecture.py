@@ -223,8 +223,8 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (
             downwards,
             {
-                "llm_service/engine/a": "from llm_service.worker.runner import Runner",
-                "llm_service/worker/runner": "",
+                "llm_service/engine/a": "from llm_service.worker.model_runner import ModelRunner",
+                "llm_service/worker/model_runner": "",
             },
         ),
         (downwards, {"llm_service/engine/a": "import llm_service.server", "llm_service/server": ""}),
@@ -252,7 +252,7 @@ def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, st
     ("rule", "sources"),
     [
         (services_apart, {"llm_service/a": "from twinlens import __version__\nfrom common import errors"}),
-        (light_control_plane, {"llm_service/worker/runner": "import torch"}),
+        (light_control_plane, {"llm_service/worker/model_runner": "import torch"}),
         (
             light_control_plane,
             {"llm_service/plan": "if TYPE_CHECKING:\n    import common.a", "common/a": "import torch"},
@@ -289,6 +289,6 @@ def test_what_the_control_plane_is_named_after_exists() -> None:
     expected = {
         *(f"encoder_service.{name}" for name in ("item", "media.limits", "engine.store", "engine.encode")),
         *(f"llm_service.{name}" for name in ("request", "plan", "prompt", "detokenizer", "encoders.pool")),
-        *(f"llm_service.engine.{name}" for name in ("scheduler", "blocks", "core", "front")),
+        *(f"llm_service.engine.{name}" for name in ("scheduler", "block_manager", "core", "front")),
     }
     assert expected <= set(TREE.modules)

@@ -9,7 +9,7 @@ from llm_service.engine.process import Loaded, serve
 from llm_service.layers.group import ALONE
 from llm_service.settings import EngineSettings
 from llm_service.worker.executor import GroupExecutor, LoneExecutor
-from llm_service.worker.lead import lead, place_of
+from llm_service.worker.lead import lead, rank_place
 from llm_service.worker.load import load_runner, reachable
 from llm_service.worker.ranks import device_of
 
@@ -21,7 +21,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     if ranks is not None:
         ranks.tell(msgspec.msgpack.encode(settings))
     group = ranks.group if ranks is not None else ALONE
-    places = [place_of(rank, settings, "", 0) for rank in range(size)]
+    places = [rank_place(rank, settings, "", 0) for rank in range(size)]
     runner = load_runner(settings, device_of(places[0]), group, arena_fd)
     if ranks is not None:
         ranks.wait_for_all()

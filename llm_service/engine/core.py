@@ -12,16 +12,16 @@ from llm_service.engine.batch import Step
 from llm_service.engine.messages import (
     Abort,
     Add,
-    Cool,
+    EndSessions,
     Flush,
     Flushed,
     FromEngine,
     Inspect,
     Landed,
-    Placed,
     Prefilled,
     Prefills,
     Released,
+    RowsPlaced,
     ToEngine,
     Tokens,
 )
@@ -29,7 +29,7 @@ from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.wake import Wake
-from llm_service.plan import Pull, StepResult, Unmap, Vacate
+from llm_service.plan import Invalidate, Pull, StepResult, Unmap
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
@@ -91,7 +91,7 @@ class EngineCore:
 
     def _report_ends(self) -> None:
         """A failure is told before its request is released: nothing is heard of a released one."""
-        for news in (*self._scheduler.take_failures(), *self._scheduler.take_wanted()):
+        for news in (*self._scheduler.take_failures(), *self._scheduler.take_rows_needed()):
             self._link.send(news)
         if ended := self._scheduler.take_ended():
             self._link.send(Released(ended))
@@ -118,14 +118,14 @@ class EngineCore:
                 self._scheduler.add(message)
             case Landed(id, item, rows):
                 self._scheduler.landed(id, item, rows)
-            case Placed(id, places):
+            case RowsPlaced(id, places):
                 self._scheduler.placed(id, places)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
-            case Cool(sessions):
+            case EndSessions(sessions):
                 for session in sessions:
-                    self._scheduler.cool(session)
-            case Pull() | Vacate() | Unmap():
+                    self._scheduler.end_session(session)
+            case Pull() | Invalidate() | Unmap():
                 self._pipeline.order(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())

@@ -15,11 +15,11 @@ def ending(sequence: Sequence, token: int) -> str | InvalidInput:
         matcher.consume_token(token)
         if matcher.is_error():  # first of all: one that has failed allows nothing but an end token
             return _too_complex()
-    if token in sequence.ends:
+    if token in sequence.stop_ids:
         return "stop"
     if matcher is not None and matcher.is_stopped():
         return "structure"
-    return "length" if sequence.known >= sequence.most else ""
+    return "length" if sequence.known >= sequence.max_length else ""
 
 
 def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:

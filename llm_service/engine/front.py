@@ -18,24 +18,24 @@ from llm_service.engine.messages import (
     Abort,
     Add,
     Beat,
-    Cool,
+    EndSessions,
     Failed,
     Flush,
     Flushed,
     FromEngine,
     Inspect,
     Landed,
-    Placed,
     Prefills,
     PullEnded,
     Ready,
     Released,
+    RowsNeeded,
+    RowsPlaced,
     Scored,
     Started,
     State,
     Tokens,
     Unable,
-    Wanted,
 )
 from llm_service.engine.mirrors import Mirrors
 from llm_service.engine.reserve import MODULE, Reserve
@@ -50,7 +50,7 @@ _RESTART_SECONDS = 0.2
 
 
 class EngineFront:
-    """One engine process that runs `module`, and another in reserve with `spare`.
+    """One engine process that runs `module`, and another in reserve with `standby`.
 
     One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
     is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
@@ -65,13 +65,13 @@ class EngineFront:
         *,
         start_seconds: float,
         step_seconds: float,
-        spare: bool = False,
+        standby: bool = False,
         module: str = MODULE,
     ) -> None:
         self._settings = settings
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
-        self._reserve = Reserve(arena_fd, ahead=spare, module=module)
+        self._reserve = Reserve(arena_fd, ahead=standby, module=module)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -125,17 +125,17 @@ class EngineFront:
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
         """Gives all items of a request their places, which it has asked for: (offset, rows that have landed there)."""
         if id in self._tickets and self._child is not None:
-            self._child.send(Placed(id, places))
+            self._child.send(RowsPlaced(id, places))
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request or one of its choices; what is unknown is skipped."""
         if id in self._tickets and self._child is not None:
             self._child.send(Abort(id, choice))
 
-    def cool(self, sessions: list[int]) -> None:
+    def end_sessions(self, sessions: list[int]) -> None:
         """Says that these sessions are over."""
         if sessions and self._child is not None:
-            self._child.send(Cool(sessions))
+            self._child.send(EndSessions(sessions))
 
     def _order(self, order: MirrorOrder) -> None:
         if self._child is not None:
@@ -231,9 +231,9 @@ class EngineFront:
             case Failed(id, code, reason, text, field):
                 if ticket := self._tickets.get(id):
                     ticket.fail(from_code(code, text, reason=reason, field=field))
-            case Wanted(id):
-                if (ticket := self._tickets.get(id)) and ticket.on_wanted is not None:
-                    ticket.on_wanted()
+            case RowsNeeded(id):
+                if (ticket := self._tickets.get(id)) and ticket.on_rows_needed is not None:
+                    ticket.on_rows_needed()
             case Released(ids):
                 for id in ids:
                     self._let_go(id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from llm_service.plan import Pull, TokenLogprobs, Unmap, Vacate
+from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
 from llm_service.request import Sampling
 from llm_service.settings import EngineSettings
 
@@ -48,8 +48,8 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     rows: int
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
-    """What `Wanted` asked for: each item of the request has a place, as (offset, rows that have landed there)."""
+class RowsPlaced(msgspec.Struct, frozen=True, tag=True):
+    """What `RowsNeeded` asked for: each item of the request has a place, as (offset, rows that have landed there)."""
 
     id: int
     places: list[tuple[int, int]]
@@ -62,7 +62,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     choice: int = -1
 
 
-class Cool(msgspec.Struct, frozen=True, tag=True):
+class EndSessions(msgspec.Struct, frozen=True, tag=True):
     """These sessions are over: what is kept for them goes as the rest does."""
 
     sessions: list[int]
@@ -76,7 +76,9 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
-ToEngine = EngineSettings | Add | Landed | Placed | Abort | Cool | Flush | Inspect | Pull | Vacate | Unmap
+ToEngine = (
+    EngineSettings | Add | Landed | RowsPlaced | Abort | EndSessions | Flush | Inspect | Pull | Invalidate | Unmap
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -102,7 +104,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     cached: int
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
+class RowsNeeded(msgspec.Struct, frozen=True, tag=True):
     """The cache does not cover items of a request that are nowhere. The request waits until all of its items are
     placed; until then no step reads any of their rows, wherever they were before."""
 
@@ -212,7 +214,7 @@ FromEngine = (
     Ready
     | Unable
     | Started
-    | Wanted
+    | RowsNeeded
     | Prefills
     | Scored
     | Tokens

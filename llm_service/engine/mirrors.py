@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from common.errors import DataLoss
 from common.tasks import outlast
 from llm_service.engine.messages import PullEnded
-from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
 
 class Mirrors:
@@ -49,10 +49,10 @@ class Mirrors:
         await outlast(answer)
         return answer.result()
 
-    def vacate(self, offset: int, size: int) -> None:
+    def invalidate(self, offset: int, size: int) -> None:
         """These bytes of the arena are given to new rows."""
         if self.reachable:
-            self._send(Vacate(offset, size))
+            self._send(Invalidate(offset, size))
 
     def unmap(self, region: str) -> None:
         """A pool is gone."""

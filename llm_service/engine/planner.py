@@ -22,7 +22,7 @@ import heapq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.queues import Queues, rank
 from llm_service.engine.sequence import Sequence
 
@@ -110,20 +110,21 @@ class Planner:
                 break
             budget -= self._extend(sequence, choice, budget)
 
-    def _extend(self, sequence: Sequence, choice: Choice, most: int) -> int:
-        """Gives a sequence up to `most` tokens more in this step, and a place where it has none; how many it got."""
+    def _extend(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
+        """Gives a sequence up to `max_tokens` tokens more in this step, and a place where it has none;
+        how many it got."""
         if sequence.full:
             return 0
         if not sequence.running:
-            return self._admit(sequence, choice, most)
+            return self._admit(sequence, choice, max_tokens)
         given = choice.work.get(sequence, 0)
-        count = self._chunk(sequence, sequence.computed, given + most)
+        count = self._chunk(sequence, sequence.computed, given + max_tokens)
         if count <= given or not self._make_room(sequence, count, choice):
             return 0
         choice.work[sequence] = count
         return count - given
 
-    def _admit(self, sequence: Sequence, choice: Choice, most: int) -> int:
+    def _admit(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
         stuck = sequence.starved or sequence.asking or sequence.blocked or sequence.held
         if choice.closed or stuck or not sequence.formed():
@@ -135,7 +136,7 @@ class Planner:
             if self._queues.ask(sequence):  # it holds no block while it waits, so that no two can hold each other up
                 choice.asking.append(sequence)
             return 0
-        ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, most)
+        ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(choice) if complete and count else []
         if not ready or not self._find_room(sequence, identities[:hits], idle):
@@ -160,8 +161,8 @@ class Planner:
         ready = sequence.whole(begin, ready, self._longest_whole)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
-    def _chunk(self, sequence: Sequence, begin: int, most: int) -> int:
-        count = min(self._ready(sequence, begin), most)
+    def _chunk(self, sequence: Sequence, begin: int, max_tokens: int) -> int:
+        count = min(self._ready(sequence, begin), max_tokens)
         if self._limits.keep_media_whole and count:
             return sequence.whole(begin, count, self._longest_whole)
         return count

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.pipeline import Executor, Pipeline
@@ -74,8 +74,8 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
     context = min(config.longest(settings.max_context), loaded.blocks * settings.block_size)
-    ends, wake = end_tokens(checkpoint), Wake()
-    structures = Structures(checkpoint, config.vocab_size, ends, cache_bytes=settings.structure_cache_bytes)
+    stop_ids, wake = end_tokens(checkpoint), Wake()
+    structures = Structures(checkpoint, config.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
     scheduler = Scheduler(
         BlockManager(
             loaded.blocks,
@@ -90,7 +90,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.keep_media_whole,
             settings.early_prefill_tokens,
         ),
-        ends,
+        stop_ids,
         loaded.row_bytes,
         Matchers(structures, wake.set),
     )

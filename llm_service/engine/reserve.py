@@ -23,34 +23,34 @@ class Reserve:
         self._arena_fd = arena_fd
         self._ahead = ahead
         self._module = module
-        self._spare: Child[FromEngine] | None = None
+        self._standby: Child[FromEngine] | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     async def take(self) -> Child[FromEngine]:
         """A process that waits for its settings: the one in reserve, if it lives."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            if spare.process.returncode is None:
-                return spare
-            await spare.stop()
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.process.returncode is None:
+                return standby
+            await standby.stop()
         return await self._start()
 
     def prepare(self) -> None:
         """Puts one in reserve, where that is wanted and none is there. For when the machine has time for it."""
-        if self._ahead and self._spare is None and (self._preparing is None or self._preparing.done()):
+        if self._ahead and self._standby is None and (self._preparing is None or self._preparing.done()):
             self._preparing = tasks.start(self._prepare(), "engine in reserve")
 
     async def stop(self) -> None:
         """Ends the one in reserve."""
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-        if self._spare is not None:
-            self._spare.kill()
-            await self._spare.stop()
-            self._spare = None
+        if self._standby is not None:
+            self._standby.kill()
+            await self._standby.stop()
+            self._standby = None
 
     async def _prepare(self) -> None:
-        self._spare = await self._start()
+        self._standby = await self._start()
 
     async def _start(self) -> Child[FromEngine]:
         child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=(self._arena_fd,))

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from common.errors import DeadlineExceeded, TwinlensError, code_number
 from llm_service.engine.batch import Step, build
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.ending import dead_end, ending
-from llm_service.engine.messages import NOWHERE, Add, Failed, Scored, Started, State, Token, Wanted
+from llm_service.engine.messages import NOWHERE, Add, Failed, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
@@ -69,7 +69,7 @@ class Scheduler:
         self._planner = Planner(self._queues, blocks, limits)
         self._scored: list[Scored] = []
         self._failures: list[Failed] = []
-        self._wanted: deque[tuple[int, int]] = deque()
+        self._rows_needed: deque[tuple[int, int]] = deque()
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
         self._planned_steps = 0
@@ -81,7 +81,7 @@ class Scheduler:
         """Takes a request in. The front has checked that it fits the context."""
         self._arrivals += 1
         sequences = Sequence.of(
-            add, arrival=self._arrivals, seed=secrets.randbits(64), most=self.limits.max_context, eos=self._eos
+            add, arrival=self._arrivals, seed=secrets.randbits(64), max_length=self.limits.max_context, eos=self._eos
         )
         if add.sampling.grammar and self._match is not None:
             form = Form(add.sampling.grammar, add.sampling.grammar_bytes, add.salt)
@@ -113,9 +113,9 @@ class Scheduler:
             if choice in (-1, sequence.choice):
                 self._end(sequence)
 
-    def cool(self, session: int) -> None:
+    def end_session(self, session: int) -> None:
         """A session is over: what is kept for it goes as the rest does, and so will what its requests give back."""
-        self.blocks.cool(session)
+        self.blocks.end_session(session)
         for sequence in (*self._queues.waiting, *self._queues.running):
             if sequence.session == session:
                 sequence.session = 0
@@ -137,7 +137,7 @@ class Scheduler:
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
-        self._wanted.extend((self._planned_steps, sequence.id) for sequence in choice.asking)
+        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in choice.asking)
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started
@@ -207,12 +207,12 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def take_wanted(self) -> list[Wanted]:
+    def take_rows_needed(self) -> list[RowsNeeded]:
         """The requests that ask for their items, each told once: no step, not even one under way, reads their rows."""
-        wanted: list[Wanted] = []
-        while self._wanted and self._wanted[0][0] <= self.counters.steps:
-            wanted.append(Wanted(self._wanted.popleft()[1]))
-        return wanted
+        needed: list[RowsNeeded] = []
+        while self._rows_needed and self._rows_needed[0][0] <= self.counters.steps:
+            needed.append(RowsNeeded(self._rows_needed.popleft()[1]))
+        return needed
 
     def take_ended(self) -> list[int]:
         """The requests that are gone, each told once: no step, not even one under way, reads their rows any more."""

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 
-from llm_service.engine.blocks import BlockTable, block_identity, root_identity
+from llm_service.engine.block_manager import BlockTable, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add
 from llm_service.engine.structure import Matcher
 from llm_service.request import Sampling
@@ -39,7 +39,8 @@ class Sequence:
     `unknown` tokens may still be to come from steps under way; the last of them is draw number `drawn` of its step.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three. `order`
-    ranks sequences: a smaller one is served first. `most` is how long it may grow, `ends` are the tokens that end it.
+    ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
+    tokens that end it.
     `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
     `asking`: until its items have places. The prompt's tokens before `scored` have been scored by steps up to the last
     one planned, or need no score. `media_end` is one past the last place of a media row; `plain`: the likeliest token
@@ -58,8 +59,8 @@ class Sequence:
     root: bytes
     session: int
     order: Order
-    most: int
-    ends: tuple[int, ...]
+    max_length: int
+    stop_ids: tuple[int, ...]
     forming: Future[Matcher] | None = None
     matcher: Matcher | None = None
     after: Sequence | None = None
@@ -81,7 +82,7 @@ class Sequence:
     _passed_runs: int = 0
 
     @classmethod
-    def of(cls, add: Add, *, arrival: int, seed: int, most: int, eos: tuple[int, ...]) -> list[Sequence]:
+    def of(cls, add: Add, *, arrival: int, seed: int, max_length: int, eos: tuple[int, ...]) -> list[Sequence]:
         """One sequence for each choice of a request; all but the first wait until the first has its prompt computed."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
@@ -104,8 +105,8 @@ class Sequence:
                 session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),
-                most=min(most, len(prompt) + sampling.max_tokens),
-                ends=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
+                max_length=min(max_length, len(prompt) + sampling.max_tokens),
+                stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 after=sequences[0] if sequences else None,
                 scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
                 plain=sampling == _plainest(sampling),
@@ -134,7 +135,7 @@ class Sequence:
     @property
     def full(self) -> bool:
         """No token may be added: once the steps under way are done, it ends."""
-        return len(self.tokens) >= self.most
+        return len(self.tokens) >= self.max_length
 
     @property
     def blocked(self) -> bool:

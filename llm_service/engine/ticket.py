@@ -16,11 +16,11 @@ Event = Started | Prefilled | Scored | Token
 @dataclass(eq=False)
 class Ticket:
     """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it,
-    `on_wanted` when it needs places for items after all."""
+    `on_rows_needed` when it needs places for items after all."""
 
     id: int
     on_released: Callable[[], None]
-    on_wanted: Callable[[], None] | None = None
+    on_rows_needed: Callable[[], None] | None = None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None

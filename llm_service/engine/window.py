@@ -63,7 +63,7 @@ def draw(sequence: Sequence, at: int) -> Draw:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         uniform=0.0 if sampling.temperature == 0.0 else uniform(sequence.seed, sequence.choice, sequence.generated),
-        banned=sequence.ends if sequence.generated < sampling.min_tokens else (),
+        banned=sequence.stop_ids if sequence.generated < sampling.min_tokens else (),
         logit_bias=sampling.logit_bias,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,

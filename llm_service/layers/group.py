@@ -49,13 +49,13 @@ class TensorGroup:
         head = self.rank * kv_heads // self.size
         return slice(head, head + 1)
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of all ranks' numbers, on every rank, once all of them have asked."""
         if self.process_group is None:
             return number
-        least = torch.tensor([number])
-        dist.all_reduce(least, dist.ReduceOp.MIN)  # over the default group, which is the CPUs'
-        return int(least)
+        smallest = torch.tensor([number])
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)  # over the default group, which is the CPUs'
+        return int(smallest)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, on every rank; may overwrite x."""

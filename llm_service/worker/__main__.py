@@ -10,7 +10,7 @@ import msgspec
 from common import log
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from llm_service.settings import EngineSettings, Joined, Place
+from llm_service.settings import EngineSettings, Joined, RankPlace
 from llm_service.worker.executor import follow
 from llm_service.worker.load import load_runner
 from llm_service.worker.ranks import device_of, join
@@ -22,7 +22,7 @@ def main() -> None:
     """Follows rank 0 until it is gone."""
     die_with_parent()
     leave_signals_to_parent()
-    link: ParentLink[Place] = ParentLink(int(sys.argv[1]), Place)
+    link: ParentLink[RankPlace] = ParentLink(int(sys.argv[1]), RankPlace)
     place, arena_fd = link.receive(), int(sys.argv[2])
     log.configure("info", service=f"llm-rank-{place.rank}")
     ranks = join(place)

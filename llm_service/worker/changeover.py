@@ -110,10 +110,10 @@ class Changeover:
         """Whether it is worth while to ask all ranks."""
         return not (self.over or self.waits) and self._clock() >= self._next
 
-    def ask(self, least: Callable[[int], int]) -> None:
-        """Every rank, between the same two steps: has our kernels compute from now on, if all ranks have them. `least`
-        is `TensorGroup.least`."""
-        found = Readiness(least(self._compiling.readiness))
+    def ask(self, all_reduce_min: Callable[[int], int]) -> None:
+        """Every rank, between the same two steps: has our kernels compute from now on, if all ranks have them.
+        `all_reduce_min` is `TensorGroup.all_reduce_min`."""
+        found = Readiness(all_reduce_min(self._compiling.readiness))
         self._next = self._clock() + _PAUSE_SECONDS
         self.over = found is not Readiness.WAITING
         if found is Readiness.THERE:

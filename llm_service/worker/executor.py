@@ -6,8 +6,8 @@ import msgspec
 
 from llm_service.layers.group import ALONE
 from llm_service.plan import MirrorOrder, Pulled, StepPlan, StepResult, ToRank
+from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.ranks import Ranks
-from llm_service.worker.runner import Runner
 
 BEAT_SECONDS = 1.0
 """An idle group hears from rank 0 this often."""
@@ -18,18 +18,18 @@ class LoneExecutor:
 
     beat_seconds: float | None = None
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes one step."""
         if (changeover := self._runner.changeover) is not None and changeover.due:
-            changeover.ask(ALONE.least)
+            changeover.ask(ALONE.all_reduce_min)
         return self._runner.run(plan)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Does something to the mirror."""
-        return self._runner.arena.the_mirror.obey(order, ALONE.least)
+        return self._runner.arena.the_mirror.obey(order, ALONE.all_reduce_min)
 
     def beat(self) -> None:
         """There is no one to keep company."""
@@ -40,7 +40,7 @@ class GroupExecutor:
 
     beat_seconds: float | None = BEAT_SECONDS
 
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
         self._encode = msgspec.msgpack.Encoder().encode
@@ -55,7 +55,7 @@ class GroupExecutor:
     def obey(self, order: MirrorOrder) -> Pulled:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
         self._ranks.tell(self._encode(ToRank(order=order)))
-        return self._runner.arena.the_mirror.obey(order, self._ranks.group.least)
+        return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
 
     def beat(self) -> None:
         """Finds out at once, while there is nothing to compute, whether a rank has ended."""
@@ -65,10 +65,10 @@ class GroupExecutor:
     def _change_over(self) -> None:
         if (changeover := self._runner.changeover) is not None and changeover.due:
             self._ranks.tell(self._encode(ToRank(turn=True)))
-            changeover.ask(self._ranks.group.least)
+            changeover.ask(self._ranks.group.all_reduce_min)
 
 
-def follow(runner: Runner, ranks: Ranks) -> None:
+def follow(runner: ModelRunner, ranks: Ranks) -> None:
     """Another rank: computes its share of every plan, and obeys every order, until rank 0 is gone, which raises
     RuntimeError."""
     decode = msgspec.msgpack.Decoder(ToRank).decode
@@ -81,6 +81,6 @@ def follow(runner: Runner, ranks: Ranks) -> None:
             runner.forward(told.plan)
         if told.turn:
             assert runner.changeover is not None, "ranks begin alike"
-            runner.changeover.ask(ranks.group.least)
+            runner.changeover.ask(ranks.group.all_reduce_min)
         if told.order is not None:
-            runner.arena.the_mirror.obey(told.order, ranks.group.least)
+            runner.arena.the_mirror.obey(told.order, ranks.group.all_reduce_min)

@@ -26,18 +26,19 @@ class RowArena:
         self._pinned: PinnedCopies | None = None
 
     def pin(self) -> None:
-        """Lets a GPU copy rows by itself. From now on `settle` is to be called before anybody may write new rows."""
+        """Lets a GPU copy rows by itself. From now on `synchronize` is to be called before anybody may write
+        new rows."""
         self._pinned = PinnedCopies(self._bytes)
 
-    def begun(self) -> None:
+    def record_copies(self) -> None:
         """Copies to the device have been begun."""
         if self._pinned is not None:
-            self._pinned.mark()
+            self._pinned.record()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until nothing that was begun reads from the arena any more."""
         if self._pinned is not None:
-            self._pinned.done()
+            self._pinned.synchronize()
 
     @property
     def the_mirror(self) -> Mirror:
@@ -81,7 +82,7 @@ def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | N
             blocks.append(part.to(hidden.device, hidden.dtype, non_blocking=True))
             hidden[at : at + len(part)] = blocks[-1][:, 0]
             at += len(part)
-    arena.begun()
+    arena.record_copies()
     if arena.levels == 1:
         return None
     index = torch.cat([torch.arange(piece.at, piece.at + piece.count, device=hidden.device) for piece in rows])

@@ -3,7 +3,7 @@
 A step of few tokens is mostly launches; a graph starts them all at once. What is in it is the decoder from input
 embeddings to hidden states, attention and the ranks' sums included. What a replay must know of a batch is copied
 beforehand into buffers that never move, the attention's tables among them. A batch is padded up to the next size:
-padded tokens write their keys to the block that is nobody's, and no table leads to them.
+padded tokens write their keys to the null block, and no table leads to them.
 
 Deepstack rows have a place in the prefill graphs: a level is added to all tokens, and is zero where there is no row. A
 batch that no graph fits runs eagerly, with the same result.
@@ -52,24 +52,24 @@ class Bounds:
     levels: int
 
 
-def decode_sizes(most: int) -> list[int]:
+def decode_sizes(largest: int) -> list[int]:
     """Numbers of sequences that get a graph: dense where padding would cost most, and never more than about 50.
 
     >>> decode_sizes(70)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]
     """
     ladder = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, 1025, 64)]
-    return [size for size in ladder if size < most] + [most]
+    return [size for size in ladder if size < largest] + [largest]
 
 
-def prefill_sizes(most: int) -> list[int]:
+def prefill_sizes(largest: int) -> list[int]:
     """Numbers of tokens that get a graph; above the last one, launches no longer matter.
 
     >>> prefill_sizes(512)
     [16, 32, 64, 128, 192, 256, 384, 512]
     """
     ladder = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-    return [size for size in ladder if size <= most]
+    return [size for size in ladder if size <= largest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class GraphRunner:
         bounds: Bounds,
         capture: Capture,
         *,
-        most_bytes: int,
+        max_bytes: int,
         agree: Callable[[int], int] = lambda number: number,
     ) -> None:
-        """Captures graphs, except for those with which all would hold more than `most_bytes`; `agree` is given 1 or 0
+        """Captures graphs, except for those with which all would hold more than `max_bytes`; `agree` is given 1 or 0
         and answers with the least of all ranks.
 
         The largest comes first: graphs share memory, as much as the largest needs, and none of it is given back as long
@@ -160,10 +160,10 @@ class GraphRunner:
         wanted += [(size, False) for size in prefill_sizes(bounds.tokens)]
         for size, decodes_only in sorted(wanted, reverse=True):
             graph = self._capture(size, capture, decodes_only=decodes_only)
-            if agree(int(capture.held <= most_bytes)):
+            if agree(int(capture.held <= max_bytes)):
                 (self._decodes if decodes_only else self._prefills).insert(0, graph)
             else:
-                _log.warning("a graph is left out: it needs too much memory", tokens=size, most_bytes=most_bytes)
+                _log.warning("a graph is left out: it needs too much memory", tokens=size, max_bytes=max_bytes)
             del graph  # the memory of one that is left out is free before the next is captured
 
     @property
@@ -189,8 +189,8 @@ class GraphRunner:
         buffers.positions[:, :n].copy_(positions)
         if graph.deep:
             self._put_deepstack(deepstack, n)
-        nobodys = self._shape.blocks * self._shape.block_size
-        _fill(graph.tables, Tables.of(chunks, self._shape.block_size, torch.device("cpu")), n, nobodys)
+        null_slot = self._shape.null_block * self._shape.block_size
+        _fill(graph.tables, Tables.of(chunks, self._shape.block_size, torch.device("cpu")), n, null_slot)
         graph.replay()
         self.replays += 1
         return buffers.out[:n]
@@ -225,7 +225,7 @@ class GraphRunner:
             decode_lengths=whole.decode_lengths[:sequences],
             longest_query=1 if decodes_only else tokens,
         )
-        tables.slots.fill_(self._shape.blocks * self._shape.block_size)
+        tables.slots.fill_(self._shape.null_block * self._shape.block_size)
         for lengths in (tables.starts, tables.lengths, tables.decode_lengths):
             lengths.zero_()
         tables.tiles.fill_(-1)
@@ -240,10 +240,10 @@ class GraphRunner:
         return Graph(tokens, tables, deep, capture(run))
 
 
-def _fill(into: Tables, tables: Tables, tokens: int, nobodys: int) -> None:
+def _fill(into: Tables, tables: Tables, tokens: int, null_slot: int) -> None:
     """Copies a batch's tables to the beginning of a graph's; what follows becomes padding."""
     for target, source, rest in (
-        (into.slots, tables.slots, nobodys),
+        (into.slots, tables.slots, null_slot),
         (into.starts, tables.starts, tokens),
         (into.lengths, tables.lengths, 0),
         (into.decode_lengths, tables.decode_lengths, 0),

@@ -13,7 +13,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
 from common.processes import ParentLink
-from llm_service.settings import EngineSettings, Place
+from llm_service.settings import EngineSettings, RankPlace
 from llm_service.worker.ranks import Ranks
 
 _STORE_SECONDS = 300.0
@@ -36,14 +36,14 @@ def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
         timeout=timedelta(seconds=_STORE_SECONDS),
         master_listen_fd=listening.detach(),
     )
-    first = place_of(0, settings, host, port)
+    first = rank_place(0, settings, host, port)
     children = [_start(msgspec.structs.replace(first, rank=rank), arena_fd) for rank in range(1, first.here)]
     return Ranks(first, store, children)
 
 
-def place_of(rank: int, settings: EngineSettings, host: str, port: int) -> Place:
+def rank_place(rank: int, settings: EngineSettings, host: str, port: int) -> RankPlace:
     """A rank's place in the group that the settings describe."""
-    return Place(
+    return RankPlace(
         rank=rank,
         size=settings.tensor_parallel,
         nodes=settings.nodes,
@@ -81,7 +81,7 @@ class LocalRank:
         return self.process.poll()
 
 
-def _start(place: Place, arena_fd: int) -> LocalRank:
+def _start(place: RankPlace, arena_fd: int) -> LocalRank:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "llm_service.worker", str(theirs.fileno()), str(arena_fd)]

@@ -27,12 +27,12 @@ from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
 from llm_service.worker.memory import Gauge, block_count, largest_step, prompt
 from llm_service.worker.mirror import Mirror
-from llm_service.worker.runner import Runner
+from llm_service.worker.model_runner import ModelRunner
 
 _log = log.get("load")
 
 
-def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
+def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
     """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
 
     `blocks` of the runner says how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
@@ -46,7 +46,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
         raise CheckpointError(f"the GPU's memory is too small: {str(error).partition(chr(10))[0]}") from error
 
 
-def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> Runner:
+def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
     here = group.size // settings.nodes
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     ours = device.type == "cpu" and settings.kernels != "torch"
@@ -66,7 +66,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
         arena.pin()
-    group.least(0)  # every rank has its weights: what is free now stays free
+    group.all_reduce_min(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
@@ -93,7 +93,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             min(context, blocks * settings.block_size),
             settings.row_levels,
         )
-        runner.capture(bounds, CudaCapture(device), most_bytes=settings.graph_bytes, agree=group.least)
+        runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
     runner.changeover = changeover
     return runner
 
@@ -109,7 +109,7 @@ def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | 
         for name in missing:
             find(name).compile()
         missing = []
-    all_there = bool(group.least(int(not missing)))
+    all_there = bool(group.all_reduce_min(int(not missing)))
     turn.give(to_us=all_there)
     if all_there:
         return None
@@ -156,17 +156,19 @@ def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None
     decoder.compile_layers()
 
 
-def _capturable(runner: Runner) -> bool:
+def _capturable(runner: ModelRunner) -> bool:
     """Whether there can be graphs; without them everything runs eagerly."""
     if why := runner.not_capturable():
         _log.warning("there are no graphs", cause=why)
     return not why
 
 
-def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int) -> Runner:
+def _runner(
+    decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int
+) -> ModelRunner:
     shape = _shape(decoder, settings, group, blocks)
     weight = decoder.norm.weight
-    return Runner(decoder, arena, shape, choose(settings.attention, shape, weight.dtype, weight.device))
+    return ModelRunner(decoder, arena, shape, choose(settings.attention, shape, weight.dtype, weight.device))
 
 
 def _shape(decoder: Decoder, settings: EngineSettings, group: TensorGroup, blocks: int) -> CacheShape:

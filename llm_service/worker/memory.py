@@ -96,7 +96,7 @@ def block_count(
     budget = settings.kv_cache_bytes or int(share * max(0, free))
     wanted = settings.max_running * -(-context // settings.block_size)
     found = budget // block_bytes if settings.kv_cache_bytes else min(budget // block_bytes, wanted)
-    blocks = group.least(found)
+    blocks = group.all_reduce_min(found)
     if not blocks:
         option = "--kv-cache-bytes is too small" if settings.kv_cache_bytes else "too little memory is free"
         raise CheckpointError(f"{option} for this model: one KV block takes {block_bytes} bytes")

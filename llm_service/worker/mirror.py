@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import log
 from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_rows, row_sum
-from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
 _log = log.get("mirror")
 
@@ -102,7 +102,7 @@ class Mirror:
                 if end is Pulled.LANDED:
                     self._here.add(order.target, order.target + order.size)
                 return end
-            case Vacate(offset, size):
+            case Invalidate(offset, size):
                 self._here.remove(offset, offset + size)
             case Unmap(region):
                 if (mapping := self._open.pop(region, None)) is not None:

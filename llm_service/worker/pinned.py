@@ -19,8 +19,8 @@ _PORTABLE = 1
 
 
 class PinnedCopies:
-    """Copies from `memory` (uint8), which stays mapped and locked as long as this object lives. `done` says when a copy
-    that was begun no longer reads from it; until then, nobody may write there."""
+    """Copies from `memory` (uint8), which stays mapped and locked as long as this object lives. `synchronize` says when
+    a copy that was begun no longer reads from it; until then, nobody may write there."""
 
     def __init__(self, memory: Tensor) -> None:
         try:
@@ -31,13 +31,13 @@ class PinnedCopies:
             weakref.finalize(self, _unlock, memory)
         self._copied: torch.cuda.Event | None = None
 
-    def mark(self) -> None:
+    def record(self) -> None:
         """Copies have been begun on the current stream."""
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def done(self) -> None:
-        """Waits for the copies that were marked last."""
+    def synchronize(self) -> None:
+        """Waits for the copies that were recorded last."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

@@ -8,7 +8,7 @@ The row arena is shared memory, so every rank of the first host has the rows whe
 of their own, at the same offsets: with a plan that needs rows, rank 0 sends those to the first rank of each other host,
 once for the host and not for each rank.
 
-Every rank sets a beat in the store and watches the others' (`Pulse`); one that is frozen, dead or cut off ends the
+Every rank sets a beat in the store and watches the others' (`Heartbeat`); one that is frozen, dead or cut off ends the
 group, whatever the others are waiting in at that moment, a captured collective included.
 """
 
@@ -25,10 +25,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # p
 
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import RowSlice
-from llm_service.settings import Place
+from llm_service.settings import RankPlace
 from llm_service.worker.fusion import RowArena
+from llm_service.worker.heartbeat import Heartbeat, Process
 from llm_service.worker.network import interface_towards
-from llm_service.worker.pulse import Process, Pulse
 
 _LOAD_SECONDS = 1800.0
 """Longest that ranks wait for each other: loading takes as long as it takes, and a lost rank is noticed by its beat."""
@@ -47,7 +47,7 @@ class _Hosts:
 class Ranks:
     """This process's membership of a group; `group` is what layers get."""
 
-    def __init__(self, place: Place, store: Store, children: Sequence[Process] = ()) -> None:
+    def __init__(self, place: RankPlace, store: Store, children: Sequence[Process] = ()) -> None:
         """Waits until all ranks are here. `children` are those that this process has started."""
         device = device_of(place)
         if device.type == "cuda":
@@ -63,9 +63,9 @@ class Ranks:
             layers = dist.new_group(backend="gloo", timeout=limit)
         self.group = TensorGroup(place.rank, place.size, layers)
         self._hosts = _hosts(place) if place.nodes > 1 else None
-        pulse = Pulse(place, children)
+        heartbeat = Heartbeat(place, children)
         dist.barrier()  # every rank has its beat in the store
-        pulse.start()
+        heartbeat.start()
 
     def wait_for_all(self) -> None:
         """Returns when every rank has called it: after loading, which may take long."""
@@ -101,7 +101,7 @@ class Ranks:
             dist.barrier(group=self._hosts.local)
 
 
-def _hosts(place: Place) -> _Hosts:
+def _hosts(place: RankPlace) -> _Hosts:
     """Makes the groups; every rank makes all of them, in the same order."""
     here = place.here
     firsts = list(range(0, place.size, here))
@@ -110,12 +110,12 @@ def _hosts(place: Place) -> _Hosts:
     return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.rank < here)
 
 
-def join(place: Place) -> Ranks:
+def join(place: RankPlace) -> Ranks:
     """A rank that is not the first: joins the group, as soon as its store is there."""
     limit = timedelta(seconds=_LOAD_SECONDS)
     return Ranks(place, TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit))
 
 
-def device_of(place: Place) -> torch.device:
+def device_of(place: RankPlace) -> torch.device:
     """Each rank of a host has a GPU of its own, counted on from the first; all share the CPU."""
     return torch.device(place.device_name)

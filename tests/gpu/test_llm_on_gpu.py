@@ -82,7 +82,7 @@ def test_flash_attn_computes_the_same_where_it_is_installed(counts: tuple[int, .
 def graphed(folder: Path, step_tokens: int) -> LocalEngine:
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=6, blocks=256, device="cuda:0")
     bounds = Bounds(6, 64, 4096, engine.runner.arena.levels)
-    engine.runner.capture(bounds, CudaCapture(CUDA), most_bytes=1 << 30, agree=lambda number: number)
+    engine.runner.capture(bounds, CudaCapture(CUDA), max_bytes=1 << 30, agree=lambda number: number)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(6), prefill_sizes(64))
     return engine
@@ -184,7 +184,7 @@ def test_rows_are_copied_from_locked_memory_and_their_place_is_free_once_settled
         arena.bytes_of(everything).copy_(rows.view(torch.uint8).flatten())
         hidden = torch.zeros(count, 4096, dtype=torch.bfloat16, device=CUDA)
         deepstack = fuse(hidden, [everything], arena)
-        arena.settle()
+        arena.synchronize()
         arena.bytes_of(everything).zero_()
         assert deepstack is not None
         assert torch.equal(hidden.cpu(), rows[:, 0])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
@@ -24,7 +24,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
 from llm_service.request import ChatPrompt, Key, Laid, MediaHeader, MediaItem, Message, Sampling
 from llm_service.worker.fusion import RowArena
-from llm_service.worker.runner import Runner
+from llm_service.worker.model_runner import ModelRunner
 from tests import reference
 
 Part = str | Image.Image | reference.Video
@@ -132,7 +132,7 @@ class LocalEngine:
             backend = choose(attention, shape, torch.float32, torch.device(device))
         else:
             backend = attention(shape)
-        self.runner = Runner(decoder, arena, shape, backend)
+        self.runner = ModelRunner(decoder, arena, shape, backend)
         self.scheduler = Scheduler(
             BlockManager(blocks, block_size, prefix_cache=prefix_cache),
             Limits(max_running, step_tokens, blocks * block_size, keep_media_whole),

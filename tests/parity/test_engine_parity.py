@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from llm_service.engine.blocks import BlockTable
+from llm_service.engine.block_manager import BlockTable
 from llm_service.request import Sampling
 from tests import reference
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt

@@ -58,7 +58,7 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, attention=chosen)
     capture = Again(room)
     levels = engine.runner.arena.levels
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, levels), capture, most_bytes=0, agree=lambda number: number)
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, levels), capture, max_bytes=0, agree=lambda number: number)
     graphs = engine.runner.graphs
     assert graphs is not None
     places = addresses(graphs)
@@ -135,7 +135,7 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
 
     answers = iter([1, 0, 1, 1, 1, 1, 1])  # another rank has no room for the second one
 
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Again(), most_bytes=0, agree=lambda mine: mine * next(answers))
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Again(), max_bytes=0, agree=lambda mine: mine * next(answers))
     assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 64])
 
 
@@ -174,7 +174,7 @@ def _tokens(run: Callable[[], None]) -> int:
 
 def test_one_graph_that_needs_too_much_takes_no_room_from_smaller_ones(checkpoints: Callable[..., Path]) -> None:
     engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Pool(), most_bytes=40, agree=lambda number: number)
+    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Pool(), max_bytes=40, agree=lambda number: number)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 32])
 

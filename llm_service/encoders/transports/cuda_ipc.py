@@ -73,7 +73,7 @@ class CudaIpc:
             yield handle.length
         finally:
             if not landed:  # another way will bring them
-                self._mirrors.vacate(place.offset, len(target))
+                self._mirrors.invalidate(place.offset, len(target))
             self._memory.release(handle)
 
     async def _pull(self, handle: encoder_pb2.RowsHandle, place: MirrorPlace) -> Pulled:

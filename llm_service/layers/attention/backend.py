@@ -14,7 +14,7 @@ from llm_service.plan import Chunk
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """One rank's KV cache. It has one block more, number `blocks`, that belongs to nobody: padding is written there."""
+    """One rank's KV cache. It has one block more, the `null_block`: padding is written there."""
 
     layers: int
     blocks: int
@@ -22,6 +22,11 @@ class CacheShape:
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def null_block(self) -> int:
+        """The number of the block that no sequence holds."""
+        return self.blocks
 
     @property
     def block_elements(self) -> int:

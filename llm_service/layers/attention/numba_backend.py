@@ -39,9 +39,9 @@ class NumbaBackend:
 
     def warm_up(self, cache: Tensor) -> None:
         """See `WarmBackend`."""
-        spare = self._shape.blocks
+        null_block = self._shape.null_block
         for count in (1, 2):
-            batch = self.batch([Chunk(0, count, [spare] * count)])
+            batch = self.batch([Chunk(0, count, [null_block] * count)])
             batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
 
     def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:

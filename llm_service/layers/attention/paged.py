@@ -78,11 +78,11 @@ class PagedBackend:
         return max(splits for splits in _SPLITS if splits <= max(1, min(self._programs // busy, useful)))
 
     def warm_up(self, cache: Tensor) -> None:
-        """Has every kernel compiled, over the nobody's block of one layer's cache."""
-        shape, nobodys = self.shape, self.shape.blocks
+        """Has every kernel compiled, over the null block of one layer's cache."""
+        shape, null_block = self.shape, self.shape.null_block
         for count in (1, 2):
             tables = Tables.of(
-                [Chunk(0, count, [nobodys] * -(-count // shape.block_size))], shape.block_size, self._device
+                [Chunk(0, count, [null_block] * -(-count // shape.block_size))], shape.block_size, self._device
             )
             heads = shape.zeros(count, cache.dtype, self._device)
             for splits in _SPLITS if count == 1 else _SPLITS[:1]:

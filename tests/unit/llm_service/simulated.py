@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.plan import TokenLogprobs
@@ -101,7 +101,7 @@ class Simulation:
         self.steps = 0
         self.computed = 0
         self._depth = 2 if overlap else 1
-        self.wanted: list[int] = []
+        self.rows_needed: list[int] = []
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
 
@@ -130,7 +130,7 @@ class Simulation:
 
     def place(self, id: int, *landed: int) -> None:
         """Gives a request that wants them places for all its pictures, with so many rows of each there, or all."""
-        self.wanted.remove(id)
+        self.rows_needed.remove(id)
         pictures = self.outcomes[id].order.pictures
         here = [min(rows, picture.rows) for rows, picture in zip(landed, pictures, strict=False)]
         here += [picture.rows for picture in pictures[len(here) :]]
@@ -140,7 +140,7 @@ class Simulation:
 
     def _give_back(self, id: int) -> None:
         """The request has none of its places any more: what no other one has may be overwritten."""
-        self.wanted.append(id)
+        self.rows_needed.append(id)
         others = [o for other, o in self.outcomes.items() if other != id and not (o.over and o.released)]
         kept = {picture.name for outcome in others for picture in outcome.order.pictures}
         for picture in self.outcomes[id].order.pictures:
@@ -149,7 +149,7 @@ class Simulation:
 
     def land(self, id: int, item: int, rows: int) -> None:
         """Rows up to `rows` of an item are in the arena, and the request is told; unless it waits for places."""
-        if id in self.wanted:
+        if id in self.rows_needed:
             return
         picture = self.outcomes[id].order.pictures[item]
         here = max(rows, self.executor.landed.get(picture.name, 0))
@@ -192,7 +192,7 @@ class Simulation:
             step = self._compute()
         for event in self.scheduler.take_failures():
             self._fail(event)
-        for wanted in self.scheduler.take_wanted():
+        for wanted in self.scheduler.take_rows_needed():
             self._give_back(wanted.id)
         for id in self.scheduler.take_ended():
             self.outcomes[id].released += 1
@@ -243,9 +243,9 @@ class Simulation:
                 self.land_all(id)
         work = sum((len(o.order.prompt) + o.order.sampling.max_tokens) * len(o.tokens) for o in self.outcomes.values())
         for _ in range(10 * work + 10):
-            for id in tuple(self.wanted):
+            for id in tuple(self.rows_needed):
                 self.place(id)
-            if self.step(check=check) is None and not self.wanted:
+            if self.step(check=check) is None and not self.rows_needed:
                 break
         self.check_over()
 

@@ -65,7 +65,7 @@ class Wire:
 
     def __init__(self, *readiness: Readiness) -> None:
         self.told: list[bytes] = []
-        self.group = SimpleNamespace(least=lambda number: min(number, *readiness))
+        self.group = SimpleNamespace(all_reduce_min=lambda number: min(number, *readiness))
         self.tell = self.told.append
 
     def share_rows(self, *_: Any) -> None: ...
@@ -96,7 +96,7 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
     other: Any = Rank(WAITING, lambda: now)
     readiness = [WAITING]
     wire: Any = Wire()
-    wire.group.least = lambda number: min(number, *readiness)
+    wire.group.all_reduce_min = lambda number: min(number, *readiness)
     executor = GroupExecutor(first, wire)
     executor.run(NOTHING)
     first.compiling.readiness = THERE
@@ -109,7 +109,7 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
 
     turn.give(to_us=False)
     answers = iter([WAITING, THERE])
-    wire.group.least = lambda _: next(answers)
+    wire.group.all_reduce_min = lambda _: next(answers)
     with pytest.raises(RuntimeError, match="rank 0 is gone"):
         follow(other, wire)
     assert other.steps == first.steps
@@ -150,7 +150,7 @@ def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.Monk
 def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "not_kept", lambda _: [])
     others = [0]
-    monkeypatch.setattr(TensorGroup, "least", lambda _, number: min(number, *others))
+    monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: min(number, *others))
     begun = load._begin(["a"], ALONE, wait=False)
     assert not turn.ours()
     assert begun is not None

@@ -17,7 +17,7 @@ from llm_service.encoders.transports.base import MirrorPlace, Run
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.engine.messages import PullEnded
 from llm_service.engine.mirrors import Mirrors
-from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 from twinlens.v1 import encoder_pb2
 
 PLACE = 4096
@@ -87,7 +87,7 @@ async def test_rows_that_a_rank_does_not_have_count_nowhere(end: Pulled) -> None
     bench = Bench(end)
     with pytest.raises(DataLoss):
         await bench.read()
-    assert bench.orders[1:] == [Vacate(PLACE, 32)]
+    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
     assert bench.memory.released == [7]
     assert bench.ipc.devices == ([] if end is Pulled.UNREACHABLE else ["GPU-0"])
 
@@ -98,7 +98,7 @@ async def test_a_lease_that_ended_meanwhile_makes_the_copy_worthless_and_blames_
     bench.memory.stands = False
     with pytest.raises(DataLoss, match="lease"):
         await bench.read()
-    assert bench.orders[1:] == [Vacate(PLACE, 32)]
+    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
     assert bench.ipc.devices == ["GPU-0"]
 
 
@@ -112,7 +112,7 @@ async def test_who_is_cancelled_waits_for_the_ranks_and_takes_nothing() -> None:
     bench.mirrors.ended(PullEnded(1, Pulled.LANDED))
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.orders[1:] == [Vacate(PLACE, 32)]
+    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
     assert bench.memory.released == [7]
 
 
@@ -130,7 +130,7 @@ async def test_a_wrong_length_is_refused_before_anything_is_copied_and_strikes_n
     bench = Bench()
     with pytest.raises(DataLoss):
         await bench.read(bench.run(length=length))
-    assert bench.orders == [Vacate(PLACE, 32)]
+    assert bench.orders == [Invalidate(PLACE, 32)]
     assert bench.memory.released == [7]
 
 

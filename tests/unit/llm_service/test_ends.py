@@ -168,9 +168,9 @@ def test_a_session_that_is_over_before_its_request_is_keeps_nothing_of_it(over: 
         sequence.session = 7
     engine.step()
     if over:
-        engine.scheduler.cool(7)
+        engine.scheduler.end_session(7)
     run_until_over(engine, id)
-    assert (len(engine.scheduler.blocks._warm) == 0) == over
+    assert (len(engine.scheduler.blocks._retained) == 0) == over
 
 
 def test_deadlines_of_requests_that_are_over_are_not_kept_until_they_come() -> None:

@@ -16,7 +16,18 @@ from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Abort, Add, Beat, Placed, Released, Started, State, Token, Tokens, Wanted
+from llm_service.engine.messages import (
+    Abort,
+    Add,
+    Beat,
+    Released,
+    RowsNeeded,
+    RowsPlaced,
+    Started,
+    State,
+    Token,
+    Tokens,
+)
 from llm_service.events import Begun
 from llm_service.generate import Generator
 from llm_service.grammar.compiler import Compiler
@@ -150,10 +161,10 @@ async def test_what_the_engine_asks_for_after_the_caller_has_left_is_not_fetched
         await reading
         await events.aclose()
         last = Beat(State())
-        for message in (Wanted(add.id), last):
+        for message in (RowsNeeded(add.id), last):
             child.says(message)
         await eventually(lambda: front.latest is last.state)
-        assert child.told(Placed) == []
+        assert child.told(RowsPlaced) == []
         child.says(Released([add.id]))
         await eventually(lambda: front.requests == 0)
 

@@ -16,10 +16,10 @@ from torch.distributed import TCPStore
 
 from common.processes import HELD_UP_SECONDS
 from llm_service.config import LlmConfig, Meeting
-from llm_service.settings import Place
-from llm_service.worker import pulse
+from llm_service.settings import RankPlace
+from llm_service.worker import heartbeat
+from llm_service.worker.heartbeat import Heartbeat
 from llm_service.worker.network import interface_towards
-from llm_service.worker.pulse import Pulse
 from tests.waiting import until
 
 
@@ -60,7 +60,7 @@ def test_the_way_to_this_host_is_the_loopback() -> None:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[RankPlace]:
     """Rank 0 of two, at a store that this process keeps."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -73,16 +73,18 @@ def place() -> Iterator[Place]:
         timeout=timedelta(seconds=30),
         master_listen_fd=listening.detach(),
     )
-    yield Place(rank=0, size=2, nodes=1, host="127.0.0.1", port=port, timeout=2.0, device="cpu", model="", threads=1)
+    yield RankPlace(
+        rank=0, size=2, nodes=1, host="127.0.0.1", port=port, timeout=2.0, device="cpu", model="", threads=1
+    )
     del store
 
 
-def other(place: Place) -> Place:
-    return Place(**{**{f: getattr(place, f) for f in Place.__struct_fields__}, "rank": 1})
+def other(place: RankPlace) -> RankPlace:
+    return RankPlace(**{**{f: getattr(place, f) for f in RankPlace.__struct_fields__}, "rank": 1})
 
 
-def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(place: Place) -> None:
-    frozen, watching = Pulse(other(place)), Pulse(place)
+def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(place: RankPlace) -> None:
+    frozen, watching = Heartbeat(other(place)), Heartbeat(place)
     lost = threading.Event()
     watching.start(lost.set)
     until(lambda: int(watching._store.get("beat/0")) >= 2, "rank 0 beats")
@@ -91,7 +93,7 @@ def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(
     assert frozen._store.get("beat/1") == b"0"
 
 
-def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Place) -> None:
+def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: RankPlace) -> None:
     class Child:
         pid = 0
         code: int | None = None
@@ -100,7 +102,7 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Pla
             return self.code
 
     child = Child()
-    beside, watching = Pulse(other(place)), Pulse(place, [child])
+    beside, watching = Heartbeat(other(place)), Heartbeat(place, [child])
     lost, kept = threading.Event(), threading.Event()
     beside.start(kept.set)
     watching.start(lost.set)
@@ -112,12 +114,12 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Pla
 
 
 def test_a_rank_of_this_host_that_is_held_up_gets_more_time_and_not_without_end(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RankPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = {os.getpid(): True}
-    monkeypatch.setattr(pulse, "is_held_up", lambda pid: states.get(pid, False))
+    monkeypatch.setattr(heartbeat, "is_held_up", lambda pid: states.get(pid, False))
     children = [SimpleNamespace(pid=os.getpid(), poll=lambda: None), SimpleNamespace(pid=0, poll=lambda: None)]
-    watching = Pulse(place, children)
+    watching = Heartbeat(place, children)
     assert not watching._is_lost("beat/1", place.timeout)
     assert not watching._is_lost("beat/1", place.timeout + 1)
     assert watching._is_lost("beat/1", HELD_UP_SECONDS + 1)
@@ -128,9 +130,9 @@ def test_a_rank_of_this_host_that_is_held_up_gets_more_time_and_not_without_end(
 
 
 def test_a_rank_knows_the_first_one_as_its_parent_on_the_first_host_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RankPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "is_held_up", lambda pid: pid == os.getppid())
-    assert not Pulse(other(place))._is_lost("beat/0", place.timeout + 1)
+    monkeypatch.setattr(heartbeat, "is_held_up", lambda pid: pid == os.getppid())
+    assert not Heartbeat(other(place))._is_lost("beat/0", place.timeout + 1)
     elsewhere = msgspec.structs.replace(other(place), nodes=2)
-    assert Pulse(elsewhere)._is_lost("beat/0", place.timeout + 1)
+    assert Heartbeat(elsewhere)._is_lost("beat/0", place.timeout + 1)

@@ -23,7 +23,7 @@ from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge
-from llm_service.worker.runner import Runner
+from llm_service.worker.model_runner import ModelRunner
 from tests.parity.local_engine import LocalEngine
 
 SECOND = torch.device("cuda:1")
@@ -57,9 +57,9 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, seen = checkpoints("qwen3_vl"), list[Any]()
-    run = Runner.run
+    run = ModelRunner.run
 
-    def watched(runner: Runner, plan: StepPlan) -> StepResult:
+    def watched(runner: ModelRunner, plan: StepPlan) -> StepResult:
         seen.append((plan.tokens, len(plan.draws)))
         return run(runner, plan)
 
@@ -67,7 +67,7 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
         seen.append("measured")
         return 50 << 20
 
-    monkeypatch.setattr(Runner, "run", watched)
+    monkeypatch.setattr(ModelRunner, "run", watched)
     monkeypatch.setattr(Gauge, "free", free)
     sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}

@@ -49,7 +49,7 @@ def test_no_room_for_one_block_is_told_and_says_how_large_one_is() -> None:
 
 
 def test_ranks_agree_on_what_the_poorest_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorGroup, "least", lambda self, number: min(number, 12))
+    monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda self, number: min(number, 12))
     assert count(100 * BLOCK, TensorGroup(0, 2)) == 12
 
 

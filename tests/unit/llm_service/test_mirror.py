@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.arena import SharedBuffer
 from common.device_memory import DeviceMemoryError, as_unsigned, row_sum
-from llm_service.plan import Pull, Pulled, RowSlice, Unmap, Vacate
+from llm_service.plan import Invalidate, Pull, Pulled, RowSlice, Unmap
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.mirror import Mirror, Spans
 from tests.device_twin import TwinMapping, TwinMemory, TwinPool
@@ -46,7 +46,7 @@ class Bench:
         )
         return msgspec.structs.replace(pull, **changes)
 
-    def obey(self, order: Pull | Vacate | Unmap) -> Pulled:
+    def obey(self, order: Pull | Invalidate | Unmap) -> Pulled:
         return self.mirror.obey(order, lambda number: number)
 
     def read(self, row: int, count: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_pulled_rows_are_read_from_the_mirror_and_the_others_from_the_arena(benc
 
 def test_a_place_that_is_given_to_other_rows_is_read_from_the_arena_again(bench: Bench) -> None:
     bench.obey(bench.pull(count=4, at=8))
-    bench.obey(Vacate(9 * ROW, 2 * ROW))
+    bench.obey(Invalidate(9 * ROW, 2 * ROW))
     found = bench.read(8, 4)
     assert torch.equal(found[[0, 3]], bench.rows[[0, 3]])
     assert not found[1:3].any()

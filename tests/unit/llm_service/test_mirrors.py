@@ -10,7 +10,7 @@ import pytest
 from common.errors import DataLoss
 from llm_service.engine.messages import PullEnded
 from llm_service.engine.mirrors import Mirrors
-from llm_service.plan import MirrorOrder, Pull, Pulled, Unmap, Vacate
+from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
 
 @dataclass
@@ -74,11 +74,11 @@ async def test_an_engine_that_ends_ends_its_pulls_and_is_told_of_once() -> None:
 async def test_without_mirrors_nobody_hears_of_places() -> None:
     bench = Bench()
     bench.mirrors.opened([])
-    bench.mirrors.vacate(0, 64)
+    bench.mirrors.invalidate(0, 64)
     with pytest.raises(DataLoss):
         await (await bench.pull())
     assert bench.sent == []
     bench.mirrors.opened(["GPU-0"])
-    bench.mirrors.vacate(0, 64)
+    bench.mirrors.invalidate(0, 64)
     bench.mirrors.unmap("pool")
-    assert bench.sent == [Vacate(0, 64), Unmap("pool")]
+    assert bench.sent == [Invalidate(0, 64), Unmap("pool")]

@@ -9,7 +9,7 @@ import pytest
 
 from common.processes import Child, ChildDied
 from llm_service import node
-from llm_service.settings import Joined, Place
+from llm_service.settings import Joined, RankPlace
 
 
 @pytest.mark.parametrize("error", [ChildDied("a rank has ended"), OSError("Cannot allocate memory")])
@@ -18,14 +18,14 @@ async def test_ranks_that_could_not_be_started_or_have_ended_are_started_again(
 ) -> None:
     again, ends = asyncio.Event(), [error]
 
-    async def run(_: Place, __: float) -> None:
+    async def run(_: RankPlace, __: float) -> None:
         if ends:
             raise ends.pop()
         again.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(node, "_run", run)
-    keeping = asyncio.create_task(node._keep(cast(Place, None), 1.0, pause=0))
+    keeping = asyncio.create_task(node._keep(cast(RankPlace, None), 1.0, pause=0))
     waiting = asyncio.create_task(again.wait())
     await asyncio.wait([keeping, waiting], return_when=asyncio.FIRST_COMPLETED)
     assert not keeping.done()

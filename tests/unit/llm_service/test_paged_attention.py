@@ -143,10 +143,10 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
     for row, chunk in zip(wide, case.chunks, strict=False):
         row[len(chunk.blocks) :] = 10**6
     ends = torch.full((3,), tokens, dtype=torch.int32)
-    nobodys = shape.blocks * shape.block_size
+    null_slot = shape.null_block * shape.block_size
     padded = replace(
         tables,
-        slots=torch.cat([tables.slots, torch.full((3,), nobodys, dtype=torch.int32)]),
+        slots=torch.cat([tables.slots, torch.full((3,), null_slot, dtype=torch.int32)]),
         blocks=wide,
         starts=torch.cat([tables.starts[:-1], ends]),
         lengths=torch.cat([tables.lengths, torch.zeros(2, dtype=torch.int32)]),

@@ -90,13 +90,13 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(driver: Driver) -> None:
 def test_what_is_begun_is_waited_for_once(driver: Driver) -> None:
     made, _ = arena()
     made.pin()
-    made.settle()
+    made.synchronize()
     assert Event.log == []
     fuse(torch.zeros(ROWS, WIDTH), [RowSlice(0, 0, 2), RowSlice(2, 0, 3)], made)
-    made.settle()
-    made.settle()
+    made.synchronize()
+    made.synchronize()
     assert Event.log == ["begun", "waited"]
     fuse(torch.zeros(ROWS, WIDTH), [], made)
-    made.settle()
+    made.synchronize()
     assert Event.log == ["begun", "waited"]
     assert driver.locked

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llm_service.engine.blocks import BlockManager
+from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore
 from llm_service.engine.messages import (
     Abort,
@@ -34,7 +34,7 @@ from llm_service.engine.messages import (
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.wake import Wake
-from llm_service.plan import Draw, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap, Vacate
+from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import Sampling
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
 
@@ -100,12 +100,12 @@ def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_
     recorder.may_go.release(2)
     with deciding(pipeline):
         pipeline.submit(plan(7, []))
-        for order in (Vacate(0, 64), pull, Unmap("pool")):
+        for order in (Invalidate(0, 64), pull, Unmap("pool")):
             pipeline.order(order)
         pipeline.submit(plan(0, [(0, 0)]))
         assert pipeline.collect().tokens == [101]
         pipeline.collect()
-    assert recorder.seen == [[7], Vacate(0, 64), pull, Unmap("pool"), [101]]
+    assert recorder.seen == [[7], Invalidate(0, 64), pull, Unmap("pool"), [101]]
     assert told == [(5, Pulled.DAMAGED)]
 
 

@@ -95,10 +95,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             item = data.draw(st.integers(0, len(pictures) - 1))
             self.engine.land(id, item, data.draw(st.integers(0, pictures[item].rows)))
 
-    @precondition(lambda self: self.engine.wanted)
+    @precondition(lambda self: self.engine.rows_needed)
     @rule(data=st.data())
     def place(self, data: st.DataObject) -> None:
-        id = data.draw(st.sampled_from(self.engine.wanted))
+        id = data.draw(st.sampled_from(self.engine.rows_needed))
         self.engine.place(id, *(data.draw(st.integers(0, p.rows)) for p in self.engine.outcomes[id].order.pictures))
 
     @precondition(lambda self: self.open_requests())

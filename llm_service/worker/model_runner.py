@@ -18,7 +18,7 @@ from llm_service.worker.sampler import sample
 from llm_service.worker.scores import score
 
 
-class Runner:
+class ModelRunner:
     """One rank: the weights, and the KV cache that `backend` reads. It has a `changeover` where it began with torch's
     kernels and is to go on with ours."""
 
@@ -58,11 +58,11 @@ class Runner:
         return self._decoder.not_capturable()
 
     @torch.inference_mode()
-    def capture(self, bounds: Bounds, capture: Capture, *, most_bytes: int, agree: Callable[[int], int]) -> None:
+    def capture(self, bounds: Bounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
         assert isinstance(self._backend, StableBackend), "a back end that does not follow tables"
         self.graphs = GraphRunner(
-            self._decoder, self._backend, self._caches, self._shape, bounds, capture, most_bytes=most_bytes, agree=agree
+            self._decoder, self._backend, self._caches, self._shape, bounds, capture, max_bytes=max_bytes, agree=agree
         )
 
     @torch.inference_mode()
@@ -82,7 +82,7 @@ class Runner:
         places = torch.tensor([draw.at for draw in plan.draws] or [0], device=self._device)
         hidden = self._hidden(plan, None if plan.scores else places)
         scores = score(hidden, plan.scores, self._decoder.logits)
-        self.arena.settle()
+        self.arena.synchronize()
         if not plan.draws:
             return None, scores
         return self._decoder.logits(hidden[places] if plan.scores else hidden), scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 
-class WarmBlocks:
+class RetainedBlocks:
     """Numbers of free blocks, with the session and the tenant (its root identity) that want each."""
 
     def __init__(self, most_per_tenant: int) -> None:
@@ -23,7 +23,7 @@ class WarmBlocks:
         return number in self._order
 
     def add(self, number: int, session: int, tenant: bytes) -> int | None:
-        """Keeps a block warm; the block that is not any longer, if the tenant's share is used up."""
+        """Retains a block; the one that is not any longer, if the tenant's share is used up."""
         own = self._by_tenant.setdefault(tenant, OrderedDict())
         own[number] = session
         self._order[number] = tenant
@@ -47,7 +47,7 @@ class WarmBlocks:
         self.discard(number)
         return number
 
-    def cool(self, session: int) -> list[int]:
+    def release(self, session: int) -> list[int]:
         """The blocks of a session that is over; they are not kept any longer."""
         numbers = [number for own in self._by_tenant.values() for number, owner in own.items() if owner == session]
         for number in numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_service.engine.blocks import BlockManager, BlockTable, block_identity, root_identity
+from llm_service.engine.block_manager import BlockManager, BlockTable, block_identity, root_identity
 
 
 def named(manager: BlockManager, count: int, name: str) -> BlockTable:
@@ -187,8 +187,8 @@ def test_a_sessions_blocks_are_the_last_to_go() -> None:
 def test_a_session_that_is_over_keeps_nothing() -> None:
     manager = BlockManager(6, 4, session_share=0.5)
     filled(manager, [b"w1", b"w2"], session=7, tenant=b"t")
-    manager.cool(7)
-    manager.cool(8)
+    manager.end_session(7)
+    manager.end_session(8)
     filled(manager, [b"c1"])
     table = BlockTable()
     assert manager.grow(table, 4 * 4)

@@ -19,10 +19,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from common import log
 from common.processes import HELD_UP_SECONDS, is_held_up
-from llm_service.settings import Place
+from llm_service.settings import RankPlace
 
 _BEAT_SECONDS = 0.5
-_log = log.get("pulse")
+_log = log.get("heartbeat")
 
 
 class Process(Protocol):
@@ -38,10 +38,10 @@ class Process(Protocol):
         ...
 
 
-class Pulse:
+class Heartbeat:
     """A connection of its own to the store, so that a beat never waits behind another question."""
 
-    def __init__(self, place: Place, children: Sequence[Process] = ()) -> None:
+    def __init__(self, place: RankPlace, children: Sequence[Process] = ()) -> None:
         """`children` are the ranks that this process has started, from the next one on; they are watched as processes,
         too: one that ends by a signal or an error is lost at once."""
         self._limit = place.timeout
@@ -56,7 +56,7 @@ class Pulse:
 
     def start(self, die: Callable[[], None] = lambda: os._exit(1)) -> None:
         """Begins to beat and to watch, in a thread; to be called when every rank has joined. `die` ends the process."""
-        threading.Thread(target=self._run, args=(die,), name="pulse", daemon=True).start()
+        threading.Thread(target=self._run, args=(die,), name="heartbeat", daemon=True).start()
 
     def _run(self, die: Callable[[], None]) -> None:
         try:

@@ -35,7 +35,7 @@ def test_what_the_cache_covers_needs_no_place(asked: Order, overlap: bool) -> No
     computed_before(engine)
     again = engine.submit(asked, nowhere=2)
     run_until_over(engine, again)
-    assert engine.wanted == []
+    assert engine.rows_needed == []
     check(engine, again)
 
 
@@ -45,13 +45,13 @@ def test_what_it_does_not_cover_is_asked_for_once_and_waited_for(asked: Order, o
     engine = simulation(overlap=overlap)
     id = engine.submit(asked, nowhere=2)
     assert engine.step() is None
-    assert engine.wanted == [id]
+    assert engine.rows_needed == [id]
     engine.scheduler.landed(id, 0, 6)  # of a place that it had before: it means nothing now
     assert engine.step() is None
-    assert engine.wanted == [id]
+    assert engine.rows_needed == [id]
     engine.place(id)
     run_until_over(engine, id)
-    assert engine.wanted == []
+    assert engine.rows_needed == []
     check(engine, id)
 
 
@@ -73,7 +73,7 @@ def test_a_part_that_is_covered_is_not_enough() -> None:
     computed_before(engine, order(ORDER.prompt[:12], PICTURES[:1]))
     id = engine.submit(ORDER, nowhere=2)
     engine.step()
-    assert engine.wanted == [id]
+    assert engine.rows_needed == [id]
     engine.place(id)
     run_until_over(engine, id)
     check(engine, id)
@@ -96,7 +96,7 @@ def test_choices_that_are_left_when_the_one_that_asked_ends_do_not_ask_again() -
     engine.step()
     engine.abort_choice(id, 0)
     assert engine.step() is None
-    assert engine.wanted == [id]
+    assert engine.rows_needed == [id]
     engine.place(id)
     run_until_over(engine, id)
     wanted = [expected(CHOICES, choice, engine.limits)[0] for choice in (1, 2)]

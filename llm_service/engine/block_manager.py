@@ -3,7 +3,7 @@
 A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
 salt is in the first. A block is given its identity only once its KV is computed. Blocks in use are never evicted; free
 ones that still hold something are, least recently freed first, a sequence's tail before its head, and those of a live
-session (see `warm`) last of all.
+session (see `retained`) last of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.identity import framed
-from llm_service.engine.warm import WarmBlocks
+from llm_service.engine.retained import RetainedBlocks
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class BlockManager:
         self._blocks = [Block(number) for number in range(count)]
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
-        self._warm = WarmBlocks(int(count * session_share))
+        self._retained = RetainedBlocks(int(count * session_share))
         self._by_identity: dict[bytes, int] = {}
         self._idle_named = 0
 
@@ -67,7 +67,7 @@ class BlockManager:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be taken, cached ones included."""
-        return len(self._free) + len(self._warm)
+        return len(self._free) + len(self._retained)
 
     @property
     def used(self) -> int:
@@ -97,8 +97,8 @@ class BlockManager:
         for identity in identities:
             block = self._blocks[self._by_identity[identity]]
             if block.refs == 0:
-                if block.number in self._warm:
-                    self._warm.discard(block.number)
+                if block.number in self._retained:
+                    self._retained.discard(block.number)
                 else:
                     del self._free[block.number]
                 self._idle_named -= 1
@@ -123,7 +123,7 @@ class BlockManager:
         if missing > self.free_blocks:
             return False
         for _ in range(missing):
-            number = self._free.popitem(last=False)[0] if self._free else self._warm.pop()
+            number = self._free.popitem(last=False)[0] if self._free else self._retained.pop()
             block = self._blocks[number]
             self._idle_named -= block.identity is not None
             self._forget(block)
@@ -155,24 +155,24 @@ class BlockManager:
                 self._free.move_to_end(number, last=False)
                 continue
             self._idle_named += 1
-            spare = self._warm.add(number, session, tenant) if session else number
-            if spare is not None:
-                self._free[spare] = None
+            evicted = self._retained.add(number, session, tenant) if session else number
+            if evicted is not None:
+                self._free[evicted] = None
         table.blocks.clear()
         table.identities.clear()
 
     def flush(self) -> int:
         """Forgets every cached block that no sequence holds; the number forgotten."""
-        self._free.update(dict.fromkeys(self._warm.clear()))
+        self._free.update(dict.fromkeys(self._retained.clear()))
         cached = [number for number in self._free if self._blocks[number].identity is not None]
         for number in cached:
             self._forget(self._blocks[number])
         self._idle_named = 0
         return len(cached)
 
-    def cool(self, session: int) -> None:
+    def end_session(self, session: int) -> None:
         """A session is over: its blocks go as others do."""
-        self._free.update(dict.fromkeys(self._warm.cool(session)))
+        self._free.update(dict.fromkeys(self._retained.release(session)))
 
     def _forget(self, block: Block) -> None:
         if block.identity is not None:
@@ -188,7 +188,7 @@ class BlockManager:
                 held[number] = held.get(number, 0) + 1
         for block in self._blocks:
             assert block.refs == held.get(block.number, 0), f"block {block.number} has a wrong count"
-            places = (block.number in self._free) + (block.number in self._warm)
+            places = (block.number in self._free) + (block.number in self._retained)
             assert places == (block.refs == 0), f"block {block.number} is lost"
         named = sum(block.refs == 0 and block.identity is not None for block in self._blocks)
         assert named == self._idle_named, "the count of cached blocks is wrong"
