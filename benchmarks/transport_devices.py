@@ -11,7 +11,7 @@ import torch
 from common.device_memory import as_unsigned, driver, row_sum
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.worker.messages import PoolMade
 from llm_service.engine.messages import PullEnded
 from llm_service.engine.mirrors import Mirrors
@@ -19,19 +19,19 @@ from llm_service.plan import MirrorOrder, Pull
 from llm_service.worker.mirror import Mirror
 
 
-def fill(pools: DevicePools, device: str, store: Store, entries: Sequence[Entry]) -> None:
+def fill(pools: DevicePools, device: str, store: EmbeddingStore, entries: Sequence[Entry]) -> None:
     """Writes the rows of all entries to a pool, as a device worker does."""
     at = torch.device(device)
     memory = driver(at).create(at, sum(entry.span.size for entry in entries))
     pool = pools.open(PoolMade(memory.device, memory.handle, memory.size))
     assert pool is not None
     for entry in entries:
-        piece = pool.reserve(entry.header.tokens)
+        piece = pool.allocate(entry.header.tokens)
         assert piece is not None
         data = torch.from_numpy(np.array(store.buffer.slice(entry.span))).to(at)
         memory.write(piece.span.offset, data)
         piece.commit(as_unsigned(int(row_sum(data, pools.row_bytes))))
-        entry.place.copies[0] = piece
+        entry.allocation.copies[0] = piece
 
 
 class LocalMirrors(Mirrors):

@@ -29,9 +29,9 @@ from common.grpc_calls import CallFrame
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.convert import stretch
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.item import Grid, Header, Modality
-from encoder_service.transports.base import Run
+from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parts import open_parts
@@ -70,7 +70,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> AsyncIterator[Any]:
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
-        run = Run(0, entry.place, *stretch(request, 0, entry.header.tokens))
+        run = RowRun(0, entry.allocation, *stretch(request, 0, entry.header.tokens))
         transport = self._link.choose(request.accepts, request.host, run)
         async for chunk in transport.send(run, request.host):
             yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
@@ -92,14 +92,14 @@ def _header(entry: Entry) -> encoder_pb2.EncodeHeader:
 async def send(device: str) -> None:
     """The encoder's end."""
     keep_large_blocks()
-    store = Store(SharedBuffer.create("benchmark", 2 * sum(SIZES)), LAYOUT.row_bytes)
+    store = EmbeddingStore(SharedBuffer.create("benchmark", 2 * sum(SIZES)), LAYOUT.row_bytes)
     entries = []
     for number, size in enumerate(SIZES):
         tokens = size // LAYOUT.row_bytes
-        place = await store.reserve(tokens)
-        np.frombuffer(store.buffer.slice(place.span), "<u2")[:] = 0x3F80  # ones
+        allocation = await store.allocate(tokens)
+        np.frombuffer(store.buffer.slice(allocation.span), "<u2")[:] = 0x3F80  # ones
         header = Header(bytes([number]) * 32, Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
-        entries.append(store.commit(place, header, ""))
+        entries.append(store.commit(allocation, header, ""))
     pools = DevicePools(LAYOUT.row_bytes) if device else None
     if pools is not None:
         from benchmarks.transport_devices import fill

@@ -13,7 +13,7 @@ from encoder_service import convert
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.flight import Ticket
 from encoder_service.meters import Meters
-from encoder_service.transports.base import Run
+from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from twinlens.v1 import encoder_pb2
 
@@ -88,9 +88,9 @@ class Delivery:
             async with aclosing(self._waiting(ticket.more(at), ticket)) as events:
                 async for event in events:
                     yield event
-            if (place := ticket.place) is None:  # the rest has failed since
+            if (allocation := ticket.allocation) is None:  # the rest has failed since
                 continue
-            run, started = Run(self._index, place, at, min(end, ticket.landed)), time.perf_counter()
+            run, started = RowRun(self._index, allocation, at, min(end, ticket.landed)), time.perf_counter()
             async with aclosing(self._sent(run)) as messages:
                 async for message in messages:
                     yield message
@@ -104,7 +104,7 @@ class Delivery:
         tracing.in_turn(ticket.timings, computed - sum(ticket.timings.values()))
         tracing.record(spans)
 
-    async def _sent(self, run: Run) -> Events:
+    async def _sent(self, run: RowRun) -> Events:
         transport = self._link.choose(self._request.accepts, self._request.host, run)
         async with aclosing(transport.send(run, self._request.host)) as chunks:
             async for chunk in chunks:

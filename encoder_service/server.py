@@ -19,18 +19,18 @@ from encoder_service.config import EncoderConfig
 from encoder_service.engine.content import Contents
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
-from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.meters import Meters
 from encoder_service.models import config as model_config
-from encoder_service.servicer import EncoderServicer, Parts
+from encoder_service.servicer import EncoderServicer, ServedModel
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import Begin
 from twinlens import __version__
@@ -38,7 +38,7 @@ from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 SERVICE = "twinlens.v1.EncoderService"
 
-_MOST_DECODE_THREADS = 8
+_MAX_DECODE_THREADS = 8
 LAST_SECONDS = 6.0
 """Handlers that were cancelled at the end of the grace time get this long to give back what they hold."""
 
@@ -82,7 +82,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         decoders = DecoderPool(
             staging,
             processes=config.decode_processes,
-            threads=max(1, min(_MOST_DECODE_THREADS, usable_cores() // config.decode_processes)),
+            threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // config.decode_processes)),
             seconds=config.decode_seconds,
             start_seconds=config.start_seconds,
             memory_bytes=config.decode_memory_bytes,
@@ -94,7 +94,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             _begins(config, checkpoint, device, dtype),
             (staging.fd, store.fd),
             budget=config.batch_patches,
-            most_units=config.batch_items,
+            max_units=config.batch_items,
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
             start_seconds=config.start_seconds,
@@ -110,7 +110,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             await frame.drain()
             return
         digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
-        rows = Store(store, layout.row_bytes)
+        rows = EmbeddingStore(store, layout.row_bytes)
         pipeline = Pipeline(
             model,
             config,
@@ -146,7 +146,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             dtype=dtype.value,
         )
         meters.watch(encoder, link)
-        servicer.parts = Parts(config, checkpoint.name, encoder, link, meters)
+        servicer.served = ServedModel(config, checkpoint.name, encoder, link, meters)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
@@ -168,7 +168,7 @@ async def _end(dispatcher: Dispatcher, encoder: Encoder, tier: SharedTier | None
         _log.error("something is still held at the end", cause=str(error) or "it takes too long")
 
 
-def _tier(config: EncoderConfig, store: Store, layout: RowLayout) -> SharedTier | None:
+def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> SharedTier | None:
     """The shared tier, at work, where there is one. It need not answer, now or ever."""
     if not config.shared_store:
         return None

@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ServedModel:
     """What the servicer speaks for."""
 
     config: EncoderConfig
@@ -40,10 +40,10 @@ class Parts:
 
 
 class EncoderServicer(EncoderServiceServicer):
-    """Answers for one model. `parts` is None until the service has started."""
+    """Answers for one model. `served` is None until the service has started."""
 
     def __init__(self) -> None:
-        self.parts: Parts | None = None
+        self.served: ServedModel | None = None
         self._open_streams = 0
 
     async def Encode(
@@ -52,12 +52,12 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
     ) -> AsyncGenerator[Any, None]:
         """Streams headers and rows."""
-        parts = self._ready()
-        if request.digest not in ("", parts.encoder.digest):
+        served = self._ready()
+        if request.digest not in ("", served.encoder.digest):
             raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
-        convert.check_items(request.items, parts.config)
+        convert.check_items(request.items, served.config)
         convert.check_lists(request)
-        parts.link.check(request.accepts, request.host)
+        served.link.check(request.accepts, request.host)
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
         orders, rest = (
@@ -68,12 +68,12 @@ class EncoderServicer(EncoderServiceServicer):
         self._open_streams += 1
         try:
             streams = [
-                Delivery(parts.encoder, parts.link, parts.meters, rest, index, order).events()
+                Delivery(served.encoder, served.link, served.meters, rest, index, order).events()
                 for index, order in enumerate(orders)
             ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
-                    with _patience(grpc_calls.current(), parts.config.stall_seconds):
+                    with _patience(grpc_calls.current(), served.config.stall_seconds):
                         yield event
         finally:
             self._open_streams -= 1
@@ -84,12 +84,12 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.PrefetchRequest, encoder_pb2.PrefetchResponse],
     ) -> encoder_pb2.PrefetchResponse:
         """Encodes into the store behind the caller's back; answers when the headers are known."""
-        parts = self._ready()
-        convert.check_items(request.items, parts.config)
+        served = self._ready()
+        convert.check_items(request.items, served.config)
         answer = encoder_pb2.PrefetchResponse()
         orders = convert.items(request.items, request.cache_salt, request.priority, context.peer())
         del request
-        found = await asyncio.gather(*(self._prefetch(parts, index, order) for index, order in enumerate(orders)))
+        found = await asyncio.gather(*(self._prefetch(served, index, order) for index, order in enumerate(orders)))
         for each in found:
             if isinstance(each, encoder_pb2.EncodeHeader):
                 answer.headers.append(each)
@@ -120,26 +120,26 @@ class EncoderServicer(EncoderServiceServicer):
         context: Context[encoder_pb2.EncoderServiceGetInfoRequest, encoder_pb2.EncoderServiceGetInfoResponse],
     ) -> encoder_pb2.EncoderServiceGetInfoResponse:
         """Describes the model."""
-        parts = self._ready()
-        encoder, pipeline = parts.encoder, parts.encoder.pipeline
+        served = self._ready()
+        encoder, pipeline = served.encoder, served.encoder.pipeline
         return encoder_pb2.EncoderServiceGetInfoResponse(
             version=__version__,
-            model=parts.model,
+            model=served.model,
             architecture=pipeline.config.architecture,
             digest=encoder.digest,
             width=pipeline.layout.width,
             levels=pipeline.layout.levels,
             dtype=convert.DTYPES[pipeline.layout.dtype],
             modalities=list(convert.MODALITIES.values()),
-            transports=parts.link.numbers,
-            local_socket=parts.link.local_socket,
+            transports=served.link.numbers,
+            local_socket=served.link.local_socket,
             device_pools=[
                 encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
-                for pool in parts.link.pools
+                for pool in served.link.pools
             ],
             devices=pipeline.dispatcher.devices,
-            max_image_bytes=parts.config.max_image_bytes,
-            max_video_bytes=parts.config.max_video_bytes,
+            max_image_bytes=served.config.max_image_bytes,
+            max_video_bytes=served.config.max_video_bytes,
         )
 
     async def GetLoad(
@@ -195,22 +195,22 @@ class EncoderServicer(EncoderServiceServicer):
         await store.shrink()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 
-    def _ready(self) -> Parts:
-        if self.parts is None:
+    def _ready(self) -> ServedModel:
+        if self.served is None:
             raise Unavailable("the encoder is starting", reason="STARTING")
-        return self.parts
+        return self.served
 
     async def _prefetch(
-        self, parts: Parts, index: int, order: convert.Order
+        self, served: ServedModel, index: int, order: convert.Order
     ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
         try:
             if isinstance(order, TwinlensError):
                 raise order
-            header, cached = await parts.encoder.prefetch(*order)
+            header, cached = await served.encoder.prefetch(*order)
         except TwinlensError as failure:
-            parts.meters.failed(failure.reason)
+            served.meters.failed(failure.reason)
             return convert.error(index, failure)
-        return convert.header(index, header, parts.encoder.pipeline.layout, cached=cached)
+        return convert.header(index, header, served.encoder.pipeline.layout, cached=cached)
 
 
 @contextmanager

@@ -287,7 +287,7 @@ def test_both_services_have_the_same_rooms() -> None:
 
 def test_what_the_control_plane_is_named_after_exists() -> None:
     expected = {
-        *(f"encoder_service.{name}" for name in ("item", "media.limits", "engine.store", "engine.encode")),
+        *(f"encoder_service.{name}" for name in ("item", "media.limits", "engine.embedding_store", "engine.encode")),
         *(f"llm_service.{name}" for name in ("request", "plan", "prompt", "detokenizer", "encoders.pool")),
         *(f"llm_service.engine.{name}" for name in ("scheduler", "block_manager", "core", "front")),
     }

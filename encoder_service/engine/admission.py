@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from common.errors import Exhausted
 
 
-class Seat:
-    """One item's place. Valid inside `Admission.seat`."""
+class Reservation:
+    """What one item holds. Valid inside `Admission.reserve`."""
 
     def __init__(self, admission: Admission, size: int, field: str) -> None:
         self._admission = admission
         self._field = field
         self.size = size
 
-    def weigh(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         """The item holds this many bytes after all; raises Exhausted where that is too much."""
         if size > self.size:
             self._admission.check_bytes(size, self._field, of_which_held=self.size)
@@ -26,41 +26,41 @@ class Seat:
 
 
 class Admission:
-    """At most `most_items` items and `most_bytes` bytes; a single item of any size is let in."""
+    """At most `max_items` items and `max_bytes` bytes; a single item of any size is let in."""
 
-    def __init__(self, most_items: int, most_bytes: int) -> None:
-        self._most_items = most_items
-        self._most_bytes = most_bytes
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
         self.items = 0
         self.bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
-    def seat(self, size: int, field: str) -> Iterator[Seat]:
-        """A place for the length of the block; raises Exhausted at once where there is none."""
-        if self.items >= self._most_items:
+    def reserve(self, size: int, field: str) -> Iterator[Reservation]:
+        """Room for an item, for the length of the block; raises Exhausted at once where there is none."""
+        if self.items >= self._max_items:
             raise _full(field)
         self.check_bytes(size, field)
-        seat = Seat(self, size, field)
+        reservation = Reservation(self, size, field)
         self.items += 1
         self.bytes += size
         self._empty.clear()
         try:
-            yield seat
+            yield reservation
         finally:
             self.items -= 1
-            self.bytes -= seat.size
+            self.bytes -= reservation.size
             if not self.items:
                 self._empty.set()
 
     def check_bytes(self, size: int, field: str, *, of_which_held: int = 0) -> None:
         """Raises Exhausted where an item of so many bytes is too much beside the others."""
         others = self.bytes - of_which_held
-        if size and others and others + size > self._most_bytes:
+        if size and others and others + size > self._max_bytes:
             raise _full(field)
 
-    async def empty(self) -> None:
+    async def drain(self) -> None:
         """Returns when nothing is held any more."""
         await self._empty.wait()
 

@@ -16,7 +16,7 @@ from encoder_service.worker.messages import Piece
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Something to compute. `done` is settled once, when no worker can write its rows any more.
+    """Something to compute. `done` is set once, when no worker can write its rows any more.
 
     Of an item's frame groups it has those from `first_group` on. `number` says how old it is; `started_at` when a
     worker first got it, 0 before; `preprocess` the seconds that its batch's pixels took to become patches; `passed` how
@@ -59,8 +59,8 @@ def order(unit: Unit) -> tuple[bool, int, int]:
     return (unit.passed < _OVERDUE, 0 if unit.passed >= _OVERDUE else -unit.priority, unit.number)
 
 
-def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int) -> list[list[Unit]]:
-    """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `most_units` units.
+def assemble(waiting: Sequence[Unit], workers: int, budget: int, max_units: int) -> list[list[Unit]]:
+    """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `max_units` units.
 
     The first in order always goes, even if it is larger than the budget; those after it go where they fit. What was
     chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two workers become
@@ -68,7 +68,7 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int
     """
     if not waiting or workers < 1:
         return []
-    chosen = _choose(sorted(waiting, key=order), workers * budget, workers * most_units)
+    chosen = _choose(sorted(waiting, key=order), workers * budget, workers * max_units)
     batches: list[list[Unit]] = [[] for _ in range(workers)]
     loads = [0] * workers
     first, rest = chosen[0], sorted(chosen[1:], key=lambda unit: -unit.patches)
@@ -76,7 +76,7 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int
         index = min(range(workers), key=lambda worker: (loads[worker], worker))
         batch = batches[index]
         fits = not batch or (
-            loads[index] + unit.patches <= budget and len(batch) < most_units and not unit.alone and not batch[0].alone
+            loads[index] + unit.patches <= budget and len(batch) < max_units and not unit.alone and not batch[0].alone
         )
         if fits:
             batch.append(unit)
@@ -86,15 +86,15 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, most_units: int
     return [batch for batch in batches if batch]
 
 
-def assemble_full(waiting: Sequence[Unit], budget: int, most_units: int) -> list[Unit]:
+def assemble_full(waiting: Sequence[Unit], budget: int, max_units: int) -> list[Unit]:
     """A batch for a worker that is still busy: empty unless it is so full that what comes later could hardly be added.
 
     Nothing is chosen past a unit that must run alone, since a busy worker that always has a next batch is never idle.
     """
     if any(unit.alone for unit in waiting):
         return []
-    batch = next(iter(assemble(waiting, 1, budget, most_units)), [])
-    full = len(batch) < len(waiting) or len(batch) == most_units or sum(unit.patches for unit in batch) >= budget
+    batch = next(iter(assemble(waiting, 1, budget, max_units)), [])
+    full = len(batch) < len(waiting) or len(batch) == max_units or sum(unit.patches for unit in batch) >= budget
     return batch if full else []
 
 
@@ -105,8 +105,8 @@ def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, in
     keeps `worth` patches. A grid of 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4, 5).
     """
     group = grid.h * grid.w
-    most = max(1, budget // group)
-    runs = max(-(-grid.t // most), min(workers, grid.t, max(1, grid.patches // worth)))
+    max_groups = max(1, budget // group)
+    runs = max(-(-grid.t // max_groups), min(workers, grid.t, max(1, grid.patches // worth)))
     step = -(-grid.t // runs)
     return [(first, min(first + step, grid.t)) for first in range(0, grid.t, step)]
 

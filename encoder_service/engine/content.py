@@ -45,10 +45,11 @@ class Contents:
             content, stated = await _sized(data_url.decode, address, field, size=len(address))
             mime_type = mime_type or stated
         else:
-            most = limits.most_bytes(item.modality, self._limits)
+            limit = limits.most_bytes(item.modality, self._limits)
             try:
                 content = await self._downloads.run(
-                    (address, item.salt, item.modality), lambda: self._fetcher.fetch(address, most, field, item.caller)
+                    (address, item.salt, item.modality),
+                    lambda: self._fetcher.fetch(address, limit, field, item.caller),
                 )
             except TwinlensError as shared:
                 raise shared.at(field) from None

@@ -68,7 +68,7 @@ class DevicePool:
         """Its size in bytes."""
         return self._ranges.capacity
 
-    def reserve(self, rows: int) -> Slice | None:
+    def allocate(self, rows: int) -> Slice | None:
         """Room for rows, pinned once; None, and nothing evicted, where what is being read leaves too little."""
         size = rows * self._row_bytes
         if self.lost or not self._ranges.could_allocate(size, [each.span for each in self._slices if each.pins]):

@@ -1,6 +1,6 @@
 """Who computes what: batches go out to whichever worker is idle; the work of one that dies goes elsewhere.
 
-A unit's future is settled only when no worker can write its rows any more, so that its owner may then give its memory
+A unit's future is done only when no worker can write its rows any more, so that its owner may then give its memory
 back.
 """
 
@@ -41,7 +41,7 @@ class Dispatcher:
         fds: tuple[int, int],
         *,
         budget: int,
-        most_units: int,
+        max_units: int,
         seconds: float,
         patience: float,
         start_seconds: float,
@@ -53,7 +53,7 @@ class Dispatcher:
         pools: DevicePools | None = None,
     ) -> None:
         self._budget = budget
-        self._most_units = most_units
+        self._max_units = max_units
         self._seconds = seconds
         self._patience = patience
         self._on_change = on_change
@@ -67,9 +67,9 @@ class Dispatcher:
             stall=stall,
             longest_pause=longest_pause,
             module=module,
-            on_answer=self._settle,
-            on_death=self._bury,
-            on_life=self._welcome,
+            on_reply=self._on_reply,
+            on_death=self._on_death,
+            on_ready=self._on_ready,
         )
         self._waiting: list[Unit] = []
         self._suspects = Suspects()
@@ -162,12 +162,12 @@ class Dispatcher:
         """Work for idle workers; then, for those that look ahead, full batches for afterwards."""
         self._pumping = False
         idle = self._workers.idle
-        batches = assemble(self._waiting, len(idle), self._budget, self._most_units)
+        batches = assemble(self._waiting, len(idle), self._budget, self._max_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
             slot.begin(batch, self._limit(batch))
         for slot in self._workers.looking_ahead:
-            if batch := assemble_full(self._waiting, self._budget, self._most_units):
+            if batch := assemble_full(self._waiting, self._budget, self._max_units):
                 self._send(slot, batch)
                 slot.ahead = batch
                 batches.append(batch)
@@ -180,7 +180,7 @@ class Dispatcher:
         for unit in batch:
             self._waiting.remove(unit)
             unit.started_at = unit.started_at or time.perf_counter()
-            unit.copy = slot.pool.reserve(unit.piece.tokens) if slot.pool is not None else None
+            unit.copy = slot.pool.allocate(unit.piece.tokens) if slot.pool is not None else None
             unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
         slot.child.send(Batch([unit.piece for unit in batch]))
 
@@ -190,7 +190,7 @@ class Dispatcher:
             return self._seconds
         return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)
 
-    def _bury(self, slot: Slot) -> None:
+    def _on_death(self, slot: Slot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
         batch = slot.take_all()
         self.counters.worker_deaths += 1
@@ -208,11 +208,11 @@ class Dispatcher:
             self._fail(self._drop_waiting(), _no_worker())
         self._pump_soon()
 
-    def _welcome(self, _: Slot) -> None:
+    def _on_ready(self, _: Slot) -> None:
         self._on_change(self.alive)
         self._pump_soon()
 
-    def _settle(self, slot: Slot, answer: FromWorker) -> None:
+    def _on_reply(self, slot: Slot, answer: FromWorker) -> None:
         """A worker has answered; it gets its next batch in the same turn of the loop."""
         match answer:
             case BatchDone():

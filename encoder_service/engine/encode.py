@@ -16,7 +16,7 @@ from typing import Any
 
 from common import log, tasks
 from common.errors import MEDIA_CHANGED, Internal, NotFound, TwinlensError, Unavailable
-from encoder_service.engine.admission import Admission, Seat
+from encoder_service.engine.admission import Admission, Reservation
 from encoder_service.engine.content import Contents
 from encoder_service.engine.flight import Flight, Ticket
 from encoder_service.engine.journey import Journey, not_found
@@ -72,17 +72,17 @@ class Encoder:
         NotFound for a key that is not here, and Unavailable where nothing can be computed.
         """
         self._contents.check(item, mime_type)
-        with self._admission.seat(item.size, item.field) as seat:
-            ticket = Ticket(item, partial(self._embark, seat=seat, mime_type=mime_type, rows=rows))
+        with self._admission.reserve(item.size, item.field) as reservation:
+            ticket = Ticket(item, partial(self._resolve, reservation=reservation, mime_type=mime_type, rows=rows))
             try:
                 yield ticket
             finally:
-                self._disembark(ticket)
+                self._release(ticket)
 
     async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
         known: asyncio.Future[tuple[Header, bool]] = asyncio.get_running_loop().create_future()
-        self._start(self._warm(item, mime_type, known), "prefetch")
+        self._start(self._prefetch(item, mime_type, known), "prefetch")
         return await asyncio.shield(known)
 
     async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
@@ -123,8 +123,8 @@ class Encoder:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._admission.empty()
-        await self.pipeline.staging.settle()
+        await self._admission.drain()
+        await self.pipeline.staging.drain()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = tasks.start(work, name)
@@ -132,66 +132,68 @@ class Encoder:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _embark(self, ticket: Ticket, *, seat: Seat, mime_type: str, rows: bool) -> None:
+    async def _resolve(self, ticket: Ticket, *, reservation: Reservation, mime_type: str, rows: bool) -> None:
         """Learns what an item is, and finds its entry or its flight."""
         item = ticket.item
         if isinstance(item.source, Url):
-            bring = partial(self._bring, ticket, item.source.key, seat, mime_type)
-            if item.source.key and await self._known(ticket, item.source.key, bring, rows=rows):
+            bring = partial(self._bring, ticket, item.source.key, reservation, mime_type)
+            if item.source.key and await self._resolve_known(ticket, item.source.key, bring, rows=rows):
                 return
             with ticket.timed("fetch", self.pipeline.seconds):
                 item = await self._contents.fetched(item, mime_type)
         if isinstance(item.source, Key):
-            self._seek(ticket, item, item.source.value, rows=rows)
+            self._look_up(ticket, item, item.source.value, rows=rows)
             return
         with ticket.timed("hash", self.pipeline.seconds):
             key = await self._contents.key(item)
-        self._seek(ticket, item, key, rows=rows)
+        self._look_up(ticket, item, key, rows=rows)
         if ticket.flight is not None and ticket.flight.item is item:
-            seat.weigh(item.size)
+            reservation.resize(item.size)
 
-    async def _known(self, ticket: Ticket, key: bytes, bring: Callable[[str], Awaitable[Item]], *, rows: bool) -> bool:
+    async def _resolve_known(
+        self, ticket: Ticket, key: bytes, bring: Callable[[str], Awaitable[Item]], *, rows: bool
+    ) -> bool:
         """What an address gave before is still here, so that it need not be fetched."""
         try:
-            self._seek(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
+            self._look_up(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
             if ticket.flight is not None:
                 ticket.flight.bring = bring
                 await ticket.header()
         except NotFound:
-            self._disembark(ticket)
+            self._release(ticket)
             return False
         return True
 
-    async def _bring(self, ticket: Ticket, key: bytes, seat: Seat, mime_type: str, field: str) -> Item:
+    async def _bring(self, ticket: Ticket, key: bytes, reservation: Reservation, mime_type: str, field: str) -> Item:
         """What the ticket's address gives, as an item at `field`, for everyone who was told that its rows are here;
         raises as `Contents.fetched`, and Unavailable where it is something else by now."""
         brought = await self._contents.fetched(dataclasses.replace(ticket.item, field=field), mime_type)
         if await self._contents.key(brought) != key:
             raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=brought.field)
         if ticket.flight is not None:  # its caller is still there
-            seat.weigh(brought.size)
+            reservation.resize(brought.size)
         return brought
 
-    def _seek(self, ticket: Ticket, item: Item, key: bytes, *, rows: bool) -> None:
+    def _look_up(self, ticket: Ticket, item: Item, key: bytes, *, rows: bool) -> None:
         """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""
         entry = self._store.find(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
             self.counts["hits"] += rows
-            self._store.pin(entry.place)
+            self._store.pin(entry.allocation)
             ticket.found = entry
             return
         if isinstance(item.source, Key) and self._tier is None and _name(key, item) not in self._flights:
             raise not_found(f"{item.field}.key")
-        ticket.flight = self._board(item, key, rows=rows)
+        ticket.flight = self._join(item, key, rows=rows)
 
-    def _disembark(self, ticket: Ticket) -> None:
+    def _release(self, ticket: Ticket) -> None:
         flight, found, ticket.flight, ticket.found = ticket.flight, ticket.found, None, None
         if flight is not None:
             self._leave(flight)
         elif found is not None:
-            self._store.unpin(found.place)
+            self._store.unpin(found.allocation)
 
-    def _board(self, item: Item, key: bytes, *, rows: bool) -> Flight:
+    def _join(self, item: Item, key: bytes, *, rows: bool) -> Flight:
         name = _name(key, item)
         flight = self._flights.get(name)
         if flight is not None and flight.wanted.is_set():
@@ -202,7 +204,7 @@ class Encoder:
             loop = asyncio.get_running_loop()
             flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
             self._flights[name] = flight
-            flight.task = self._start(self._fly(flight), "flight")
+            flight.task = self._start(self._run(flight), "flight")
         flight.tickets += 1
         flight.raise_priority(item.priority)
         if rows:
@@ -214,7 +216,7 @@ class Encoder:
         if flight.tickets:
             return
         if flight.holds_entry:
-            self._store.unpin(flight.entry.result().place)
+            self._store.unpin(flight.entry.result().allocation)
         elif flight.started:
             asyncio.get_running_loop().call_later(self._linger, self._drop, flight)
         else:
@@ -232,8 +234,8 @@ class Encoder:
         if self._flights.get(name) is flight:
             del self._flights[name]
 
-    async def _fly(self, flight: Flight) -> None:
-        """The flight's one task. It ends with both futures settled, or cancelled with no one waiting."""
+    async def _run(self, flight: Flight) -> None:
+        """The flight's one task. It ends with both futures completed, or cancelled with no one waiting."""
         try:
             entry = await self._journey.go(flight)
         except TwinlensError as error:
@@ -242,12 +244,12 @@ class Encoder:
         else:
             flight.arrive(entry)
             if not flight.tickets:
-                self._store.unpin(entry.place)
+                self._store.unpin(entry.allocation)
         finally:
             self._forget(flight)
             flight.fail(Internal("the media could not be encoded", reason="ENCODE_FAILED"))
 
-    async def _warm(self, item: Item, mime_type: str, known: asyncio.Future[tuple[Header, bool]]) -> None:
+    async def _prefetch(self, item: Item, mime_type: str, known: asyncio.Future[tuple[Header, bool]]) -> None:
         try:
             async with self.ticket(item, mime_type, rows=True) as ticket:
                 known.set_result((await ticket.header(), ticket.cached))

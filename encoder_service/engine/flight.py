@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from common.errors import TwinlensError
 from encoder_service.engine.batching import Unit
+from encoder_service.engine.embedding_store import Allocation, Entry
 from encoder_service.engine.progress import Progress
-from encoder_service.engine.store import Entry, Place
 from encoder_service.item import Header, Item
 from encoder_service.media.allowance import Allowance
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """An item that is being encoded. Its task owns what is leased for it, and settles both futures."""
+    """An item that is being encoded. Its task owns what is leased for it, and completes both futures."""
 
     key: bytes
     item: Item
@@ -34,7 +34,7 @@ class Flight:
     units: list[Unit] = field(default_factory=list)
     parts: int = 0
     """How many units there are going to be; 0 while that is not known."""
-    place: Place | None = None
+    allocation: Allocation | None = None
     """Where its rows are being written; None before, and once that has failed."""
     landed: Progress = field(default_factory=Progress)
     """Rows that are there, from the first on; complete once the entry is."""
@@ -72,7 +72,7 @@ class Flight:
         """Returns once more than `first` rows are there. Raises what the item fails with, also where such rows were
         there and have been given up since."""
         await self.landed.reach(first + 1)
-        if self.place is None:
+        if self.allocation is None:
             await asyncio.shield(self.entry)
 
     def arrive(self, entry: Entry) -> None:
@@ -81,7 +81,7 @@ class Flight:
         self.landed.advance(entry.header.tokens)
 
     def fail(self, error: TwinlensError) -> None:
-        """Settles what is not settled yet; an error that no one waits for is no one's."""
+        """Settles what is not completed yet; an error that no one waits for is no one's."""
         for future in (self.header, self.entry):
             if not future.done():
                 future.set_exception(error)
@@ -96,12 +96,12 @@ class Ticket:
     done to learn it.
     """
 
-    def __init__(self, item: Item, embark: Callable[[Ticket], Awaitable[None]]) -> None:
+    def __init__(self, item: Item, resolve: Callable[[Ticket], Awaitable[None]]) -> None:
         self.item = item
         self.flight: Flight | None = None
         self.found: Entry | None = None
         self.step = "hash"
-        self._embark = embark
+        self._resolve = resolve
         self._seconds: dict[str, float] = {}
 
     @property
@@ -134,7 +134,7 @@ class Ticket:
     async def header(self) -> Header:
         """Dimensions and key, as soon as they are known; raises the item's error."""
         if self.flight is None and self.found is None:
-            await self._embark(self)
+            await self._resolve(self)
         if self.flight is None:
             return self.entry.header
         return await self._heard(asyncio.shield(self.flight.header))
@@ -155,10 +155,10 @@ class Ticket:
             await self._heard(self.flight.more(first))
 
     @property
-    def place(self) -> Place | None:
+    def allocation(self) -> Allocation | None:
         """Where the rows are, of which `landed` are there; whoever reads them pins it before they wait for anything.
         None where the rest has failed since `more` returned, which then says why."""
-        return self.entry.place if self.flight is None else self.flight.place
+        return self.entry.allocation if self.flight is None else self.flight.allocation
 
     @property
     def entry(self) -> Entry:

@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack
 
 from common.arena import Range
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
+from encoder_service.engine.embedding_store import Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
-from encoder_service.engine.store import Entry
 from encoder_service.item import Embedding, Header, Key, Plan
 
 
@@ -77,11 +77,11 @@ class Journey:
     async def _take_turn(self, flight: Flight, tier: SharedTier, plan: Plan, header: Header) -> Entry:
         async with AsyncExitStack() as held:
             with self._pipeline.timed(flight, "shared"):
-                turn = await held.enter_async_context(tier.turn(flight.key, flight.item.salt))
-            if turn.found == header and (entry := await self._load(flight, tier, header)) is not None:
+                lock = await held.enter_async_context(tier.lock(flight.key, flight.item.salt))
+            if lock.found == header and (entry := await self._load(flight, tier, header)) is not None:
                 return entry
-            turn.entry = await self._compute(flight, plan, header)
-            return turn.entry
+            lock.entry = await self._compute(flight, plan, header)
+            return lock.entry
 
     async def _load(self, flight: Flight, tier: SharedTier, header: Header) -> Entry | None:
         async def write(rows: Range) -> None:

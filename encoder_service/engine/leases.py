@@ -1,9 +1,9 @@
 """Leases: rows that a reader outside this process copies, out of the store's arena or a device pool, and how long they
 stay where they are.
 
-The stream that offers a run of rows takes a lease on their place and holds it for the length of a `with` block. It ends
-early when the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`,
-then leaves the block. A worker's death ends the leases on its pool. Whatever ends a lease first clears its number on
+The stream that offers a run of rows takes a lease on their allocation for the length of a `with` block. It ends early
+when the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`, then
+leaves the block. A worker's death ends the leases on its pool. Whatever ends a lease first clears its number on
 the board, and only then takes the pin off: a reader that comes too late sees that it does.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from common.arena import Range
 from common.lease_board import LeaseBoard
 from encoder_service.engine.device_pool import DevicePool, Slice
-from encoder_service.engine.store import Place, Store
+from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Lease:
     owner: bytes
     slot: int
     number: int
-    place: Place | Slice
+    allocation: Allocation | Slice
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
     lost: bool = False
@@ -40,13 +40,13 @@ class Lease:
     @property
     def span(self) -> Range:
         """Where the rows lie in the arena, or in the pool."""
-        return self.place.span
+        return self.allocation.span
 
 
 class Leases:
     """All leases on one store and on the pools beside it; each lasts `seconds` at most."""
 
-    def __init__(self, store: Store, board: LeaseBoard, seconds: float) -> None:
+    def __init__(self, store: EmbeddingStore, board: LeaseBoard, seconds: float) -> None:
         self.seconds = seconds
         self._store = store
         self._board = board
@@ -61,13 +61,13 @@ class Leases:
         return self._board.room
 
     @contextmanager
-    def take(self, place: Place | Slice, owner: bytes) -> Iterator[Lease]:
-        """Pins a place, or a slice of a pool, for a reader, for the length of the block at most. There must be room."""
+    def take(self, allocation: Allocation | Slice, owner: bytes) -> Iterator[Lease]:
+        """Pins an allocation, or a slice of a pool, for a reader, for the block at most. There must be room."""
         posted = self._board.post()
         assert posted is not None, "no slot is free"
         slot, number = posted
-        lease = Lease(secrets.token_hex(8), owner, slot, number, place)
-        self._pin(place)
+        lease = Lease(secrets.token_hex(8), owner, slot, number, allocation)
+        self._pin(allocation)
         self._held[lease.name] = lease
         timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
         try:
@@ -95,7 +95,7 @@ class Leases:
     def lose(self, pool: DevicePool) -> None:
         """Ends every lease on a pool whose worker is gone."""
         for lease in list(self._held.values()):
-            if isinstance(lease.place, Slice) and lease.place.pool is pool:
+            if isinstance(lease.allocation, Slice) and lease.allocation.pool is pool:
                 lease.lost = self._end(lease)
 
     def check_idle(self) -> None:
@@ -113,18 +113,18 @@ class Leases:
         if self._held.pop(lease.name, None) is None:
             return False
         self._board.clear(lease.slot)  # before the pin: nothing may be written there while the number stands
-        self._unpin(lease.place)
+        self._unpin(lease.allocation)
         lease.ended.set()
         return True
 
-    def _pin(self, place: Place | Slice) -> None:
-        if isinstance(place, Slice):
-            place.pool.pin(place)
+    def _pin(self, allocation: Allocation | Slice) -> None:
+        if isinstance(allocation, Slice):
+            allocation.pool.pin(allocation)
         else:
-            self._store.pin(place)
+            self._store.pin(allocation)
 
-    def _unpin(self, place: Place | Slice) -> None:
-        if isinstance(place, Slice):
-            place.pool.unpin(place)
+    def _unpin(self, allocation: Allocation | Slice) -> None:
+        if isinstance(allocation, Slice):
+            allocation.pool.unpin(allocation)
         else:
-            self._store.unpin(place)
+            self._store.unpin(allocation)

@@ -30,10 +30,10 @@ class Pace:
         """What so many patches should take on one worker; None before anything was learnt."""
         return self._seconds / self._patches * patches if self._patches else None
 
-    def limit(self, patches: int, patience: float, most: float) -> float:
-        """Seconds after which a worker that still computes so many patches has hung: `patience` at least, and `most`
-        as long as too little was learnt."""
+    def limit(self, patches: int, patience: float, max_seconds: float) -> float:
+        """Seconds after which a worker that still computes so many patches has hung: `patience` at least, and
+        `max_seconds` as long as too little was learnt."""
         expected = self.seconds(patches)
         if expected is None or self.batches < _LEARNT:
-            return most
-        return min(most, max(patience, _HUNG * expected))
+            return max_seconds
+        return min(max_seconds, max(patience, _HUNG * expected))

@@ -71,15 +71,15 @@ class Pieces:
         unit = self._dispatcher.submit(
             flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
         )
-        unit.done.add_done_callback(lambda _: self._settled(unit, first * self._plan.tokens // grid.t, frames))
+        unit.done.add_done_callback(lambda _: self._on_done(unit, first * self._plan.tokens // grid.t, frames))
         return unit
 
-    def _settled(self, unit: Unit, first_row: int, frames: Progress) -> None:
+    def _on_done(self, unit: Unit, first_row: int, frames: Progress) -> None:
         """Whoever hears that more rows have landed finds where they are as well."""
         for error in _errors([unit]):
             frames.fail(error)
-        if unit.copy is not None and self._flight.place is not None:
-            self._flight.place.copies[first_row] = unit.copy
+        if unit.copy is not None and self._flight.allocation is not None:
+            self._flight.allocation.copies[first_row] = unit.copy
         self._flight.landed.advance(self._landed())
 
     def _landed(self) -> int:

@@ -15,11 +15,11 @@ from common.arena import Range, SharedBuffer
 from common.tasks import in_thread, outlast
 from common.wire import RowLayout
 from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pieces import Pieces
 from encoder_service.engine.progress import Progress
-from encoder_service.engine.staging import Lease, Staging
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels, Plan
 from encoder_service.media import embedding, geometry, limits
 from encoder_service.media.allowance import Allowance
@@ -39,7 +39,7 @@ class Pipeline:
         media_limits: limits.MediaLimits,
         layout: RowLayout,
         staging: Staging,
-        store: Store,
+        store: EmbeddingStore,
         decoders: DecoderPool,
         dispatcher: Dispatcher,
         *,
@@ -103,7 +103,7 @@ class Pipeline:
                 entry = await self.keep(flight, header, lambda rows: self._run(flight, plan, pixels, frames, rows))
         except BaseException:
             if entry is not None:  # cancelled while the decode process was at its end: the rows stay, the pin does not
-                self.store.unpin(entry.place)
+                self.store.unpin(entry.allocation)
             raise
         assert entry is not None, "it is kept, or the reason is raised"
         return entry
@@ -111,15 +111,15 @@ class Pipeline:
     async def keep(self, flight: Flight, header: Header, write: Callable[[Range], Awaitable[None]]) -> Entry:
         """Makes room, has the rows written there, and turns them into an entry."""
         with self.timed(flight, "room"):
-            place = await self.store.reserve(header.tokens)
-        flight.place = place
+            allocation = await self.store.allocate(header.tokens)
+        flight.allocation = allocation
         try:
-            await write(place.span)
+            await write(allocation.span)
         except BaseException:
-            flight.place = None
-            self.store.abandon(place)
+            flight.allocation = None
+            self.store.abandon(allocation)
             raise
-        return self.store.commit(place, header, flight.item.salt)
+        return self.store.commit(allocation, header, flight.item.salt)
 
     async def _inspect(self, flight: Flight, *, video: bool) -> Inspection:
         source = flight.item.source
@@ -165,7 +165,7 @@ class Pipeline:
                     await outlast(decoding)  # until no process can write to what was leased
 
     async def _decode(
-        self, flight: Flight, plan: Plan, lease: Lease, source: bytes | bytearray, frames: Progress
+        self, flight: Flight, plan: Plan, lease: StagingLease, source: bytes | bytearray, frames: Progress
     ) -> int:
         encoded, pixels = lease.ranges
         with self.timed(flight, "decode"):
@@ -184,7 +184,7 @@ class Pipeline:
         return len(plan.frames)
 
     @asynccontextmanager
-    async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[Lease]:
+    async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[StagingLease]:
         flight.stage, started = "room", time.perf_counter()
         async with self.staging.lease(*sizes) as lease:
             self._count(flight, "room", time.perf_counter() - started)

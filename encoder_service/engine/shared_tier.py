@@ -18,7 +18,7 @@ from typing import Any
 from common import log, tasks
 from common.wire import RowLayout
 from encoder_service.engine import tier_format
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.tier_format import Garbage
 from encoder_service.item import Header
@@ -43,8 +43,8 @@ class TierMiss(Exception):
     """The rows are not in the tier after all."""
 
 
-class Turn:
-    """A replica's turn to compute an item. `found` is set where another replica has put it into the tier."""
+class TierLock:
+    """A replica's lock to compute an item. `found` is set where another replica has put it into the tier."""
 
     def __init__(self, found: Header | None) -> None:
         self.found = found
@@ -59,7 +59,14 @@ class SharedTier:
     """
 
     def __init__(
-        self, client: TierClient, store: Store, layout: RowLayout, *, ttl: float, wait: float, writes: int = _WRITES
+        self,
+        client: TierClient,
+        store: EmbeddingStore,
+        layout: RowLayout,
+        *,
+        ttl: float,
+        wait: float,
+        writes: int = _WRITES,
     ) -> None:
         self.client = client
         self.counts = client.counts
@@ -96,7 +103,7 @@ class SharedTier:
         async def get(server: Any) -> list[Any]:
             async with server.pipeline(transaction=False) as pipe:
                 for key in keys:
-                    pipe.hget(_name(key), _HEADER).expire(_name(key), self._ttl)
+                    pipe.hget(_rows_name(key), _HEADER).expire(_rows_name(key), self._ttl)
                 answers: list[Any] = await pipe.execute(raise_on_error=False)
                 return answers
 
@@ -110,7 +117,7 @@ class SharedTier:
         async def get(server: Any) -> Garbage | bool:
             for at in range(0, len(chunks), _AT_ONCE):
                 some = chunks[at : at + _AT_ONCE]
-                found = await server.hmget(_name(header.key), [str(number) for number, _ in some])
+                found = await server.hmget(_rows_name(header.key), [str(number) for number, _ in some])
                 if None in found:  # it has been pushed out meanwhile, or is being written anew
                     return False
                 try:
@@ -128,20 +135,20 @@ class SharedTier:
         self.counts["hits"] += 1
 
     @asynccontextmanager
-    async def turn(self, key: bytes, salt: str) -> AsyncIterator[Turn]:
-        """This replica's turn to compute an item, or another's rows.
+    async def lock(self, key: bytes, salt: str) -> AsyncIterator[TierLock]:
+        """This replica's lock to compute an item, or another's rows.
 
         The block sets `entry` once it has computed; it is then written behind the caller's back, and the lock goes when
         it is. On every other way out the lock goes at once.
         """
         token = secrets.token_bytes(16)
         locked = True  # for all we know, until we are told: a question that is cut off may have been answered
-        turn = Turn(None)
+        lock = TierLock(None)
         try:
-            turn.found, locked = await self._settle(key, salt, token)
-            yield turn
+            lock.found, locked = await self._lock_or_find(key, salt, token)
+            yield lock
         finally:
-            if turn.entry is not None:
+            if lock.entry is not None:
                 self._offer(key, salt, token)
             elif locked:
                 self._unlock_soon(key, token)
@@ -150,14 +157,14 @@ class SharedTier:
         """Raises AssertionError where, once stopped, something is under way."""
         assert not self._unlocking, "a lock is being given back"
 
-    async def _settle(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
+    async def _lock_or_find(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
         """Waits until an item is in the tier, or its lock is ours, or it is not worth waiting any more."""
         pause, end = _FIRST_PAUSE, time.monotonic() + self._wait
         expiry = max(1, round(1000 * self._wait))
 
         async def look(server: Any) -> list[Any]:
             async with server.pipeline(transaction=False) as pipe:
-                pipe.set(_lock(key), token, nx=True, px=expiry).hget(_name(key), _HEADER)
+                pipe.set(_lock_name(key), token, nx=True, px=expiry).hget(_rows_name(key), _HEADER)
                 answers: list[Any] = await pipe.execute(raise_on_error=False)
                 return answers
 
@@ -186,7 +193,7 @@ class SharedTier:
     async def _discard(self, key: bytes, why: Garbage) -> None:
         _log.warning("the shared store holds something else", why=str(why))
         self.counts["garbage"] += 1
-        await self.client.ask(lambda server: server.unlink(_name(key)))
+        await self.client.ask(lambda server: server.unlink(_rows_name(key)))
 
     def _offer(self, key: bytes, salt: str, token: bytes) -> None:
         """Has an entry written when there is time; at once dropped where too many wait."""
@@ -210,7 +217,7 @@ class SharedTier:
 
     async def _write(self, entry: Entry, salt: str) -> bool:
         """Writes an entry, chunk by chunk and the header last. The entry is pinned meanwhile."""
-        header, name = entry.header, _name(entry.header.key)
+        header, name = entry.header, _rows_name(entry.header.key)
 
         async def put(server: Any) -> bool:
             await server.unlink(name)
@@ -220,7 +227,7 @@ class SharedTier:
             await self._set(server, name, _HEADER, tier_format.pack_header(header, salt, self._layout))
             return True
 
-        with self._store.pinned(entry.place) as rows:
+        with self._store.pinned(entry.allocation) as rows:
             return bool(await self.client.ask(put, seconds=_WRITE_SECONDS))
 
     async def _set(self, server: Any, name: str, field: str | bytes, value: bytes) -> None:
@@ -236,7 +243,7 @@ class SharedTier:
         self._start(self._unlock(key, token))
 
     async def _unlock(self, key: bytes, token: bytes) -> None:
-        await self.client.ask(lambda server: server.eval(_UNLOCK, 1, _lock(key), token))
+        await self.client.ask(lambda server: server.eval(_UNLOCK, 1, _lock_name(key), token))
 
     def _start(self, work: Any) -> None:
         task = tasks.start(work, "shared store")
@@ -244,9 +251,9 @@ class SharedTier:
         task.add_done_callback(self._unlocking.discard)
 
 
-def _name(key: bytes) -> str:
+def _rows_name(key: bytes) -> str:
     return _PREFIX + key.hex()
 
 
-def _lock(key: bytes) -> str:
+def _lock_name(key: bytes) -> str:
     return _LOCKS + key.hex()

@@ -18,7 +18,7 @@ _LARGE = 4 << 20
 """Smaller ranges are soon used again, and keep their memory."""
 
 
-class Lease:
+class StagingLease:
     """Ranges of one owner. `free` gives one back early; the rest go when the lease ends."""
 
     def __init__(self, staging: Staging, ranges: list[Range]) -> None:
@@ -61,13 +61,13 @@ class Staging:
             raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
 
     @asynccontextmanager
-    async def lease(self, *sizes: int) -> AsyncIterator[Lease]:
+    async def lease(self, *sizes: int) -> AsyncIterator[StagingLease]:
         """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing behind.
 
         Raises InvalidInput where the sizes are more than the whole arena: no waiting can help.
         """
         self.check_size(*sizes)
-        lease = Lease(self, await self._take(sizes))
+        lease = StagingLease(self, await self._take(sizes))
         try:
             yield lease
         finally:
@@ -84,7 +84,7 @@ class Staging:
             task.add_done_callback(self._emptying.discard)
         self._serve()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Returns when no range is being emptied."""
         while self._emptying:
             await asyncio.wait(self._emptying)

@@ -10,7 +10,7 @@ from common import log
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.device_pool import DevicePool, DevicePools
-from encoder_service.worker.messages import Begin, Failed, FromWorker, Ready
+from encoder_service.worker.messages import Begin, Failed, FromWorker, WorkerReady
 
 MODULE = "encoder_service.worker"
 LONGEST_PAUSE = 30.0
@@ -93,8 +93,8 @@ class Workers:
     the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
     started, that is tried again after `longest_pause` seconds at most. `stall` is as in `Slot`.
 
-    `on_answer` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
-    when a worker is gone and no longer writes anywhere, `on_life` when a replacement is ready.
+    `on_reply` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
+    when a worker is gone and no longer writes anywhere, `on_ready` when a replacement is ready.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Workers:
         stall: float,
         longest_pause: float,
         module: str,
-        on_answer: Callable[[Slot, FromWorker], None],
+        on_reply: Callable[[Slot, FromWorker], None],
         on_death: Callable[[Slot], None],
-        on_life: Callable[[Slot], None],
+        on_ready: Callable[[Slot], None],
     ) -> None:
         self.begins = begins
         self.slots = [Slot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(begins)]
@@ -118,9 +118,9 @@ class Workers:
         self._start_seconds = start_seconds
         self._longest_pause = longest_pause
         self._module = module
-        self._on_answer = on_answer
+        self._on_reply = on_reply
         self._on_death = on_death
-        self._on_life = on_life
+        self._on_ready = on_ready
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -166,7 +166,7 @@ class Workers:
             child.kill()
             await child.stop(grace=1.0)
             raise
-        if isinstance(answer, Ready):
+        if isinstance(answer, WorkerReady):
             slot.child, slot.pool = child, self._pools.open(answer.pool)
             _log.info("a worker is ready", worker=slot.index, attention=answer.attention, graphs=answer.graphs)
             return
@@ -186,7 +186,7 @@ class Workers:
             assert slot.child is not None
             try:
                 while True:
-                    self._on_answer(slot, await slot.child.receive())
+                    self._on_reply(slot, await slot.child.receive())
             except ChildDied as death:
                 _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
             self._pools.lose(slot.pool)
@@ -206,4 +206,4 @@ class Workers:
             except (ChildDied, WorkerError, OSError) as error:
                 _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=pause)
         _log.info("a worker is back", worker=slot.index)
-        self._on_life(slot)
+        self._on_ready(slot)

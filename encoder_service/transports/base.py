@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from encoder_service.engine.store import Place
+from encoder_service.engine.embedding_store import Allocation
 from twinlens.v1 import encoder_pb2
 
 Chunks = AsyncGenerator[encoder_pb2.EncodeRows | bytes, None]
@@ -15,11 +15,11 @@ Chunks = AsyncGenerator[encoder_pb2.EncodeRows | bytes, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows [first, end) of an item, which are computed; those after them may not be yet. Row 0 begins the `place`."""
+class RowRun:
+    """Rows [first, end) of an item, which are computed; those after them may not be yet. Row 0 begins its bytes."""
 
     item: int
-    place: Place
+    allocation: Allocation
     first: int
     end: int
 
@@ -42,20 +42,19 @@ class Transport(Protocol):
 
     number: encoder_pb2.Transport
 
-    def suits(self, host: encoder_pb2.HostProof, run: Run | None, /) -> bool:
+    def suits(self, host: encoder_pb2.HostProof, run: RowRun | None, /) -> bool:
         """Whether a caller has proved that it can take rows in this way, and whether this run can go that way, where
         one is given. How much is under way is of no account: that is for `has_room` to say."""
         ...
 
-    def has_room(self, run: Run, /) -> bool:
+    def has_room(self, run: RowRun, /) -> bool:
         """Whether a run that can go this way can go now."""
         ...
 
-    def send(self, run: Run, host: encoder_pb2.HostProof, /) -> Chunks:
-        """Brings a run, for which there is room, to a caller whom this way suits; ends when the caller needs its place
-        no more.
+    def send(self, run: RowRun, host: encoder_pb2.HostProof, /) -> Chunks:
+        """Brings a run, for which there is room, to a caller whom this way suits; ends when the caller has read it.
 
-        The generator holds the place from its first step to its end, so that it may be read whatever becomes of the
-        item's other rows meanwhile. Several runs of one item may be sent, one after the other.
+        The generator pins the allocation from its first step to its end, so that it may be read whatever becomes of
+        the item's other rows meanwhile. Several runs of one item may be sent, one after the other.
         """
         ...

@@ -11,7 +11,7 @@ from common.errors import Unavailable
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools, Slice
 from encoder_service.engine.leases import Lease, Leases
-from encoder_service.transports.base import Chunks, Run, Sent
+from encoder_service.transports.base import Chunks, RowRun, Sent
 from encoder_service.transports.local_socket import LocalSocket
 from twinlens.v1 import encoder_pb2
 
@@ -28,7 +28,7 @@ class CudaIpc:
         self._pools = pools
         self._sent = sent
 
-    def suits(self, host: encoder_pb2.HostProof, run: Run | None) -> bool:
+    def suits(self, host: encoder_pb2.HostProof, run: RowRun | None) -> bool:
         """The caller shares this host, says that it reads the device, and every row of the run is in a pool there."""
         if not self._socket.knows(host.grant):
             return False
@@ -37,11 +37,11 @@ class CudaIpc:
         slices = covering(run)
         return bool(slices) and all(each.pool.device in host.gpu_uuids for each in slices)
 
-    def has_room(self, run: Run) -> bool:
+    def has_room(self, run: RowRun) -> bool:
         """A lease can be had for each slice."""
         return len(covering(run)) <= self._leases.room
 
-    async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
+    async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
         """A handle for each slice; ends when the reader has released all of them, or is gone.
 
         Raises Unavailable where a lease ended by its time alone, or with the worker whose memory it was.
@@ -76,14 +76,14 @@ class CudaIpc:
         )
 
 
-def covering(run: Run) -> list[Slice]:
+def covering(run: RowRun) -> list[Slice]:
     """The slices that hold exactly a run's rows, in order; none where some of them are in no pool.
 
     A run of rows 4–11 takes the slices that begin at 4 and at 8, where those have four rows each.
     """
     at, slices = run.first, list[Slice]()
     while at < run.end:
-        piece = run.place.copies.get(at)
+        piece = run.allocation.copies.get(at)
         if piece is None or not piece.kept:
             return []
         slices.append(piece)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.row_frames import pack
 from common.wire import RowLayout
-from encoder_service.engine.store import Store
-from encoder_service.transports.base import Chunks, Run, Sent
+from encoder_service.engine.embedding_store import EmbeddingStore
+from encoder_service.transports.base import Chunks, RowRun, Sent
 from twinlens.v1 import encoder_pb2
 
 
@@ -14,23 +14,23 @@ class Inline:
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
 
-    def __init__(self, store: Store, layout: RowLayout, sent: Sent) -> None:
+    def __init__(self, store: EmbeddingStore, layout: RowLayout, sent: Sent) -> None:
         self._store = store
         self._layout = layout
         self._sent = sent
 
-    def suits(self, _host: encoder_pb2.HostProof, _run: Run | None) -> bool:
+    def suits(self, _host: encoder_pb2.HostProof, _run: RowRun | None) -> bool:
         """Always."""
         return True
 
-    def has_room(self, _run: Run) -> bool:
+    def has_room(self, _run: RowRun) -> bool:
         """Always: a caller that does not read holds up its own stream alone."""
         return True
 
-    async def send(self, run: Run, _host: encoder_pb2.HostProof) -> Chunks:
+    async def send(self, run: RowRun, _host: encoder_pb2.HostProof) -> Chunks:
         """A message for each chunk."""
         size = self._layout.row_bytes
-        with self._store.pinned(run.place) as data:
+        with self._store.pinned(run.allocation) as data:
             for first, count in self._layout.chunks(run.first, run.end):
                 yield pack(run.item, first, count, data[first * size : (first + count) * size])
                 self._sent.add(self.number, count, count * size)

@@ -10,9 +10,9 @@ from common.errors import Exhausted, Precondition
 from common.lease_board import LeaseBoard
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools
+from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.leases import Leases
-from encoder_service.engine.store import Store
-from encoder_service.transports.base import Run, Sent, Transport
+from encoder_service.transports.base import RowRun, Sent, Transport
 from encoder_service.transports.cuda_ipc import CudaIpc
 from encoder_service.transports.inline import Inline
 from encoder_service.transports.local_socket import LocalSocket
@@ -44,7 +44,7 @@ class Link:
     @asynccontextmanager
     async def open(
         cls,
-        store: Store,
+        store: EmbeddingStore,
         layout: RowLayout,
         *,
         shared_memory: bool,
@@ -107,7 +107,7 @@ class Link:
         asked when rows are there to be sent."""
         self._ways(accepts, host, None)
 
-    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run) -> Transport:
+    def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: RowRun) -> Transport:
         """The shortest way that a caller accepts and has proved, that this run can go, and that has room; raises
         Precondition where the first two allow none, and Exhausted where it is room alone that is missing."""
         for transport in self._ways(accepts, host, run):
@@ -115,7 +115,7 @@ class Link:
                 return transport
         raise Exhausted("every lease on rows is in use", reason="LEASES_FULL")
 
-    def _ways(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: Run | None) -> list[Transport]:
+    def _ways(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: RowRun | None) -> list[Transport]:
         """At least one."""
         wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
         shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()

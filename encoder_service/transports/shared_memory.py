@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.errors import Unavailable
 from common.wire import RowLayout
 from encoder_service.engine.leases import Leases
-from encoder_service.transports.base import Chunks, Run, Sent
+from encoder_service.transports.base import Chunks, RowRun, Sent
 from encoder_service.transports.local_socket import LocalSocket
 from twinlens.v1 import encoder_pb2
 
@@ -21,22 +21,22 @@ class SharedMemory:
         self._socket = socket
         self._sent = sent
 
-    def suits(self, host: encoder_pb2.HostProof, _run: Run | None) -> bool:
+    def suits(self, host: encoder_pb2.HostProof, _run: RowRun | None) -> bool:
         """The caller has our memory mapped."""
         return self._socket.knows(host.grant)
 
-    def has_room(self, _run: Run) -> bool:
+    def has_room(self, _run: RowRun) -> bool:
         """A lease can be had."""
         return self._leases.room > 0
 
-    async def send(self, run: Run, host: encoder_pb2.HostProof) -> Chunks:
+    async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
         """One handle for the run; ends when the reader has released it, or is gone.
 
         So a reader has one lease of an item at a time, and the rows that land while it copies are its next run.
         Raises Unavailable where the lease ended by its time alone.
         """
         size, count = self._layout.row_bytes, run.end - run.first
-        with self._leases.take(run.place, host.grant) as lease:
+        with self._leases.take(run.allocation, host.grant) as lease:
             handle = encoder_pb2.RowsHandle(
                 transport=encoder_pb2.TRANSPORT_SHARED_MEMORY,
                 region=self._socket.name,

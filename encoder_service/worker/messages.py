@@ -62,7 +62,7 @@ class PoolMade(msgspec.Struct, frozen=True):
     size: int
 
 
-class Ready(msgspec.Struct, tag=True):
+class WorkerReady(msgspec.Struct, tag=True):
     """The tower is loaded: with this attention, and graphs for these patch budgets."""
 
     attention: str = ""
@@ -97,4 +97,4 @@ class BatchFailed(msgspec.Struct, tag=True):
 
 
 ToWorker = Begin | Batch
-FromWorker = Ready | Failed | BatchDone | BatchFailed
+FromWorker = WorkerReady | Failed | BatchDone | BatchFailed

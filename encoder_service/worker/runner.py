@@ -20,7 +20,7 @@ from encoder_service.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, Ready
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, WorkerReady
 from encoder_service.worker.patches import pixels_to_patches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +61,7 @@ class Runner:
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
 
     @torch.inference_mode()
-    def warm_up(self) -> Ready:
+    def warm_up(self) -> WorkerReady:
         """Runs a small picture through everything once, since the first pass of a process is slow.
 
         On a GPU a larger one as well: kernels are compiled for short segments and for long ones.
@@ -74,7 +74,7 @@ class Runner:
             self._tower(inputs, [Grid(1, patches, patches)]).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
         made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
-        return Ready(attention, self._graphed.budgets if self._graphed else [], made)
+        return WorkerReady(attention, self._graphed.budgets if self._graphed else [], made)
 
     def run(self, batch: Batch) -> BatchDone:
         """Computes a batch and writes its rows, row-major, one piece after the other."""

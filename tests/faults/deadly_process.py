@@ -6,9 +6,9 @@ import os
 import signal
 
 from encoder_service.__main__ import main
+from encoder_service.engine.embedding_store import Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.store import Entry
 from encoder_service.item import Header, Plan
 from tests.faults import poison
 

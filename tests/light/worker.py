@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from common.wire import DType, RowLayout
 from encoder_service.models import config
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready, ToWorker
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, ToWorker, WorkerReady
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -30,7 +30,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     layout = RowLayout(model.levels, model.width, DType(begin.dtype))
     staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
     store = SharedBuffer.attach(store_fd, begin.store_bytes)
-    link.send(Ready(attention="light"))
+    link.send(WorkerReady(attention="light"))
     while True:
         try:
             batch = link.receive()

@@ -46,7 +46,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
 
         monkeypatch.setattr(Child, "start", child)
         limits = {"seconds": 60.0, "patience": 60.0, "start_seconds": 60.0}
-        given = {"budget": 100, "most_units": 8, **limits, "on_change": alive.append, **bounds}
+        given = {"budget": 100, "max_units": 8, **limits, "on_change": alive.append, **bounds}
         made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
         await made[-1].start()
         return made[-1], children, alive

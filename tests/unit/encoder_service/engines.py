@@ -9,11 +9,11 @@ from common.processes import Child
 from common.wire import DType, RowLayout
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
-from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.item import Inspection, Item, Modality
 from encoder_service.media.fetch import FetchConfig, Fetcher
@@ -58,7 +58,7 @@ async def encoder(
     items=64,
     store_bytes=8192,
     staging=1 << 16,
-    most_units=64,
+    max_units=64,
     **options,
 ):
     """An encoder with these `options` over one fake worker that gives `answers` (None: none), and that worker."""
@@ -71,7 +71,7 @@ async def encoder(
     monkeypatch.setattr(Child, "start", child)
     begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
     dispatcher = Dispatcher(
-        [begin], (0, 0), budget=1 << 20, most_units=most_units, seconds=60.0, patience=60.0, start_seconds=60.0
+        [begin], (0, 0), budget=1 << 20, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
     )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
@@ -80,7 +80,7 @@ async def encoder(
         MediaLimits(),
         LAYOUT,
         Staging(arenas[0]),
-        Store(arenas[1], LAYOUT.row_bytes),
+        EmbeddingStore(arenas[1], LAYOUT.row_bytes),
         decoders or FakeDecoders(SEEN),
         dispatcher,
         max_patches=4096,
@@ -114,6 +114,6 @@ async def rows(made: Encoder, wanted: Item) -> bool:
     async with made.ticket(wanted, "", rows=True) as ticket:
         header = await ticket.header()
         await ticket.ready()
-        with made.pipeline.store.pinned(ticket.place) as data:
+        with made.pipeline.store.pinned(ticket.allocation) as data:
             assert len(data) == header.tokens * LAYOUT.row_bytes
         return ticket.cached

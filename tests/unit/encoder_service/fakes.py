@@ -12,7 +12,7 @@ from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.turns import Turn
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, Ready
+from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, WorkerReady
 
 BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
@@ -21,9 +21,9 @@ DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
 class FakeChild:
     """One worker process. With `answers` it replies to each batch by itself, else when the test calls `say`."""
 
-    def __init__(self, answers: Callable[[Batch], Any] | None = None, ready: Ready | None = None) -> None:
+    def __init__(self, answers: Callable[[Batch], Any] | None = None, ready: WorkerReady | None = None) -> None:
         self._answers = answers
-        self._ready = ready or Ready()
+        self._ready = ready or WorkerReady()
         self._said: asyncio.Queue[Any] = asyncio.Queue()
         self.batches: list[Batch] = []
         self.alive = True

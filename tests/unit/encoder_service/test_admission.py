@@ -17,41 +17,41 @@ ITEMS, BYTES = 4, 100
 
 def test_past_the_items_the_next_is_refused_with_a_hint_until_one_leaves():
     admission = Admission(1, BYTES)
-    with admission.seat(0, "items[0]"), pytest.raises(Exhausted) as refused, admission.seat(0, "items[1]"):
+    with admission.reserve(0, "items[0]"), pytest.raises(Exhausted) as refused, admission.reserve(0, "items[1]"):
         pass
     assert (refused.value.reason, refused.value.field) == ("QUEUE_FULL", "items[1]")
     assert refused.value.retry_after
-    with admission.seat(0, "items[0]"):
+    with admission.reserve(0, "items[0]"):
         pass
     admission.check_integrity()
 
 
 def test_past_the_bytes_the_next_is_refused_but_one_alone_may_be_of_any_size():
     admission = Admission(ITEMS, BYTES)
-    with admission.seat(10 * BYTES, "x"), pytest.raises(Exhausted), admission.seat(1, "y"):
+    with admission.reserve(10 * BYTES, "x"), pytest.raises(Exhausted), admission.reserve(1, "y"):
         pass
-    with admission.seat(BYTES - 1, "x"), admission.seat(1, "y"):
+    with admission.reserve(BYTES - 1, "x"), admission.reserve(1, "y"):
         pass
 
 
 def test_what_is_downloaded_counts_when_it_is_there():
     admission = Admission(ITEMS, BYTES)
-    with admission.seat(1, "x") as seat, admission.seat(1, "y") as other:
-        seat.weigh(90)
+    with admission.reserve(1, "x") as reservation, admission.reserve(1, "y") as other:
+        reservation.resize(90)
         with pytest.raises(Exhausted):
-            other.weigh(50)
-        assert (seat.size, other.size, admission.bytes) == (90, 1, 91)
+            other.resize(50)
+        assert (reservation.size, other.size, admission.bytes) == (90, 1, 91)
     admission.check_integrity()
 
 
 def test_a_download_that_is_alone_may_be_of_any_size():
     admission = Admission(ITEMS, BYTES)
-    with admission.seat(30, "x") as seat:
-        seat.weigh(10 * BYTES)
+    with admission.reserve(30, "x") as reservation:
+        reservation.resize(10 * BYTES)
         assert admission.bytes == 10 * BYTES
 
 
-@given(st.lists(st.tuples(st.sampled_from(["come", "leave", "weigh"]), st.integers(0, 60)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["come", "leave", "resize"]), st.integers(0, 60)), max_size=60))
 def test_whoever_comes_and_goes_the_bounds_hold_and_nothing_is_left(steps):
     async def play() -> None:
         admission, inside = Admission(ITEMS, BYTES), []
@@ -59,12 +59,12 @@ def test_whoever_comes_and_goes_the_bounds_hold_and_nothing_is_left(steps):
             with suppress(Exhausted):
                 if what == "come":
                     stack = ExitStack()
-                    inside.append((stack, stack.enter_context(admission.seat(number, "x"))))
+                    inside.append((stack, stack.enter_context(admission.reserve(number, "x"))))
                 elif inside and what == "leave":
                     inside.pop(number % len(inside))[0].close()
                 elif inside:
-                    inside[number % len(inside)][1].weigh(number)
-            held = [seat.size for _, seat in inside]
+                    inside[number % len(inside)][1].resize(number)
+            held = [reservation.size for _, reservation in inside]
             assert (admission.items, admission.bytes) == (len(held), sum(held))
             assert len(held) <= ITEMS
             assert sum(held) <= BYTES or len(held) == 1
@@ -72,6 +72,6 @@ def test_whoever_comes_and_goes_the_bounds_hold_and_nothing_is_left(steps):
             stack.close()
         admission.check_integrity()
         async with asyncio.timeout(5):
-            await admission.empty()
+            await admission.drain()
 
     asyncio.run(play())

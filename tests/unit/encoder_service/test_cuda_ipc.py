@@ -14,9 +14,9 @@ from common.arena import SharedBuffer
 from common.errors import Exhausted, Precondition, Unavailable
 from common.wire import DType, RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools, Slice
-from encoder_service.engine.store import Place, Store
+from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 from encoder_service.item import Grid, Header, Modality
-from encoder_service.transports.base import Run
+from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import PoolMade
 from llm_service.encoders.transports.shared_memory import Region
@@ -31,11 +31,11 @@ ROWS = 12
 
 @dataclass
 class Bench:
-    """A store with one place of 12 rows, of which three slices are in two pools, and a reader that may map GPU-0."""
+    """A store with one allocation of 12 rows, of which three slices are in two pools; a reader may map GPU-0."""
 
-    store: Store
+    store: EmbeddingStore
     pools: DevicePools
-    place: Place
+    allocation: Allocation
     link: Link
     region: Region
     host: encoder_pb2.HostProof
@@ -46,10 +46,10 @@ class Bench:
             self.region.close()
         self.gone = True
 
-    def run(self, first: int = 0, end: int = ROWS) -> Run:
-        return Run(3, self.place, first, end)
+    def run(self, first: int = 0, end: int = ROWS) -> RowRun:
+        return RowRun(3, self.allocation, first, end)
 
-    def choose(self, run: Run) -> int:
+    def choose(self, run: RowRun) -> int:
         return self.link.choose(EVERY, self.host, run).number
 
 
@@ -59,7 +59,7 @@ def made(uuid: str, rows: int = 64) -> PoolMade:
 
 def written(pool: DevicePool | None, rows: int, row_sum: int) -> Slice:
     assert pool is not None
-    piece = pool.reserve(rows)
+    piece = pool.allocate(rows)
     assert piece is not None
     piece.commit(row_sum)
     return piece
@@ -68,11 +68,11 @@ def written(pool: DevicePool | None, rows: int, row_sum: int) -> Slice:
 @asynccontextmanager
 async def opened(**options: Any) -> AsyncIterator[Bench]:
     buffer = SharedBuffer.create("test", 1 << 16)
-    store, pools = Store(buffer, LAYOUT.row_bytes), DevicePools(LAYOUT.row_bytes)
-    place = await store.reserve(ROWS)
+    store, pools = EmbeddingStore(buffer, LAYOUT.row_bytes), DevicePools(LAYOUT.row_bytes)
+    allocation = await store.allocate(ROWS)
     first, second = pools.open(made("GPU-0")), pools.open(made("GPU-0"))
     for row, pool in ((0, first), (4, second), (8, first)):
-        place.copies[row] = written(pool, 4, 100 + row)
+        allocation.copies[row] = written(pool, 4, 100 + row)
     given = {"shared_memory": True, "folder": "", "lease_seconds": 60, **options}
     async with Link.open(store, LAYOUT, pools=pools, **given) as link:
         socket = link.local_socket
@@ -80,11 +80,11 @@ async def opened(**options: Any) -> AsyncIterator[Bench]:
         region = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
         host = encoder_pb2.HostProof(gpu_uuids=["GPU-0"])
         region.prove(host)
-        bench = Bench(store, pools, place, link, region, host)
+        bench = Bench(store, pools, allocation, link, region, host)
         yield bench
         bench.leave()
     pools.check_integrity(idle=True)
-    store.unpin(bench.place)
+    store.unpin(bench.allocation)
     store.check_integrity(idle=True)
     pools.check_integrity(idle=True)
     buffer.close()
@@ -100,7 +100,7 @@ async def test_a_reader_of_the_same_host_and_device_is_offered_handles_that_cove
     assert bench.link.numbers == EVERY
     stream = bench.link.choose(EVERY, bench.host, bench.run(4)).send(bench.run(4), bench.host)
     messages = [await anext(stream), await anext(stream)]
-    copies = [bench.place.copies[4], bench.place.copies[8]]
+    copies = [bench.allocation.copies[4], bench.allocation.copies[8]]
     for message, copy, row in zip(messages, copies, (4, 8), strict=True):
         assert isinstance(message, encoder_pb2.EncodeRows)
         handle = message.handle
@@ -154,7 +154,7 @@ async def test_runs_that_are_not_whole_slices_or_have_given_way_go_another_way(b
     bench.link.check([CUDA], bench.host)
     assert [bench.choose(bench.run(*each)) for each in ((0, 4), (4, 12), (8, 12))] == [CUDA] * 3
     assert [bench.choose(bench.run(*each)) for each in ((2, 12), (0, 6), (1, 2))] == [SHARED] * 3
-    bench.place.copies[4].drop()
+    bench.allocation.copies[4].drop()
     assert [bench.choose(bench.run(*each)) for each in ((0, 4), (4, 8), (0, 12))] == [CUDA, SHARED, SHARED]
     with pytest.raises(Precondition) as never:  # no reader who lets go brings them back
         bench.link.choose([CUDA], bench.host, bench.run())
@@ -164,7 +164,7 @@ async def test_runs_that_are_not_whole_slices_or_have_given_way_go_another_way(b
 async def test_a_worker_s_death_ends_the_leases_on_its_pool_alone_and_the_stream_with_them(bench: Bench) -> None:
     stream = bench.link.choose(EVERY, bench.host, bench.run(0, 8)).send(bench.run(0, 8), bench.host)
     first, second = await anext(stream), await anext(stream)
-    lost, kept = bench.place.copies[4], bench.place.copies[0]
+    lost, kept = bench.allocation.copies[4], bench.allocation.copies[0]
     bench.pools.lose(lost.pool)
     assert bench.link.leases == 1
     assert (lost.pins, kept.pins) == (0, 1)
@@ -209,12 +209,12 @@ async def test_a_stream_that_is_closed_gives_all_of_its_leases_back(bench: Bench
 
 
 async def test_slices_live_until_their_reader_is_done_and_no_longer_than_their_item(bench: Bench) -> None:
-    entry = bench.store.commit(bench.place, Header(b"k" * 32, Modality.IMAGE, Grid(1, 4, 12), ROWS), "")
+    entry = bench.store.commit(bench.allocation, Header(b"k" * 32, Modality.IMAGE, Grid(1, 4, 12), ROWS), "")
     stream = bench.link.choose([CUDA], bench.host, bench.run(0, 4)).send(bench.run(0, 4), bench.host)
     await anext(stream)
-    bench.store.unpin(entry.place)
+    bench.store.unpin(entry.allocation)
     assert bench.store.flush()[0] == 1
     assert sum(pool.used for pool in bench.pools.alive) == 4 * LAYOUT.row_bytes
     await stream.aclose()
     assert sum(pool.used for pool in bench.pools.alive) == 0
-    bench.place = await bench.store.reserve(ROWS)
+    bench.allocation = await bench.store.allocate(ROWS)

@@ -120,7 +120,7 @@ async def bench(request, monkeypatch) -> AsyncIterator[Bench]:
 
 @asynccontextmanager
 async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
-    async with encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker):
+    async with encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker):
         opening = Link.open(made.pipeline.store, LAYOUT, shared_memory=True, folder="", lease_seconds=60)
         async with opening as link:
             host, reader = encoder_pb2.HostProof(), Inline(LAYOUT.dtype)
@@ -167,7 +167,7 @@ async def test_a_run_can_be_read_to_its_end_when_the_rest_of_the_item_fails(benc
         bench.worker.say(BatchFailed(why="broken"))
         bench.computed += 1
         await bench.finish()
-        other = asyncio.create_task(store.reserve(store.capacity // LAYOUT.row_bytes))
+        other = asyncio.create_task(store.allocate(store.capacity // LAYOUT.row_bytes))
         await turns(10)
         assert not other.done()
         assert await bench.read(run) == rows_of(1)

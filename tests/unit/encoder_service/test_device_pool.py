@@ -22,7 +22,7 @@ def pool() -> DevicePool:
 
 
 def written(pool: DevicePool, rows: int, row_sum: int = 7) -> Slice:
-    piece = pool.reserve(rows)
+    piece = pool.allocate(rows)
     assert piece is not None
     piece.commit(row_sum)
     return piece
@@ -33,8 +33,8 @@ def test_the_longest_unused_gives_way_and_what_is_read_does_not(pool: DevicePool
     pool.pin(old)
     pool.unpin(old)
     pool.pin(new)
-    assert pool.reserve(2) is not None
-    assert pool.reserve(2) is not None
+    assert pool.allocate(2) is not None
+    assert pool.allocate(2) is not None
     assert (old.kept, middle.kept, new.kept) == (True, False, True)
     pool.unpin(new)
     pool.check_integrity()
@@ -43,25 +43,25 @@ def test_the_longest_unused_gives_way_and_what_is_read_does_not(pool: DevicePool
 def test_where_readers_leave_too_little_room_nothing_is_evicted(pool: DevicePool) -> None:
     idle, held = written(pool, 2), written(pool, 4)
     pool.pin(held)
-    assert pool.reserve(5) is None
+    assert pool.allocate(5) is None
     assert idle.kept
-    assert pool.reserve(9) is None
+    assert pool.allocate(9) is None
 
 
 def test_where_readers_leave_no_gap_that_is_large_enough_nothing_is_evicted(pool: DevicePool) -> None:
     first, held, last = written(pool, 3), written(pool, 2), written(pool, 3)
     pool.pin(held)
-    assert pool.reserve(4) is None
+    assert pool.allocate(4) is None
     assert first.kept
     assert last.kept
-    assert pool.reserve(3) is not None
+    assert pool.allocate(3) is not None
     assert not first.kept
 
 
 def test_a_slice_that_was_not_written_is_free_at_once(pool: DevicePool) -> None:
-    piece = pool.reserve(8)
+    piece = pool.allocate(8)
     assert piece is not None
-    assert pool.reserve(1) is None
+    assert pool.allocate(1) is None
     piece.abandon()
     assert pool.used == 0
     pool.check_integrity(idle=True)
@@ -72,7 +72,7 @@ def test_a_slice_whose_item_is_gone_is_free_when_its_reader_is(pool: DevicePool)
     pool.pin(piece)
     piece.drop()
     assert not piece.kept
-    assert pool.reserve(1) is None
+    assert pool.allocate(1) is None
     pool.unpin(piece)
     assert pool.used == 0
     piece.drop()
@@ -86,7 +86,7 @@ def test_a_worker_s_death_ends_its_pool_and_is_told_of_once() -> None:
     assert first is not None
     assert second is not None
     assert first.name != second.name
-    read, writing = written(first, 2), first.reserve(2)
+    read, writing = written(first, 2), first.allocate(2)
     assert writing is not None
     first.pin(read)
     pools.lose(first)
@@ -94,7 +94,7 @@ def test_a_worker_s_death_ends_its_pool_and_is_told_of_once() -> None:
     pools.lose(None)
     assert (told, pools.alive) == ([first], [second])
     assert not read.kept
-    assert first.reserve(1) is None
+    assert first.allocate(1) is None
     first.unpin(read)
     writing.abandon()
     first.check_integrity(idle=True)
@@ -118,9 +118,9 @@ class Machine(RuleBasedStateMachine):
         self.places: dict[Slice, tuple[int, int]] = {}
 
     @rule(target=writing, rows=st.integers(1, 12))
-    def reserve(self, rows: int) -> Slice | None:
+    def allocate(self, rows: int) -> Slice | None:
         used = self.pool.used
-        piece = self.pool.reserve(rows)
+        piece = self.pool.allocate(rows)
         assert piece is not None or self.pool.used == used, "something was evicted in vain"
         return piece
 

@@ -254,7 +254,7 @@ async def test_a_worker_that_cannot_start_says_why(monkeypatch):
         return Unwilling()
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
+    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
     with pytest.raises(WorkerError, match="no such device"):
         await dispatcher.start()
     await dispatcher.stop()
@@ -274,7 +274,7 @@ async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
         return worker
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, most_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
+    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, max_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
     with pytest.raises(WorkerError, match=r"within 0\.01 seconds"):
         await dispatcher.start()
     assert not worker.alive

@@ -10,7 +10,7 @@ import pytest
 from common.processes import Child
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.worker.messages import BatchDone, BatchFailed, PoolMade, Ready
+from encoder_service.worker.messages import BatchDone, BatchFailed, PoolMade, WorkerReady
 from tests.unit.encoder_service.fakes import BEGIN, FakeChild, submit, turns
 
 ROW = 64
@@ -41,13 +41,13 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     workers: list[FakeChild] = []
 
     async def child(*_: object, **__: object) -> FakeChild:
-        workers.append(FakeChild(ready=Ready(pool=PoolMade("GPU-0", b"handle", ROOM * ROW))))
+        workers.append(FakeChild(ready=WorkerReady(pool=PoolMade("GPU-0", b"handle", ROOM * ROW))))
         return workers[-1]
 
     monkeypatch.setattr(Child, "start", child)
     pools = DevicePools(ROW)
     dispatcher = Dispatcher(
-        [BEGIN], (0, 0), budget=100, most_units=8, seconds=60, patience=60, start_seconds=60, pools=pools
+        [BEGIN], (0, 0), budget=100, max_units=8, seconds=60, patience=60, start_seconds=60, pools=pools
     )
     await dispatcher.start()
     yield Bench(dispatcher, workers, pools)

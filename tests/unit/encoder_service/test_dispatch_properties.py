@@ -62,7 +62,7 @@ class World:
         self.unlucky: set[int] = set()
         begin = msgspec.structs.replace(BEGIN, device=device)
         limits = {"seconds": 1e6, "patience": 1e6, "start_seconds": 1e6}
-        self.dispatcher = Dispatcher([begin] * 3, (0, 0), budget=BUDGET, most_units=4, **limits, on_change=self._count)
+        self.dispatcher = Dispatcher([begin] * 3, (0, 0), budget=BUDGET, max_units=4, **limits, on_change=self._count)
 
     async def child(self, *_: object, **__: object) -> Worker:
         self.children.append(Worker())

@@ -108,7 +108,7 @@ async def test_a_higher_priority_goes_first_and_is_shared_with_who_was_there_bef
         await rows(made, item(number, priority=priority))
         order.append(number)
 
-    async with encoder(monkeypatch, answers=None, most_units=1, staging=1 << 18) as (made, worker):
+    async with encoder(monkeypatch, answers=None, max_units=1, staging=1 << 18) as (made, worker):
         waiting = []
         for number, priority in ((0, 0), (1, 0), (2, 0), (3, 5), (2, 9)):
             waiting.append(asyncio.create_task(wait(number, priority)))

@@ -39,7 +39,7 @@ async def _ask(made, wanted, *, rows: bool) -> None:
         await turns(1)
         if rows:
             await ticket.ready()
-            with made.pipeline.store.pinned(ticket.place) as data:
+            with made.pipeline.store.pinned(ticket.allocation) as data:
                 await turns(2)
                 assert len(data) == header.tokens * LAYOUT.row_bytes
 

@@ -10,8 +10,8 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.lease_board import LeaseBoard
+from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
 from encoder_service.engine.leases import Lease, Leases
-from encoder_service.engine.store import Entry, Place, Store
 from encoder_service.item import Grid, Header, Modality
 
 ROW = 64
@@ -19,7 +19,7 @@ ROW = 64
 
 @dataclass
 class Bench:
-    store: Store
+    store: EmbeddingStore
     board: LeaseBoard
     leases: Leases
     entry: Entry
@@ -32,9 +32,9 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     buffer, board = SharedBuffer.create("test", 16 * ROW), LeaseBoard(2)
-    store = Store(buffer, ROW)
-    entry = store.commit(await store.reserve(4), Header(b"key", Modality.IMAGE, Grid(1, 2, 8), 4), "")
-    store.unpin(entry.place)
+    store = EmbeddingStore(buffer, ROW)
+    entry = store.commit(await store.allocate(4), Header(b"key", Modality.IMAGE, Grid(1, 2, 8), 4), "")
+    store.unpin(entry.allocation)
     leases = Leases(store, board, seconds=60)
     yield Bench(store, board, leases, entry)
     leases.check_idle()
@@ -44,7 +44,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_leased_entry_is_pinned_and_posted_until_the_block_ends(bench: Bench) -> None:
-    with bench.leases.take(bench.entry.place, b"reader") as lease:
+    with bench.leases.take(bench.entry.allocation, b"reader") as lease:
         assert lease.span == bench.entry.span
         assert bench.entry.pins == 1
         assert bench.stands(lease)
@@ -54,13 +54,13 @@ async def test_a_leased_entry_is_pinned_and_posted_until_the_block_ends(bench: B
 
 
 async def test_an_error_in_the_block_gives_the_lease_back(bench: Bench) -> None:
-    with pytest.raises(RuntimeError), bench.leases.take(bench.entry.place, b"reader"):
+    with pytest.raises(RuntimeError), bench.leases.take(bench.entry.allocation, b"reader"):
         raise RuntimeError
 
 
 async def test_a_reader_releases_by_number_and_a_caller_by_name(bench: Bench) -> None:
-    take, place = bench.leases.take, bench.entry.place
-    with take(place, b"reader") as first, take(place, b"reader") as second:
+    take, allocation = bench.leases.take, bench.entry.allocation
+    with take(allocation, b"reader") as first, take(allocation, b"reader") as second:
         bench.leases.release_number(first.number, b"another reader")
         assert not first.ended.is_set()
         bench.leases.release_number(first.number, b"reader")
@@ -74,7 +74,10 @@ async def test_a_reader_releases_by_number_and_a_caller_by_name(bench: Bench) ->
 
 
 async def test_a_reader_that_is_gone_keeps_nothing(bench: Bench) -> None:
-    with bench.leases.take(bench.entry.place, b"gone") as gone, bench.leases.take(bench.entry.place, b"here") as here:
+    with (
+        bench.leases.take(bench.entry.allocation, b"gone") as gone,
+        bench.leases.take(bench.entry.allocation, b"here") as here,
+    ):
         bench.leases.drop(b"gone")
         assert gone.ended.is_set()
         assert not here.ended.is_set()
@@ -83,7 +86,7 @@ async def test_a_reader_that_is_gone_keeps_nothing(bench: Bench) -> None:
 
 async def test_a_lease_ends_by_its_time_and_says_so(bench: Bench) -> None:
     short = Leases(bench.store, bench.board, seconds=0.01)
-    with short.take(bench.entry.place, b"asleep") as lease:
+    with short.take(bench.entry.allocation, b"asleep") as lease:
         await asyncio.wait_for(lease.ended.wait(), 10)
         assert lease.expired
         assert not bench.stands(lease)
@@ -96,16 +99,16 @@ async def test_the_board_is_cleared_before_anyone_may_write_there(
     stood: list[bool] = []
     unpin = bench.store.unpin
 
-    def watched(place: Place) -> None:
+    def watched(allocation: Allocation) -> None:
         stood.append(bench.stands(lease))
-        unpin(place)
+        unpin(allocation)
 
-    with bench.leases.take(bench.entry.place, b"reader") as lease:
+    with bench.leases.take(bench.entry.allocation, b"reader") as lease:
         monkeypatch.setattr(bench.store, "unpin", watched)
     assert stood == [False]
 
 
 async def test_past_the_board_there_is_no_room(bench: Bench) -> None:
-    with bench.leases.take(bench.entry.place, b"a"), bench.leases.take(bench.entry.place, b"b"):
+    with bench.leases.take(bench.entry.allocation, b"a"), bench.leases.take(bench.entry.allocation, b"b"):
         assert not bench.leases.room
     assert bench.leases.room

@@ -19,9 +19,9 @@ from common.errors import DataLoss, Exhausted, Precondition, Unavailable
 from common.local_link import SECRET_BYTES
 from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.item import Grid, Header, Modality
-from encoder_service.transports.base import Run as Sent
+from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import Run
 from llm_service.encoders.transports.shared_memory import Region
@@ -37,13 +37,13 @@ ROWS = 4096  # 2 MiB: two inline chunks, and more than is copied on an event loo
 class Bench:
     """A store with one entry, and a link over it."""
 
-    def __init__(self, store: Store, entry: Entry, link: Link) -> None:
+    def __init__(self, store: EmbeddingStore, entry: Entry, link: Link) -> None:
         self.store = store
         self.entry = entry
         self.link = link
 
-    def run(self, first: int = 0, end: int = ROWS, item: int = 0) -> Sent:
-        return Sent(item, self.entry.place, first, end)
+    def run(self, first: int = 0, end: int = ROWS, item: int = 0) -> RowRun:
+        return RowRun(item, self.entry.allocation, first, end)
 
     @property
     def data(self) -> bytes:
@@ -63,14 +63,16 @@ class Bench:
 @asynccontextmanager
 async def bench(folder: str = "", **options: Any) -> AsyncIterator[Bench]:
     buffer = SharedBuffer.create("test", 8 << 20)
-    store = Store(buffer, LAYOUT.row_bytes)
-    place = await store.reserve(ROWS)
-    buffer.slice(place.span)[:] = np.random.default_rng(0).standard_normal(place.span.size // 4, np.float32).tobytes()
-    entry = store.commit(place, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
+    store = EmbeddingStore(buffer, LAYOUT.row_bytes)
+    allocation = await store.allocate(ROWS)
+    buffer.slice(allocation.span)[:] = (
+        np.random.default_rng(0).standard_normal(allocation.span.size // 4, np.float32).tobytes()
+    )
+    entry = store.commit(allocation, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
     given = {"shared_memory": True, "folder": folder, "lease_seconds": 60, **options}
     async with Link.open(store, LAYOUT, **given) as link:
         yield Bench(store, entry, link)
-    store.unpin(entry.place)
+    store.unpin(entry.allocation)
     store.check_integrity(idle=True)
     buffer.close()
 

@@ -19,7 +19,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
     monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     clip = Item(Modality.VIDEO, Pixels(bytes(4 * 56 * 56 * 3), 4, 56, 56), field="items[0]")
     async with (
-        encoder(monkeypatch, answers=None, staging=1 << 18, most_units=1) as (made, worker),
+        encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker),
         made.ticket(clip, "", rows=True) as ticket,
     ):
         header = await ticket.header()
@@ -29,7 +29,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
         worker.say(DONE)
         await more
         assert (ticket.landed, ticket.flight.holds_entry) == (header.tokens // 2, False)
-        assert ticket.place.span.size >= ticket.landed * 64
+        assert ticket.allocation.span.size >= ticket.landed * 64
         rest = asyncio.create_task(ticket.more(ticket.landed))
         await turns(40)
         worker.say(DONE if good else BatchFailed(why="broken"))
@@ -40,7 +40,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
         else:
             with pytest.raises(TwinlensError):
                 await rest
-            assert ticket.place is None
+            assert ticket.allocation is None
             with pytest.raises(TwinlensError):
                 await ticket.more(0)
 
@@ -60,7 +60,7 @@ async def leave(waiting: asyncio.Task[bool]) -> None:
 
 
 async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_is_computed(monkeypatch):
-    film, bounds = clip(monkeypatch, 4), {"staging": 1 << 18, "most_units": 1, "linger": 0.0}
+    film, bounds = clip(monkeypatch, 4), {"staging": 1 << 18, "max_units": 1, "linger": 0.0}
     async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
         await leave(asyncio.create_task(rows(made, film)))
         assert made.pipeline.staging.used, "the worker reads there"
@@ -94,7 +94,7 @@ async def test_a_video_ends_with_its_first_piece_that_fails_though_frames_are_st
 
 
 async def test_a_video_goes_on_for_who_comes_back_at_once(monkeypatch):
-    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "most_units": 1, "linger": 60.0}
+    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "max_units": 1, "linger": 60.0}
     async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
         await leave(asyncio.create_task(rows(made, film)))
         worker.say(DONE)
@@ -108,7 +108,7 @@ async def test_a_video_goes_on_for_who_comes_back_at_once(monkeypatch):
 
 
 async def test_a_video_goes_on_where_all_of_it_has_begun(monkeypatch):
-    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "most_units": 1, "linger": 0.0}
+    film, bounds = clip(monkeypatch, 2), {"staging": 1 << 18, "max_units": 1, "linger": 0.0}
     async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
         waiting = asyncio.create_task(rows(made, film))
         await turns(40)

@@ -124,14 +124,14 @@ async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
 
 async def test_the_second_replica_waits_for_the_first_one_s_rows(server):
     async with replica(server.url) as (one, store), replica(server.url, wait=60) as (other, _):
-        async with one.turn(HEADER.key, "") as turn:
+        async with one.lock(HEADER.key, "") as lock:
             waiting = asyncio.create_task(_turn(other))
             await asyncio.to_thread(_until_asked_twice, server)
             assert not waiting.done()
-            place = await store.reserve(TOKENS)
-            store.buffer.slice(place.span)[:] = ROWS
-            turn.entry = store.commit(place, HEADER, "")
-        store.unpin(turn.entry.place)
+            allocation = await store.allocate(TOKENS)
+            store.buffer.slice(allocation.span)[:] = ROWS
+            lock.entry = store.commit(allocation, HEADER, "")
+        store.unpin(lock.entry.allocation)
         assert await waiting == HEADER
         assert await loaded(other, HEADER) == ROWS
 
@@ -139,7 +139,7 @@ async def test_the_second_replica_waits_for_the_first_one_s_rows(server):
 async def test_a_replica_that_fails_gives_its_turn_to_the_next(server):
     async with replica(server.url, wait=60) as (one, _), replica(server.url, wait=60) as (other, _):
         with contextlib.suppress(ZeroDivisionError):
-            async with one.turn(HEADER.key, ""):
+            async with one.lock(HEADER.key, ""):
                 waiting = asyncio.create_task(_turn(other))
                 await asyncio.to_thread(_until_asked_twice, server)
                 raise ZeroDivisionError
@@ -163,7 +163,7 @@ async def test_a_cancelled_wait_and_a_cancelled_turn_leave_no_lock(server):
         entered = asyncio.Event()
 
         async def hold() -> None:
-            async with one.turn(HEADER.key, ""):
+            async with one.lock(HEADER.key, ""):
                 entered.set()
                 await asyncio.Event().wait()
 
@@ -216,8 +216,8 @@ async def test_too_many_that_wait_to_be_written_are_not(server):
 
 
 async def _turn(made: SharedTier) -> Header | None:
-    async with made.turn(HEADER.key, "") as turn:
-        return turn.found
+    async with made.lock(HEADER.key, "") as lock:
+        return lock.found
 
 
 def _until_asked_twice(server) -> None:

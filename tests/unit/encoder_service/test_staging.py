@@ -75,7 +75,7 @@ async def test_large_ranges_are_emptied_by_a_thread_before_others_get_them(stagi
     await waiting
     assert emptied == [(Range(0, 512), False)]
     await whole.aclose()
-    await staging.settle()
+    await staging.drain()
     assert emptied[1:] == [(Range(0, 900), False)]
     staging.check_integrity(idle=True)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from common.arena import SharedBuffer
 from common.wire import DType, RowLayout
+from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.shared_tier import SharedTier
-from encoder_service.engine.store import Store
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.item import Grid, Header, Modality
 from tests.waiting import until
@@ -27,7 +27,7 @@ LOCK = f"twinlens:lock:{HEADER.key.hex()}"
 async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None, **options):
     """A replica's tier and its store, with room for two items; neither holds anything at the end."""
     arena = SharedBuffer.create("test", 2 * len(ROWS) + 1024)
-    store = Store(arena, layout.row_bytes)
+    store = EmbeddingStore(arena, layout.row_bytes)
     given = {"ttl": 60.0, "wait": 5.0, **options}
     made = SharedTier(TierClient(url, seconds=seconds, breaker=breaker), store, layout, **given)
     made.start()
@@ -43,15 +43,15 @@ async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None
 
 
 async def computed(
-    made: SharedTier, store: Store, header: Header = HEADER, salt: str = "", found: Header | None = None
+    made: SharedTier, store: EmbeddingStore, header: Header = HEADER, salt: str = "", found: Header | None = None
 ) -> None:
     """Takes a turn, in which this header is found, and puts the rows into the store as a worker would."""
-    async with made.turn(header.key, salt) as turn:
-        assert turn.found == found
-        place = await store.reserve(header.tokens)
-        store.buffer.slice(place.span)[:] = ROWS[: place.span.size]
-        turn.entry = store.commit(place, header, salt)
-    store.unpin(turn.entry.place)
+    async with made.lock(header.key, salt) as lock:
+        assert lock.found == found
+        allocation = await store.allocate(header.tokens)
+        store.buffer.slice(allocation.span)[:] = ROWS[: allocation.span.size]
+        lock.entry = store.commit(allocation, header, salt)
+    store.unpin(lock.entry.allocation)
 
 
 async def written(made: SharedTier, count: int = 1) -> None:

@@ -1,9 +1,8 @@
-"""The store: computed rows by content key, in one arena, under a byte budget.
+"""The embedding store: computed rows by content key, in one arena, under a byte budget.
 
-An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Room is reserved before
-anything is computed, so that a batch that was started can always be written. Whoever reserves room commits or abandons
-it. Rows may be read where they are written, before their entry is whole: whoever pins a place, reserved or kept, unpins
-it, and until then nobody else gets those bytes, even if the rest of the rows never comes.
+An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Rows may be read where
+they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody else gets
+those bytes, even if the rest of the rows never comes.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _PART = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Room for one item's rows, and how many hold it: the one who writes them, until that is done, and readers.
+class Allocation:
+    """Room for one item's rows, made before anything is computed, and pinned by whoever writes or reads them.
 
-    It is `kept` once an entry has it: without pins it may then be evicted, in place of being free at once. `copies` are
+    It is `kept` once an entry has it: without pins it may then be evicted, instead of being free at once. `copies` are
     those of its rows that are in device pools as well, by the first row of each; some may have had to give way.
     """
 
@@ -45,26 +44,26 @@ class Entry:
 
     header: Header
     salt: bytes
-    place: Place
+    allocation: Allocation
 
     @property
     def span(self) -> Range:
         """Their bytes in the arena."""
-        return self.place.span
+        return self.allocation.span
 
     @property
     def pins(self) -> int:
         """How many are reading them."""
-        return self.place.pins
+        return self.allocation.pins
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     size: int
-    future: asyncio.Future[Place]
+    future: asyncio.Future[Allocation]
 
 
-class Store:
+class EmbeddingStore:
     """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time."""
 
     def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART) -> None:
@@ -73,7 +72,7 @@ class Store:
         self._part = part
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._reserved: set[Place] = set()
+        self._uncommitted: set[Allocation] = set()
         self._waiters: deque[_Waiter] = deque()
 
     def __len__(self) -> int:
@@ -81,7 +80,7 @@ class Store:
 
     @property
     def used(self) -> int:
-        """Bytes of entries and reservations."""
+        """Bytes of entries and allocations that are not committed."""
         return self._ranges.used
 
     @property
@@ -106,28 +105,28 @@ class Store:
         return self._entries[key]
 
     @contextmanager
-    def pinned(self, place: Place) -> Iterator[memoryview]:
-        """A place's bytes, which nobody else gets for the length of the block."""
-        self.pin(place)
+    def pinned(self, allocation: Allocation) -> Iterator[memoryview]:
+        """An allocation's bytes, which nobody else gets for the length of the block."""
+        self.pin(allocation)
         try:
-            yield self.buffer.slice(place.span)
+            yield self.buffer.slice(allocation.span)
         finally:
-            self.unpin(place)
+            self.unpin(allocation)
 
-    def pin(self, place: Place) -> None:
-        """Keeps a place from being evicted or given to others, until `unpin`. Somebody must hold it, or an entry."""
-        assert place.pins or place.kept, "this place is free"
-        place.pins += 1
+    def pin(self, allocation: Allocation) -> None:
+        """Keeps an allocation where it is until `unpin`. It must be pinned, or an entry's."""
+        assert allocation.pins or allocation.kept, "this allocation is free"
+        allocation.pins += 1
 
-    def unpin(self, place: Place) -> None:
-        """Takes one pin off; the last one frees a place that no entry has."""
-        assert place.pins > 0, "this place is not pinned"
-        place.pins -= 1
-        if place.pins:
+    def unpin(self, allocation: Allocation) -> None:
+        """Takes one pin off; the last one frees an allocation that no entry has."""
+        assert allocation.pins > 0, "this allocation is not pinned"
+        allocation.pins -= 1
+        if allocation.pins:
             return
-        if not place.kept:
-            self._reserved.remove(place)
-            self._free(place)
+        if not allocation.kept:
+            self._uncommitted.remove(allocation)
+            self._free(allocation)
         self._serve()
 
     def check_size(self, tokens: int) -> None:
@@ -135,7 +134,7 @@ class Store:
         if tokens * self._row_bytes > self.capacity:
             raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
 
-    async def reserve(self, tokens: int) -> Place:
+    async def allocate(self, tokens: int) -> Allocation:
         """Room for an item's rows; evicts what it must, and waits its turn where everything is in use.
 
         Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
@@ -152,34 +151,34 @@ class Store:
             self._serve()
             raise
 
-    def commit(self, place: Place, header: Header, salt: str) -> Entry:
-        """Turns a reservation whose rows are written into an entry; the caller's pin stays on it."""
+    def commit(self, allocation: Allocation, header: Header, salt: str) -> Entry:
+        """Turns an allocation whose rows are written into an entry; the caller's pin stays on it."""
         assert header.key not in self._entries, "an entry is written once"
-        self._reserved.remove(place)
-        place.kept = True
-        entry = Entry(header, salt_hash(salt), place)
+        self._uncommitted.remove(allocation)
+        allocation.kept = True
+        entry = Entry(header, salt_hash(salt), allocation)
         self._entries[header.key] = entry
         return entry
 
-    def abandon(self, place: Place) -> None:
-        """Gives a reservation back; its bytes are free when those who read there have gone."""
-        assert not place.kept, "an entry has this place"
-        self.unpin(place)
+    def abandon(self, allocation: Allocation) -> None:
+        """Gives an allocation back; its bytes are free when those who read there have gone."""
+        assert not allocation.kept, "an entry has this allocation"
+        self.unpin(allocation)
 
     def flush(self) -> tuple[int, int]:
         """Forgets every entry that no one is reading: how many, and their bytes."""
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             del self._entries[entry.header.key]
-            self._free(entry.place)
+            self._free(entry.allocation)
         self._serve()
         return len(gone), sum(entry.span.size for entry in gone)
 
     async def shrink(self) -> None:
         """Gives the memory of all that is free back to the system, part by part, in a thread. A part is held until that
         is done, so that nobody writes there."""
-        gaps, most = self._ranges.gaps, self._part
-        sizes = [min(most, gap.size - at) for gap in gaps for at in range(0, gap.size, most)]
+        gaps, size = self._ranges.gaps, self._part
+        sizes = [min(size, gap.size - at) for gap in gaps for at in range(0, gap.size, size)]
         taken = map(self._ranges.allocate, sizes)  # first fit: these are the gaps themselves, in their order
         parts = deque(self._hold(span) for span in taken if span is not None)
         try:
@@ -193,10 +192,11 @@ class Store:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
-        spans = [place.span for place in (*(entry.place for entry in self._entries.values()), *self._reserved)]
+        held = [*(entry.allocation for entry in self._entries.values()), *self._uncommitted]
+        spans = [allocation.span for allocation in held]
         assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
         if idle:
-            assert not self._reserved, "a reservation was neither committed nor abandoned"
+            assert not self._uncommitted, "an allocation was neither committed nor abandoned"
             assert not self._waiters, "someone waits for an idle store"
             assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
 
@@ -209,24 +209,24 @@ class Store:
                 waiter.future.set_result(self._hold(span))
             self._waiters.popleft()
 
-    def _hold(self, span: Range) -> Place:
-        place = Place(span)
-        self._reserved.add(place)
-        return place
+    def _hold(self, span: Range) -> Allocation:
+        allocation = Allocation(span)
+        self._uncommitted.add(allocation)
+        return allocation
 
     def _make_room(self, size: int) -> Range | None:
         """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be enough."""
         held = [entry.span for entry in self._entries.values() if entry.pins]
-        if not self._ranges.could_allocate(size, [*held, *(place.span for place in self._reserved)]):
+        if not self._ranges.could_allocate(size, [*held, *(allocation.span for allocation in self._uncommitted)]):
             return None
         while (span := self._ranges.allocate(size)) is None:
             oldest = next(key for key, entry in self._entries.items() if not entry.pins)
-            self._free(self._entries.pop(oldest).place)
+            self._free(self._entries.pop(oldest).allocation)
         return span
 
-    def _free(self, place: Place) -> None:
-        self._ranges.free(place.span)
-        for copy in place.copies.values():
+    def _free(self, allocation: Allocation) -> None:
+        self._ranges.free(allocation.span)
+        for copy in allocation.copies.values():
             copy.drop()
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
-from encoder_service.engine.store import Entry, Store
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.item import Grid, Header, Modality
 from tests.unit.encoder_service.fakes import turns
 
@@ -26,13 +26,13 @@ def header(key: bytes, tokens: int) -> Header:
 @pytest.fixture
 def store():
     buffer = SharedBuffer.create("test", 16 * ROW)
-    yield Store(buffer, ROW, part=4 * ROW)
+    yield EmbeddingStore(buffer, ROW, part=4 * ROW)
     buffer.close()
 
 
-async def put(store: Store, key: bytes, tokens: int, salt: str = "") -> Entry:
-    entry = store.commit(await store.reserve(tokens), header(key, tokens), salt)
-    store.unpin(entry.place)
+async def put(store: EmbeddingStore, key: bytes, tokens: int, salt: str = "") -> Entry:
+    entry = store.commit(await store.allocate(tokens), header(key, tokens), salt)
+    store.unpin(entry.allocation)
     return entry
 
 
@@ -61,16 +61,16 @@ async def test_an_entry_is_its_tenants_alone(store):
 
 async def test_rows_that_never_fit_are_refused(store):
     with pytest.raises(InvalidInput, match="larger than the store"):
-        await store.reserve(17)
+        await store.allocate(17)
     store.check_integrity(idle=True)
 
 
 async def test_what_is_pinned_stays_and_others_wait_for_it(store):
     entry = await put(store, b"a", 10)
-    with store.pinned(entry.place) as data:
+    with store.pinned(entry.allocation) as data:
         data[:4] = b"rows"
-        waiting = asyncio.create_task(store.reserve(10))
-        small = asyncio.create_task(store.reserve(1))
+        waiting = asyncio.create_task(store.allocate(10))
+        small = asyncio.create_task(store.allocate(1))
         await asyncio.sleep(0)
         assert not waiting.done()
         assert not small.done(), "first come, first served"
@@ -84,8 +84,8 @@ async def test_what_is_pinned_stays_and_others_wait_for_it(store):
 
 async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
     pinned, other = await put(store, b"a", 10), await put(store, b"b", 3)
-    with store.pinned(pinned.place):
-        waiting = asyncio.create_task(store.reserve(8))
+    with store.pinned(pinned.allocation):
+        waiting = asyncio.create_task(store.allocate(8))
         await asyncio.sleep(0)
         assert store.find(b"b", "") is other
         waiting.cancel()
@@ -98,24 +98,24 @@ async def test_nothing_is_evicted_where_what_is_pinned_leaves_no_gap_that_is_lar
     """Five rows are free between pinned ones at most, though fourteen are in all."""
     sizes = {b"a": 5, b"pin": 1, b"b": 5, b"another": 1, b"c": 4}
     entries = {key: await put(store, key, tokens) for key, tokens in sizes.items()}
-    with store.pinned(entries[b"another"].place):
-        with store.pinned(entries[b"pin"].place):
-            waiting = asyncio.create_task(store.reserve(6))
+    with store.pinned(entries[b"another"].allocation):
+        with store.pinned(entries[b"pin"].allocation):
+            waiting = asyncio.create_task(store.allocate(6))
             await asyncio.sleep(0)
             assert not waiting.done()
             assert len(store) == len(entries)
-        place = await waiting
+        allocation = await waiting
         assert [key for key in sizes if store.has(key, "")] == [b"b", b"another", b"c"], "the oldest, and no more"
-        store.abandon(place)
+        store.abandon(allocation)
     store.check_integrity(idle=True)
 
 
-async def test_a_reservation_that_is_cancelled_as_it_is_granted_comes_back(store):
+async def test_an_allocation_that_is_cancelled_as_it_is_granted_comes_back(store):
     entry = await put(store, b"a", 16)
-    store.pin(entry.place)
-    waiting = asyncio.create_task(store.reserve(16))
+    store.pin(entry.allocation)
+    waiting = asyncio.create_task(store.allocate(16))
     await asyncio.sleep(0)
-    store.unpin(entry.place)
+    store.unpin(entry.allocation)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     store.check_integrity(idle=True)
@@ -124,7 +124,7 @@ async def test_a_reservation_that_is_cancelled_as_it_is_granted_comes_back(store
 
 async def test_a_flush_leaves_what_is_being_read(store):
     reading, _ = await put(store, b"a", 2), await put(store, b"b", 3)
-    with store.pinned(reading.place):
+    with store.pinned(reading.allocation):
         assert store.flush() == (1, 3 * ROW)
         assert store.has(b"a", "")
     assert store.flush() == (1, 2 * ROW)
@@ -146,20 +146,20 @@ async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, 
     shrinking = asyncio.create_task(store.shrink())
     await turns()
     assert store.used == store.capacity
-    waiting = asyncio.create_task(store.reserve(3))
+    waiting = asyncio.create_task(store.allocate(3))
     await turns()
     store.check_integrity()
     assert not waiting.done()
     assert store.has(b"a", ""), "what must only be waited for pushes nothing out"
     go_on.release()
-    place = await waiting
-    store.buffer.slice(place.span)[:] = b"\2" * place.span.size
+    allocation = await waiting
+    store.buffer.slice(allocation.span)[:] = b"\2" * allocation.span.size
     go_on.release(3)
     await shrinking
     assert [(span.offset // ROW, span.size // ROW) for span in emptied] == [(2, 4), (6, 4), (10, 4), (14, 2)]
     assert bytes(store.buffer.slice(kept.span)) == b"\1" * kept.span.size
-    assert bytes(store.buffer.slice(place.span)) == b"\2" * place.span.size
-    store.abandon(place)
+    assert bytes(store.buffer.slice(allocation.span)) == b"\2" * allocation.span.size
+    store.abandon(allocation)
     store.check_integrity(idle=True)
 
 
@@ -181,14 +181,14 @@ async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monke
 class Machine(RuleBasedStateMachine):
     """Reserves, commits, reads and flushes in any order, and knows what every entry must hold."""
 
-    reservations = Bundle("reservations")
+    allocations = Bundle("allocations")
     reading = Bundle("reading")
     reading_early = Bundle("reading early")
 
     def __init__(self) -> None:
         super().__init__()
         self.buffer = SharedBuffer.create("test", 40 * ROW)
-        self.store = Store(self.buffer, ROW)
+        self.store = EmbeddingStore(self.buffer, ROW)
         self.number = 0
         self.written: dict[bytes, bytes] = {}
         self.pins: dict[bytes, int] = {}
@@ -198,9 +198,9 @@ class Machine(RuleBasedStateMachine):
         self.store.check_integrity()
         self.buffer.close()
 
-    @rule(target=reservations, tokens=st.integers(1, 20))
-    def reserve(self, tokens):
-        request, entries = self.store.reserve(tokens), len(self.store)
+    @rule(target=allocations, tokens=st.integers(1, 20))
+    def allocate(self, tokens):
+        request, entries = self.store.allocate(tokens), len(self.store)
         try:
             request.send(None)
         except StopIteration as granted:
@@ -210,45 +210,45 @@ class Machine(RuleBasedStateMachine):
         assert len(self.store) == entries, "something was evicted in vain"
         return multiple()
 
-    def _written(self, place, tokens):
+    def _written(self, allocation, tokens):
         self.number += 1
         key = self.number.to_bytes(32, "big")
-        self.written[key] = bytes([self.number % 251]) * place.span.size
-        self.buffer.slice(place.span)[:] = self.written[key]
+        self.written[key] = bytes([self.number % 251]) * allocation.span.size
+        self.buffer.slice(allocation.span)[:] = self.written[key]
         self.pins[key] = 1
-        return place, tokens, key
+        return allocation, tokens, key
 
-    @rule(target=reading, reservation=consumes(reservations))
-    def commit(self, reservation):
-        place, tokens, key = reservation
+    @rule(target=reading, held=consumes(allocations))
+    def commit(self, held):
+        allocation, tokens, key = held
         self.committed.add(key)
-        return self.store.commit(place, header(key, tokens), "")
+        return self.store.commit(allocation, header(key, tokens), "")
 
-    @rule(reservation=consumes(reservations))
-    def abandon(self, reservation):
-        self.pins[reservation[2]] -= 1
-        self.store.abandon(reservation[0])
+    @rule(held=consumes(allocations))
+    def abandon(self, held):
+        self.pins[held[2]] -= 1
+        self.store.abandon(held[0])
 
-    @rule(target=reading_early, reservation=reservations)
-    def read_early(self, reservation):
-        place, _, key = reservation
-        self.store.pin(place)
+    @rule(target=reading_early, held=allocations)
+    def read_early(self, held):
+        allocation, _, key = held
+        self.store.pin(allocation)
         self.pins[key] += 1
-        return place, key
+        return allocation, key
 
     @rule(early=consumes(reading_early))
     def stop_reading_early(self, early):
-        place, key = early
-        assert bytes(self.buffer.slice(place.span)) == self.written[key], "somebody else was given this place"
+        allocation, key = early
+        assert bytes(self.buffer.slice(allocation.span)) == self.written[key], "somebody else was given this allocation"
         self.pins[key] -= 1
-        self.store.unpin(place)
+        self.store.unpin(allocation)
 
     @rule(target=reading, number=st.integers(1, 30))
     def read(self, number):
         entry = self.store.find(number.to_bytes(32, "big"), "")
         if entry is None:
             return multiple()
-        self.store.pin(entry.place)
+        self.store.pin(entry.allocation)
         self.pins[entry.header.key] += 1
         return entry
 
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
     def stop_reading(self, entry):
         assert bytes(self.buffer.slice(entry.span)) == self.written[entry.header.key]
         self.pins[entry.header.key] -= 1
-        self.store.unpin(entry.place)
+        self.store.unpin(entry.allocation)
 
     @rule()
     def flush(self):
@@ -272,7 +272,7 @@ class Machine(RuleBasedStateMachine):
 
 
 async def test_any_order_of_events_keeps_the_store_sound():
-    """`reserve` needs a running loop for its futures; the machine runs inside one."""
+    """`allocate` needs a running loop for its futures; the machine runs inside one."""
     case = Machine.TestCase()
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     case.runTest()
