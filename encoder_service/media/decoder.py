@@ -15,9 +15,9 @@ from contextlib import suppress
 
 from common import log
 from common.arena import Range, SharedBuffer
+from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.processes import Child, ChildDied, was_ended
-from common.stint import Stint, StoodStill
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
@@ -139,7 +139,7 @@ class DecoderPool:
                 answer = await self._ask(child, job, allowance, on_frames)
             except TimeoutError:
                 raise _too_slow(field) from None
-            except StoodStill as error:
+            except ProcessStalled as error:
                 _log.warning("a decode process stood still", stopped=error.stopped, attempt=attempt)
                 struck, slow = struck or error.stopped, slow or not error.stopped
                 continue
@@ -168,7 +168,7 @@ class DecoderPool:
         asked = asyncio.ensure_future(child.receive())
         try:
             with allowance.spent_by(pid := child.process.pid):
-                async with Stint(pid, allowance.left):
+                async with CpuTimeLimit(pid, allowance.left):
                     while isinstance(answer := await asyncio.shield(asked), Decoding):
                         on_frames(answer.frames)
                         asked = asyncio.ensure_future(child.receive())
@@ -180,7 +180,7 @@ class DecoderPool:
             else:
                 await self.processes.replace(child, asked)
             raise
-        except (TimeoutError, StoodStill):
+        except (TimeoutError, ProcessStalled):
             await self.processes.replace(child, asked)
             raise
         except ChildDied as error:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from common import log
+from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
-from common.stint import Stint, StoodStill
 from llm_service.grammar.foresight import StructureLimits, refusal
 from llm_service.grammar.lanes import Lanes
 from llm_service.grammar.messages import (
@@ -227,13 +227,15 @@ class Compiler:
         child.send(Compile(structure.kind, structure.text, self._seconds, self._limits.compiled_bytes))
         begun = False
         try:
-            async with Stint(child.process.pid, self._seconds + _MARGIN_SECONDS, still=self._still_seconds) as stint:
+            async with CpuTimeLimit(
+                child.process.pid, self._seconds + _MARGIN_SECONDS, still=self._still_seconds
+            ) as limit:
                 while isinstance(said := await child.receive(), Begun):
-                    stint.passed_to(said.pid)
+                    limit.passed_to(said.pid)
                     begun = True
         except ChildDied:
             return Lost(begun), False
-        except StoodStill:
+        except ProcessStalled:
             return Lost(), False
         except TimeoutError:
             return TooSlow(), False

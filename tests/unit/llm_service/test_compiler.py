@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from common.cpu_time_limit import CpuTimeLimit
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child
-from common.stint import Stint
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Compile, Vocabulary
@@ -266,9 +266,9 @@ async def test_a_fork_that_is_ended_or_stopped_is_no_structures_fault(
 ) -> None:
     """Each of two tries meets the same."""
     hit = 0
-    passed_to = Stint.passed_to
+    passed_to = CpuTimeLimit.passed_to
 
-    def struck(stint: Stint, pid: int) -> None:
+    def struck(stint: CpuTimeLimit, pid: int) -> None:
         nonlocal hit
         hit += 1
         os.kill(pid, number)
@@ -277,7 +277,7 @@ async def test_a_fork_that_is_ended_or_stopped_is_no_structures_fault(
     async with compiling(folder, seconds=60.0, still_seconds=0.1) as compiler:
         await compiler.grammar(GOOD)
         with monkeypatch.context() as patched:
-            patched.setattr(Stint, "passed_to", struck)
+            patched.setattr(CpuTimeLimit, "passed_to", struck)
             with pytest.raises(Unavailable) as error:
                 await compiler.grammar(EXPLODING)
         assert (error.value.reason, hit) == ("STRUCTURE_UNAVAILABLE", 2)

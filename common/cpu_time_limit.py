@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.1
 _LATE_SECONDS = 0.05
 
 
-class StoodStill(Exception):
+class ProcessStalled(Exception):
     """A process did nothing, though this host did not hold it up: it was `stopped`, or waits for what never comes."""
 
     def __init__(self, *, stopped: bool) -> None:
@@ -26,9 +26,9 @@ class StoodStill(Exception):
         self.stopped = stopped
 
 
-class Stint:
+class CpuTimeLimit:
     """A block in which the process with this id works for us. It is left with TimeoutError where `seconds` have passed
-    and the process has had as much processor time, in all of its threads; and with StoodStill where it has had none for
+    and the process has had as much processor time, in all of its threads; and with ProcessStalled where it has had none for
     a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are fewer.
 
     A process that is gone is none of its business: who listens to it hears of that. Either end is found twice before it
@@ -82,7 +82,7 @@ class Stint:
             self._seen, self._moved = used, now
         idle = now - self._moved
         if idle >= self._still and (idle > HELD_UP_SECONDS or not is_held_up(self._pid)):
-            return StoodStill
+            return ProcessStalled
         return None
 
     async def __aexit__(
@@ -92,6 +92,6 @@ class Stint:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
-            if self._error is StoodStill:
-                raise StoodStill(stopped=is_stopped(self._pid)) from None
+            if self._error is ProcessStalled:
+                raise ProcessStalled(stopped=is_stopped(self._pid)) from None
             raise

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from common import stint as module
+from common import cpu_time_limit as module
+from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.processes import cpu_seconds, was_ended
-from common.stint import Stint, StoodStill
 from tests.waiting import until
 
 SPIN = "print('go', flush=True)\nwhile True: pass"
@@ -48,7 +48,7 @@ async def test_a_process_that_uses_up_its_time_is_too_slow(started: list[subproc
     before = cpu_seconds(pid)
     assert before is not None
     with pytest.raises(TimeoutError):
-        async with Stint(pid, 0.3):
+        async with CpuTimeLimit(pid, 0.3):
             await forever()
     after = cpu_seconds(pid)
     assert after is not None
@@ -59,14 +59,14 @@ async def test_a_process_that_uses_up_its_time_is_too_slow(started: list[subproc
 async def test_a_process_that_does_nothing_stands_still(started: list[subprocess.Popen[str]], code: str) -> None:
     pid = start(started, code)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(StoodStill):
-        async with Stint(pid, 30.0, still=0.2):
+    with pytest.raises(ProcessStalled):
+        async with CpuTimeLimit(pid, 30.0, still=0.2):
             await forever()
 
 
 async def test_one_that_sleeps_stands_still_and_is_not_too_slow(started: list[subprocess.Popen[str]]) -> None:
-    with pytest.raises(StoodStill):
-        async with Stint(start(started, SLEEP), 0.2):
+    with pytest.raises(ProcessStalled):
+        async with CpuTimeLimit(start(started, SLEEP), 0.2):
             await forever()
 
 
@@ -87,7 +87,7 @@ async def test_one_that_is_held_up_is_waited_for(
 
     monkeypatch.setattr(module, "is_held_up", held_up)
     with pytest.raises(TimeoutError):
-        async with Stint(pid, 0.1):
+        async with CpuTimeLimit(pid, 0.1):
             await forever()
     assert looks >= 5
 
@@ -97,8 +97,8 @@ async def test_a_process_that_is_gone_is_left_to_whoever_listens_to_it(started: 
     started[0].kill()
     started[0].wait()
     done = asyncio.get_running_loop().create_future()
-    async with Stint(pid, 0.02) as stint:
-        verdict = stint._verdict
+    async with CpuTimeLimit(pid, 0.02) as limit:
+        verdict = limit._verdict
         seen = []
 
         def noted() -> type[Exception] | None:
@@ -107,15 +107,15 @@ async def test_a_process_that_is_gone_is_left_to_whoever_listens_to_it(started: 
                 done.set_result(None)
             return seen[-1]
 
-        stint._verdict = noted  # type: ignore[method-assign]
+        limit._verdict = noted  # type: ignore[method-assign]
         await done
     assert seen == [None] * 5
 
 
 async def test_work_that_is_passed_on_is_measured_anew(started: list[subprocess.Popen[str]]) -> None:
     async def passed_on(first: int, second: int) -> None:
-        async with Stint(first, 0.2) as stint:
-            stint.passed_to(second)
+        async with CpuTimeLimit(first, 0.2) as limit:
+            limit.passed_to(second)
             await forever()
 
     with pytest.raises(TimeoutError):
