@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors, log, tracing
-from common.intake import STATED, Intake
+from common.request_budget import STATED, RequestBudget
 from twinlens.v1 import media_pb2
 
 DOMAIN = "twinlens"
@@ -101,16 +101,16 @@ def current() -> Call:
 
 class CallFrame(grpc.aio.ServerInterceptor):
     """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
-    health checks excepted, and once it is `closed` all of them. `intake` bounds the bytes of requests.
+    health checks excepted, and once it is `closed` all of them. `budget` bounds the bytes of requests.
 
     To gRPC every method is one of streamed requests: of those it takes no message before it is asked to, so that each
     is read here, within bounds.
     """
 
-    def __init__(self, token: str, most_calls: int = 1024, intake: Intake | None = None) -> None:
+    def __init__(self, token: str, most_calls: int = 1024, budget: RequestBudget | None = None) -> None:
         self._token = token.encode()
         self._most_calls = most_calls
-        self._intake = intake or Intake(256 << 20, 68 << 20)
+        self._budget = budget or RequestBudget(256 << 20, 68 << 20)
         self.on_error: Callable[[str], None] = _nobody
         """Is told the reason of each call that ends in an error."""
         self._strangers = Quiet(_STRANGERS_SECONDS)
@@ -225,7 +225,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
         """The next message of a call, within the budget; None where there is none."""
         metadata = dict(context.invocation_metadata() or ())
         stated = str(metadata.get(STATED, ""))
-        async with self._intake.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
+        async with self._budget.arrival(context.peer(), call, int(stated) if stated.isdecimal() else 0) as arrived:
             body = await context.read()
             if not isinstance(body, bytes):  # gRPC's mark of the end; of a caller who left, it says so a moment later
                 await asyncio.sleep(_PARTING)
@@ -235,7 +235,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
             return body
 
     def _let_go(self, call: Call) -> None:
-        self._intake.let_go(call.held)
+        self._budget.release(call.held)
         call.held = 0
 
     async def _guarded(

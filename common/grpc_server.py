@@ -23,7 +23,7 @@ from common import grpc_reflection, log, papers
 from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.grpc_calls import CallFrame
-from common.intake import UNREAD, Intake, most_at_once
+from common.request_budget import UNREAD, RequestBudget, max_large_bytes
 
 _log = log.get("server")
 
@@ -78,7 +78,7 @@ class ServerConfig:
         )
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
-        if most_at_once(self.max_inflight_bytes) < self.max_message_bytes:
+        if max_large_bytes(self.max_inflight_bytes) < self.max_message_bytes:
             raise ValueError("--max-inflight-bytes must be 16/7 of --max-message-bytes at least, or none would come in")
         self.token()
         host, _, port = self.listen.rpartition(":")
@@ -120,17 +120,17 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._announced, self._ready = False, True
         self._reports: set[asyncio.Task[None]] = set()
-        self._intake = Intake(
+        self._budget = RequestBudget(
             config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
         )
-        self._frame = CallFrame(config.token(), config.max_concurrent_calls, self._intake)
+        self._frame = CallFrame(config.token(), config.max_concurrent_calls, self._budget)
         self.server = grpc.aio.server(
             interceptors=[self._frame],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # what is sent is ours
                 ("grpc.max_concurrent_streams", config.max_connection_calls),
-                # What gRPC takes of a message that nobody has asked for, on each stream (common/intake.py).
+                # What gRPC takes of a message that nobody has asked for, on each stream (common/request_budget.py).
                 ("grpc.http2.lookahead_bytes", UNREAD),
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.so_reuseport", 0),
@@ -207,7 +207,7 @@ class GrpcServer:
     @property
     def inflight_bytes(self) -> int:
         """What requests that are here or coming count as, of `max_inflight_bytes`."""
-        return self._intake.held + self._intake.arriving
+        return self._budget.held + self._budget.arriving
 
     @property
     def open_calls(self) -> int:

@@ -2,7 +2,7 @@
 
 A message counts from its first byte until its call ends, and twice while it comes: gRPC holds what has come, and hands
 it over as a copy. How much has come is measured: the bytes that its connection has received since the oldest message
-that is still coming was asked for (`received`); what it brings in the next moment, at its pace, counts as well.
+that is still coming was asked for (`tcp_connections`); what it brings in the next moment, at its pace, counts as well.
 
 Before a message is asked for, gRPC takes a window of it and no more. So one that fits the window comes at once; of one
 that fills it, nobody knows how large it is, and it waits for its turn, until there is room for the largest. A caller
@@ -28,7 +28,7 @@ from typing import Protocol
 from common import log, tasks
 from common.allocator import give_back
 from common.errors import Exhausted, TwinlensError
-from common.received import Address, Sockets, far_end
+from common.tcp_connections import Address, TcpConnections, remote_address
 
 SMALL = 1 << 20
 """Bytes of a message that may use all of the budget."""
@@ -61,7 +61,7 @@ _SOON_SECONDS, _TIDY_SECONDS = 0.01, (2.0, 8.0)
 _MOST_REMEMBERED = 1 << 14
 """Connections of which it is remembered what they have brought."""
 
-_log = log.get("intake")
+_log = log.get("request_budget")
 
 
 class Ends(Protocol):
@@ -139,7 +139,7 @@ _Line = deque[tuple[int, asyncio.Future[None]]]
 """Who waits for room, with how much is wanted."""
 
 
-class Intake:
+class RequestBudget:
     """The budget: `most` bytes, of which messages of up to `largest` come. Who waits for room does so for `patience`
     seconds; who has brought nothing for `still_seconds` gives way; what comes within `foreseen_seconds` counts as if it
     were here, since a busy process looks no sooner. `received` says what a connection has brought. It is used on one
@@ -157,13 +157,13 @@ class Intake:
         received: Callable[[Address], int | None] | None = None,
     ) -> None:
         self._most = most
-        self._most_of_large = _COPIES * most_at_once(most)
+        self._most_of_large = _COPIES * max_large_bytes(most)
         self._largest = largest
         self._stall_seconds = stall_seconds
         self._still_seconds = still_seconds
         self._patience = patience
         self._foreseen_seconds = foreseen_seconds
-        self._received = received or Sockets().received
+        self._received = received or TcpConnections().received
         self._connections: dict[str, _Connection] = {}
         self._brought: OrderedDict[str, int] = OrderedDict()
         self._lines: tuple[tuple[_Line, int], ...] = ((deque(), self._most), (deque(), self._most_of_large))
@@ -217,7 +217,7 @@ class Intake:
             self._serve()
             self._churn(size)
 
-    def let_go(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """A call that has held so much is over. Where that is much, it counts until it is gone for certain: an error
         that ended the call may be part of a circle, with all that its traceback leads to."""
         if size >= _LARGE:
@@ -237,7 +237,7 @@ class Intake:
     def _connection(self, peer: str) -> _Connection:
         connection = self._connections.get(peer)
         if connection is None:
-            far = far_end(peer)
+            far = remote_address(peer)
             return _Connection(far, self._received(far) if far else None)
         self._measure(connection, time.monotonic())
         return connection
@@ -363,7 +363,7 @@ class Intake:
         self._trimming = tasks.in_daemon(give_back)
 
 
-def most_at_once(budget: int) -> int:
+def max_large_bytes(budget: int) -> int:
     """The largest message that a budget of bytes lets in."""
     return (budget - budget // 8) // _COPIES
 

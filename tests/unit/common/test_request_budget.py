@@ -14,8 +14,8 @@ import pytest
 
 from common.errors import Exhausted, TwinlensError
 from common.grpc_server import ServerConfig
-from common.intake import SMALL, UNREAD, Intake, most_at_once
-from common.received import Address
+from common.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
+from common.tcp_connections import Address
 from tests.launch import Service, launch
 from tests.raw_http2 import RawConnection, message
 from tests.waiting import until
@@ -50,23 +50,23 @@ class Kernel:
 
 
 class Crowd:
-    """An intake of 64 MiB for messages of up to 20, and connections whose messages are coming."""
+    """A budget of 64 MiB for messages of up to 20, and connections whose messages are coming."""
 
     def __init__(self, **settings: Any) -> None:
         self.kernel = Kernel()
         settings = {"patience": 0.05, "foreseen_seconds": 0, **settings}
-        self.intake = Intake(64 * MIB, 20 * MIB, received=self.kernel, **settings)
+        self.budget = RequestBudget(64 * MIB, 20 * MIB, received=self.kernel, **settings)
         self.open = AsyncExitStack()
 
     async def comes(self, port: int, stated: int = 0) -> tuple[Told, Callable[[int], None]]:
         told = Told()
-        return told, await self.open.enter_async_context(self.intake.arrival(f"ipv4:10.0.0.1:{port}", told, stated))
+        return told, await self.open.enter_async_context(self.budget.arrival(f"ipv4:10.0.0.1:{port}", told, stated))
 
     def brings(self, port: int, size: int | None) -> None:
         self.kernel.bytes["10.0.0.1", port] = size
 
     async def looked(self, holds: Callable[[], object]) -> None:
-        """The intake has looked, and then this holds."""
+        """The budget has looked, and then this holds."""
         await asyncio.to_thread(until, holds, "it has looked")
 
 
@@ -75,22 +75,22 @@ async def crowd() -> AsyncIterator[Crowd]:
     crowd = Crowd()
     async with crowd.open:
         yield crowd
-    assert crowd.intake.arriving == 0
+    assert crowd.budget.arriving == 0
 
 
 async def test_the_budget_lets_in_a_message_of_which_two_copies_fit_it() -> None:
-    assert most_at_once(64 * MIB) == 28 * MIB
+    assert max_large_bytes(64 * MIB) == 28 * MIB
 
 
 async def test_what_comes_counts_twice_and_what_is_here_once(crowd: Crowd) -> None:
-    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as arrived:
-        assert crowd.intake.arriving == 2 * UNREAD
+    async with crowd.budget.arrival("ipv4:10.0.0.1:1", Told()) as arrived:
+        assert crowd.budget.arriving == 2 * UNREAD
         crowd.brings(1, 10 * MIB)
-        await crowd.looked(lambda: crowd.intake.arriving == 20 * MIB)
+        await crowd.looked(lambda: crowd.budget.arriving == 20 * MIB)
         arrived(10 * MIB)
-    assert (crowd.intake.arriving, crowd.intake.held) == (0, 10 * MIB)
-    crowd.intake.let_go(10 * MIB)
-    await crowd.looked(lambda: crowd.intake.held == 0)
+    assert (crowd.budget.arriving, crowd.budget.held) == (0, 10 * MIB)
+    crowd.budget.release(10 * MIB)
+    await crowd.looked(lambda: crowd.budget.held == 0)
 
 
 async def test_of_many_the_largest_give_way_until_the_rest_fits(crowd: Crowd) -> None:
@@ -99,7 +99,7 @@ async def test_of_many_the_largest_give_way_until_the_rest_fits(crowd: Crowd) ->
         crowd.brings(port, port * 2 * MIB)
     await crowd.looked(lambda: calls[6].reason)
     assert [port for port, call in calls.items() if call.reason == "TOO_MANY_BYTES"] == [5, 6]
-    assert crowd.intake.arriving == 2 * (2 + 4 + 6 + 8) * MIB
+    assert crowd.budget.arriving == 2 * (2 + 4 + 6 + 8) * MIB
 
 
 async def test_who_had_said_how_much_would_come_does_not_give_way_while_it_comes() -> None:
@@ -138,18 +138,18 @@ async def test_who_sends_more_than_he_said_gives_way_before_those_who_did_not(cr
 
 
 async def test_messages_of_one_connection_share_what_has_come_over_it(crowd: Crowd) -> None:
-    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as before:
+    async with crowd.budget.arrival("ipv4:10.0.0.1:1", Told()) as before:
         crowd.brings(1, 10 * MIB)
         before(10 * MIB)
-    async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as first:
+    async with crowd.budget.arrival("ipv4:10.0.0.1:1", Told()) as first:
         crowd.brings(1, 13 * MIB)
-        async with crowd.intake.arrival("ipv4:10.0.0.1:1", Told()) as second:
-            assert crowd.intake.arriving == 2 * 3 * MIB
+        async with crowd.budget.arrival("ipv4:10.0.0.1:1", Told()) as second:
+            assert crowd.budget.arriving == 2 * 3 * MIB
             second(MIB)
-        assert crowd.intake.arriving == 2 * 2 * MIB
+        assert crowd.budget.arriving == 2 * 2 * MIB
         third = await crowd.comes(1)
         first(2 * MIB)
-    assert crowd.intake.arriving == 2 * UNREAD, "what came before the third began is not the third's"
+    assert crowd.budget.arriving == 2 * UNREAD, "what came before the third began is not the third's"
     assert not third[0].reason
 
 
@@ -159,10 +159,10 @@ async def test_who_has_filled_his_window_waits_until_there_is_room_for_the_large
         crowd.brings(port, UNREAD)
     async with crowd.open:
         _, arrived = await crowd.comes(1)
-        assert crowd.intake.arriving == 2 * 20 * MIB
+        assert crowd.budget.arriving == 2 * 20 * MIB
         others = [asyncio.create_task(crowd.comes(port)) for port in (2, 3)]
         await asyncio.sleep(0)
-        assert crowd.intake.arriving == 2 * 20 * MIB + 2 * UNREAD, "they wait"
+        assert crowd.budget.arriving == 2 * 20 * MIB + 2 * UNREAD, "they wait"
         assert not (await crowd.comes(4))[0].reason, "a message that fits its window does not"
         arrived(1000)
         await crowd.open.aclose()  # the first is here, and was small
@@ -176,7 +176,7 @@ async def test_what_comes_fast_counts_before_it_is_here() -> None:
     async with crowd.open:
         await crowd.comes(1)
         crowd.brings(1, 2 * MIB)
-        await crowd.looked(lambda: crowd.intake.arriving > 2 * 4 * MIB)
+        await crowd.looked(lambda: crowd.budget.arriving > 2 * 4 * MIB)
 
 
 async def test_a_flood_of_frames_counts_with_their_heads(crowd: Crowd) -> None:
@@ -198,7 +198,7 @@ async def test_what_brings_nothing_is_given_up() -> None:
 async def test_where_nothing_can_be_measured_a_message_counts_as_the_largest(crowd: Crowd) -> None:
     crowd.brings(1, None)
     await crowd.comes(1)
-    assert crowd.intake.arriving == 2 * 20 * MIB
+    assert crowd.budget.arriving == 2 * 20 * MIB
 
 
 # What real callers see, of a service in a process of its own.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.received import Address, Sockets, far_end
+from common.tcp_connections import Address, TcpConnections, remote_address
 from tests.waiting import until
 
 
@@ -26,25 +26,25 @@ def connected(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.s
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_bytes_count_whether_or_not_they_were_read(host: str) -> None:
-    sockets = Sockets()
+    connections = TcpConnections()
     with connected(host) as (ours, theirs, far):
-        assert sockets.received(far) == 0
+        assert connections.received(far) == 0
         theirs.sendall(bytes(5000))
-        until(lambda: sockets.received(far) == 5000, "all has come")
+        until(lambda: connections.received(far) == 5000, "all has come")
         ours.recv(4000)
-        assert sockets.received(far) == 5000
+        assert connections.received(far) == 5000
 
 
 def test_a_connection_that_is_gone_has_nothing_and_its_descriptor_may_be_anothers() -> None:
-    sockets = Sockets()
+    connections = TcpConnections()
     with connected() as (_, theirs, far):
         theirs.sendall(bytes(10))
-        until(lambda: sockets.received(far) == 10, "all has come")
-    assert sockets.received(far) is None
+        until(lambda: connections.received(far) == 10, "all has come")
+    assert connections.received(far) is None
     with connected() as (_, theirs, other):
         theirs.sendall(bytes(20))
-        until(lambda: sockets.received(other) == 20, "all has come")
-        assert sockets.received(far) is None
+        until(lambda: connections.received(other) == 20, "all has come")
+        assert connections.received(far) is None
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_a_connection_that_is_gone_has_nothing_and_its_descriptor_may_be_another
     ],
 )
 def test_a_peer_is_known_by_one_name_however_grpc_spells_it(peer: str, far: Address | None) -> None:
-    assert far_end(peer) == far
+    assert remote_address(peer) == far

@@ -20,7 +20,7 @@ _RECEIVED_AT = 128  # tcpi_bytes_received of struct tcp_info, an unsigned number
 Address = tuple[str, int]
 
 
-class Sockets:
+class TcpConnections:
     """This process's TCP connections by their far end. A descriptor may be another's by the next moment, so it is asked
     whose it is each time."""
 
@@ -55,10 +55,10 @@ class Sockets:
 
 
 @functools.lru_cache(4096)
-def far_end(peer: str) -> Address | None:
+def remote_address(peer: str) -> Address | None:
     """What gRPC calls a peer, as (host, port); None for one that is not on a TCP connection.
 
-    >>> far_end("ipv4:127.0.0.1:40000"), far_end("ipv6:%5B::1%5D:40000"), far_end("unix:/socket")
+    >>> remote_address("ipv4:127.0.0.1:40000"), remote_address("ipv6:%5B::1%5D:40000"), remote_address("unix:/socket")
     (('127.0.0.1', 40000), ('::1', 40000), None)
     """
     kind, _, rest = peer.partition(":")
