@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinlens import pem
+from twinlens import credentials
 
 
 def check(*, ca: tuple[str, str] = ("", ""), cert: tuple[str, str] = ("", ""), key: tuple[str, str] = ("", "")) -> None:
@@ -10,12 +10,12 @@ def check(*, ca: tuple[str, str] = ("", ""), cert: tuple[str, str] = ("", ""), k
     file; one without a file is left out."""
     try:
         if ca[1]:
-            pem.certificates(ca[1], ca[0])
+            credentials.certificates(ca[1], ca[0])
         if cert[1]:
-            pem.certificates(cert[1], cert[0])
+            credentials.certificates(cert[1], cert[0])
         if key[1]:
-            pem.private_key(key[1], key[0])
+            credentials.private_key(key[1], key[0])
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
     if cert[1] and key[1]:
-        pem.check_pair(cert[1], key[1], cert[0], key[0])
+        credentials.check_pair(cert[1], key[1], cert[0], key[0])

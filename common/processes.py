@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from common import foreign_log
+from common import stderr_capture
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -140,7 +140,7 @@ class Child(Generic[ReceiveT]):
                 str(theirs.fileno()),
                 *map(str, fds),
                 stdin=asyncio.subprocess.DEVNULL,
-                stderr=foreign_log.descriptor(),
+                stderr=stderr_capture.descriptor(),
                 pass_fds=(theirs.fileno(), *fds),
                 env={**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
             )

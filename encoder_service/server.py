@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from common import foreign_log, log, tracing
+from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
@@ -51,7 +51,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     Raises CheckpointError, WorkerError or OSError where it cannot begin.
     """
     log.configure(config.log_level, service="encoder")
-    foreign_log.adopt()
+    stderr_capture.start()
     tracing.start("twinlens-encoder")
     checkpoint = Checkpoint.resolve(config.model)
     model = model_config.read(checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from common.extra import require
+from common.requirements import require
 
 
 def main(*, engine: str = "llm_service.engine") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from common import foreign_log, log, tracing
+from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
@@ -52,7 +52,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     Raises CheckpointError, OSError or Internal where it cannot begin.
     """
     log.configure(config.log_level, service="llm")
-    foreign_log.adopt()
+    stderr_capture.start()
     tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
     text = TextConfig.of(checkpoint.config)

@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 
 # What the client and the LLM service, which is a client of encoders, have in common.
-LINKING = ("twinlens.pem.*", "twinlens.obstacles.*")
+LINKING = ("twinlens.credentials.*", "twinlens.obstacles.*")
 
 UNSAFE_MODULES = {
     "pickle",

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from twinlens import pem
+from twinlens import credentials
 from twinlens._version import __version__
 
 MAX_MESSAGE_BYTES = 70 * 1024 * 1024
@@ -69,11 +69,11 @@ class Tls:
     def check(self, named: Callable[[str], str]) -> None:
         """Raises as `credentials`; `named` makes of a field's name what a message calls it."""
         if self.ca_file is not None:
-            pem.certificates(self.ca_file, named("ca_file"))
+            credentials.certificates(self.ca_file, named("ca_file"))
         if self.cert_file is not None and self.key_file is not None:
-            pem.certificates(self.cert_file, named("cert_file"))
-            pem.private_key(self.key_file, named("key_file"))
-            pem.check_pair(self.cert_file, self.key_file, named("cert_file"), named("key_file"))
+            credentials.certificates(self.cert_file, named("cert_file"))
+            credentials.private_key(self.key_file, named("key_file"))
+            credentials.check_pair(self.cert_file, self.key_file, named("cert_file"), named("key_file"))
 
 
 @dataclass(frozen=True, slots=True)

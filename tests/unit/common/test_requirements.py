@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from common.extra import MODULES, require
+from common.requirements import MODULES, require
 from tests.launch import ROOT
 
 

@@ -9,11 +9,11 @@ import textwrap
 
 PROGRAM = """
     import asyncio, logging, os, sys, warnings
-    from common import foreign_log, log
+    from common import stderr_capture, log
     from common.processes import Child
 
     log.configure("info", service="encoder")
-    foreign_log.adopt()
+    stderr_capture.start()
     os.write(2, b"E0000 00:00:00.1 1 core.cc:1] a line of gRPC\\nW0000 00:00:00.1 1 core.cc:2] another, ")
     log.get("server").info("ready")
     os.write(2, b"in pieces\\n")
@@ -21,7 +21,7 @@ PROGRAM = """
     warnings.warn("old ways")
     child = [sys.executable, "-c", "import os; os.write(2, b'a child\\\\n')"]
     import subprocess
-    subprocess.run(child, stderr=foreign_log.descriptor(), check=True)
+    subprocess.run(child, stderr=stderr_capture.descriptor(), check=True)
     sys.exit("the last word")
 """
 
