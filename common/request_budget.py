@@ -360,7 +360,7 @@ class RequestBudget:
             return
         if seconds != _SOON_SECONDS:
             gc.collect()
-        self._trimming = tasks.in_daemon(give_back)
+        self._trimming = tasks.in_daemon_thread(give_back)
 
 
 def max_large_bytes(budget: int) -> int:

@@ -26,11 +26,11 @@ def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Runs `work` in a thread, and does not leave before it has ended: it may be writing to memory that is leased."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    await outlast(task)
+    await wait_until_done(task)
     return task.result()
 
 
-def in_daemon(work: Callable[..., T], *args: Any) -> Future[T]:
+def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
     """Runs `work` in a thread of its own that may still be at it when the process ends: a look-up of a name, say, which
     nothing can cut short. For a thread of a pool the interpreter would wait."""
     future: Future[T] = Future()
@@ -51,7 +51,7 @@ def in_daemon(work: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-async def outlast(work: asyncio.Future[Any]) -> None:
+async def wait_until_done(work: asyncio.Future[Any]) -> None:
     """Returns when `work` has ended, however it did; a caller that is cancelled meanwhile leaves no sooner."""
     left: asyncio.CancelledError | None = None
     while not work.done():
@@ -70,7 +70,7 @@ def _report(task: asyncio.Task[None]) -> None:
         _log.error("a task failed", task=task.get_name(), exc_info=error)
 
 
-class Patience:
+class StallTolerantTimeout:
     """`asyncio.timeout`, for what others send: where this loop stood still until after the time was up, what they sent
     meanwhile is still to be read, and gets a moment more. Raises TimeoutError at the end of the block."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.config import boolean
-from common.tasks import in_daemon
+from common.tasks import in_daemon_thread
 
 LAST_SECONDS = 2.0
 """What a process waits for its last spans to be taken."""
@@ -70,7 +70,7 @@ def stop(seconds: float = LAST_SECONDS) -> None:
     """Sends what has not been sent yet, for so many seconds; a collector that does not answer takes no longer."""
     if _sink.provider is not None:
         with suppress(TimeoutError):
-            in_daemon(_sink.provider.shutdown).result(seconds)
+            in_daemon_thread(_sink.provider.shutdown).result(seconds)
         use(None)
 
 

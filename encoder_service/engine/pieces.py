@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 from common.arena import Range
-from common.tasks import outlast
+from common.tasks import wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.dispatch import Dispatcher
@@ -55,7 +55,7 @@ class Pieces:
         finally:
             for unit in units:
                 self._dispatcher.withdraw(unit)
-            await outlast(asyncio.gather(*(unit.done for unit in units), return_exceptions=True))
+            await wait_until_done(asyncio.gather(*(unit.done for unit in units), return_exceptions=True))
             _errors(units)  # one is raised; nobody asks for the others
 
     def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:

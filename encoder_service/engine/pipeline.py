@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 
 from common.arena import Range, SharedBuffer
-from common.tasks import in_thread, outlast
+from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
@@ -162,7 +162,7 @@ class Pipeline:
                     yield lease.ranges[1], frames
                 finally:
                     decoding.cancel()
-                    await outlast(decoding)  # until no process can write to what was leased
+                    await wait_until_done(decoding)  # until no process can write to what was leased
 
     async def _decode(
         self, flight: Flight, plan: Plan, lease: StagingLease, source: bytes | bytearray, frames: Progress

@@ -19,7 +19,7 @@ import httpcore2
 from common import log
 from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
-from common.tasks import in_daemon
+from common.tasks import in_daemon_thread
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
 from encoder_service.media.places import Caller, Place, Places
 
@@ -163,7 +163,7 @@ class Fetcher:
     async def _look_up(self, asked: _Asked, host: str, port: int) -> list[str]:
         """One that hangs cannot be cancelled: it keeps its thread, and its place among those at once, until it ends."""
         place = await asked.waiting(self._look_ups.take(host, asked.caller))
-        looking = asyncio.wrap_future(in_daemon(_addresses, host, port))
+        looking = asyncio.wrap_future(in_daemon_thread(_addresses, host, port))
         looking.add_done_callback(lambda _: place.end())
         return list(dict.fromkeys(await asyncio.shield(looking)))
 

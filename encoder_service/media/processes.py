@@ -92,7 +92,7 @@ class DecodeProcesses:
         child.kill()
         self._idle.opened(child, b"")
         self.restarts += 1
-        await tasks.outlast(self._keep(self._bury(child, *asked)))
+        await tasks.wait_until_done(self._keep(self._bury(child, *asked)))
 
     async def add(self) -> None:
         """Starts a process; raises ChildDied where it cannot work or says nothing, OSError where none can be had."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common import log
 from common.config import is_port
-from common.tasks import in_daemon
+from common.tasks import in_daemon_thread
 
 _log = log.get("encoders")
 
@@ -56,7 +56,7 @@ async def _read(source: str) -> dict[str, str]:
 
 async def _look_up(name: str) -> dict[str, str]:
     host, _, port = name.rpartition(":")
-    looking = asyncio.wrap_future(in_daemon(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)))
+    looking = asyncio.wrap_future(in_daemon_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)))
     answers = await asyncio.shield(looking)
     return {f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}": host for *_, (ip, *_) in answers}
 

@@ -135,7 +135,7 @@ class EncodeStream:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
         while True:
             try:
-                async with tasks.Patience(self._silence):
+                async with tasks.StallTolerantTimeout(self._silence):
                     event = await self._call.read()
                 self._on_event()
             except grpc.aio.AioRpcError as error:

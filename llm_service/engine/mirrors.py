@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from common.errors import DataLoss
-from common.tasks import outlast
+from common.tasks import wait_until_done
 from llm_service.engine.messages import PullEnded
 from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
@@ -46,7 +46,7 @@ class Mirrors:
                 row_sum=row_sum,
             )
         )
-        await outlast(answer)
+        await wait_until_done(answer)
         return answer.result()
 
     def invalidate(self, offset: int, size: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.devices import usable_cores
 from common.errors import DataLoss
-from common.tasks import outlast
+from common.tasks import wait_until_done
 from common.wire import DType, all_finite
 
 _PART = 8 << 20
@@ -77,4 +77,4 @@ async def _ended(jobs: Iterable[Future[int]]) -> None:
     """Returns when no thread is at any of these, whatever came of it; no sooner, though it be cancelled."""
     running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
     if running:
-        await outlast(asyncio.gather(*running, return_exceptions=True))
+        await wait_until_done(asyncio.gather(*running, return_exceptions=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.tasks import Patience
+from common.tasks import StallTolerantTimeout
 
 Forward = Callable[[float], None]
 
@@ -35,7 +35,7 @@ async def turns(count: int = 3) -> None:
 
 
 async def receive(news: asyncio.Future[str], seconds: float = 100.0) -> str:
-    async with Patience(seconds):
+    async with StallTolerantTimeout(seconds):
         return await news
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from common.tasks import in_daemon, in_thread, outlast
+from common.tasks import in_daemon_thread, in_thread, wait_until_done
 
 
 async def turns(count: int = 10) -> None:
@@ -45,14 +45,14 @@ async def test_work_that_is_cancelled_itself_is_over():
     work = asyncio.create_task(asyncio.Event().wait())
     await turns()
     work.cancel()
-    await outlast(work)
+    await wait_until_done(work)
     assert work.cancelled()
 
 
 def test_what_a_daemon_thread_made_or_raised_comes_back():
-    assert in_daemon(int, "7").result(60) == 7
+    assert in_daemon_thread(int, "7").result(60) == 7
     with pytest.raises(ValueError, match="seven"):
-        in_daemon(int, "seven").result(60)
+        in_daemon_thread(int, "seven").result(60)
 
 
 def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
@@ -61,12 +61,12 @@ def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="new thread"):
-        in_daemon(int, "7").result(60)
+        in_daemon_thread(int, "7").result(60)
 
 
 async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
     go_on = threading.Event()
-    working = in_daemon(go_on.wait, 60)
+    working = in_daemon_thread(go_on.wait, 60)
     waiting = asyncio.wrap_future(working)
     waiting.cancel()
     await turns()
