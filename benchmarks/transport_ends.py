@@ -25,7 +25,7 @@ import numpy as np
 from common import log
 from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
-from common.grpc_calls import CallFrame
+from common.grpc_calls import CallInterceptor
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.convert import stretch
 from encoder_service.engine.device_pool import DevicePools
@@ -106,7 +106,7 @@ async def send(device: str) -> None:
 
         fill(pools, device, store, entries)
     async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools) as link:
-        server = grpc.aio.server(interceptors=[CallFrame("")])
+        server = grpc.aio.server(interceptors=[CallInterceptor("")])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)
         await _serve(server)
 

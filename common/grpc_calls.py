@@ -99,17 +99,17 @@ def current() -> Call:
     return _call.get()
 
 
-class CallFrame(grpc.aio.ServerInterceptor):
-    """The one interceptor. An empty `token` lets every caller in; past `most_calls` at once further ones are refused,
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """The one interceptor. An empty `token` lets every caller in; past `max_calls` at once further ones are refused,
     health checks excepted, and once it is `closed` all of them. `budget` bounds the bytes of requests.
 
     To gRPC every method is one of streamed requests: of those it takes no message before it is asked to, so that each
     is read here, within bounds.
     """
 
-    def __init__(self, token: str, most_calls: int = 1024, budget: RequestBudget | None = None) -> None:
+    def __init__(self, token: str, max_calls: int = 1024, budget: RequestBudget | None = None) -> None:
         self._token = token.encode()
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._budget = budget or RequestBudget(256 << 20, 68 << 20)
         self.on_error: Callable[[str], None] = _nobody
         """Is told the reason of each call that ends in an error."""
@@ -299,7 +299,7 @@ class CallFrame(grpc.aio.ServerInterceptor):
         """Raises what a call is refused with before any of its request is taken."""
         if self.closed:
             raise errors.Unavailable("the service stops", reason="STOPPING")
-        if self.open_calls > self._most_calls:
+        if self.open_calls > self._max_calls:
             raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # type: ignore[redundant-expr]  # None without a deadline

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from common import grpc_reflection, log, papers
 from common.config import is_port, option, size
 from common.errors import Unavailable
-from common.grpc_calls import CallFrame
+from common.grpc_calls import CallInterceptor
 from common.request_budget import UNREAD, RequestBudget, max_large_bytes
 
 _log = log.get("server")
@@ -123,7 +123,7 @@ class GrpcServer:
         self._budget = RequestBudget(
             config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
         )
-        self._frame = CallFrame(config.token(), config.max_concurrent_calls, self._budget)
+        self._frame = CallInterceptor(config.token(), config.max_concurrent_calls, self._budget)
         self.server = grpc.aio.server(
             interceptors=[self._frame],
             options=[

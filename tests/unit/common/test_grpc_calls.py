@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors, grpc_calls, tracing
 from common.errors import OUTCOMES, TwinlensError
-from common.grpc_calls import CallFrame, fail, from_plain_status
+from common.grpc_calls import CallInterceptor, fail, from_plain_status
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
 from tests.waiting import until
@@ -57,8 +57,8 @@ class Scripted(v1.LlmServiceServicer):
 class Serving:
     """A server with a frame, its scripted servicer, and a channel to it."""
 
-    def __init__(self, token: str = "", most_calls: int = 1024) -> None:
-        self.frame = CallFrame(token, most_calls)
+    def __init__(self, token: str = "", max_calls: int = 1024) -> None:
+        self.frame = CallInterceptor(token, max_calls)
         self.servicer = Scripted()
         self.server = grpc.aio.server(interceptors=[self.frame])
         v1.add_LlmServiceServicer_to_server(self.servicer, self.server)
@@ -238,7 +238,7 @@ async def test_a_caller_who_goes_away_while_a_message_is_on_its_way_is_no_failur
 
 
 async def test_more_calls_than_allowed_are_refused_with_a_hint_until_one_ends() -> None:
-    async with Serving(most_calls=2) as serving:
+    async with Serving(max_calls=2) as serving:
         calls = [serving.stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(2)]
         for call in calls:
             await call.read()
@@ -349,7 +349,7 @@ async def test_refused_strangers_are_counted_and_logged_without_filling_the_log(
 
 
 async def test_the_reason_of_each_failed_call_is_told_once() -> None:
-    async with Serving(most_calls=1) as serving:
+    async with Serving(max_calls=1) as serving:
         reasons: list[str] = []
         serving.frame.on_error = reasons.append
         holding = serving.stub.Generate(v1.GenerateRequest(model="silent"))
@@ -443,7 +443,7 @@ async def test_a_call_whose_deadline_has_passed_is_refused_before_any_work(remai
         )
 
     called = SimpleNamespace(method=GENERATE, invocation_metadata=())
-    handler = await CallFrame("").intercept_service(find, called)  # type: ignore[arg-type]
+    handler = await CallInterceptor("").intercept_service(find, called)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
         await handler.stream_stream(None, context)
     assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED

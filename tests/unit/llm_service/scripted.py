@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from common.errors import Unavailable
-from common.grpc_calls import CallFrame
+from common.grpc_calls import CallInterceptor
 from common.identity import content_key
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
@@ -197,7 +197,7 @@ async def bench(
     left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
-            server = grpc.aio.server(interceptors=[CallFrame("")])
+            server = grpc.aio.server(interceptors=[CallInterceptor("")])
             v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
             encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             encoder.server = server
