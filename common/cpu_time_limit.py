@@ -28,8 +28,9 @@ class ProcessStalled(Exception):
 
 class CpuTimeLimit:
     """A block in which the process with this id works for us. It is left with TimeoutError where `seconds` have passed
-    and the process has had as much processor time, in all of its threads; and with ProcessStalled where it has had none for
-    a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are fewer.
+    and the process has had as much processor time, in all of its threads; and with ProcessStalled where it has had none
+    for a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are
+    fewer.
 
     A process that is gone is none of its business: who listens to it hears of that. Either end is found twice before it
     counts, so that what was said while this process itself stood still is read first.

@@ -19,11 +19,12 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common import grpc_reflection, log, papers
+from common import grpc_reflection, log
 from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
 from common.request_budget import UNREAD, RequestBudget, max_large_bytes
+from twinlens import credentials
 
 _log = log.get("server")
 
@@ -71,7 +72,7 @@ class ServerConfig:
             raise ValueError("--tls-cert and --tls-key go together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert")
-        papers.check(
+        credentials.check_files(
             ca=("--tls-client-ca", self.tls_client_ca),
             cert=("--tls-cert", self.tls_cert),
             key=("--tls-key", self.tls_key),

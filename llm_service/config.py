@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common import papers
 from common.config import is_port, option, size, words
 from common.devices import check_device, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig, read_token
+from twinlens import credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class LlmConfig(ServerConfig):
     def link(self) -> ChannelSecurity:
         """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
         token = read_token(self.encoder_token, self.encoder_token_file)
-        papers.check(
+        credentials.check_files(
             ca=("--encoder-ca", self.encoder_ca),
             cert=("--encoder-cert", self.encoder_cert),
             key=("--encoder-key", self.encoder_key),

@@ -37,6 +37,24 @@ def check_pair(cert: str | Path, key: str | Path, cert_option: str, key_option: 
         raise ValueError(f"{cert_option} {cert} and {key_option} {key} {said}") from None
 
 
+def check_files(
+    *, ca: tuple[str, str] = ("", ""), cert: tuple[str, str] = ("", ""), key: tuple[str, str] = ("", "")
+) -> None:
+    """Raises ValueError, with the option and what to do, where a file cannot be used for TLS. Each is an option and its
+    file; one without a file is left out."""
+    try:
+        if ca[1]:
+            certificates(ca[1], ca[0])
+        if cert[1]:
+            certificates(cert[1], cert[0])
+        if key[1]:
+            private_key(key[1], key[0])
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+    if cert[1] and key[1]:
+        check_pair(cert[1], key[1], cert[0], key[0])
+
+
 def _read(path: str | Path, option: str) -> bytes:
     try:
         return Path(path).read_bytes()
