@@ -1,6 +1,6 @@
 """What others write to standard error, as lines of our log: C libraries, Python's warnings, its `logging`.
 
-gRPC's core, for one, writes text between our lines, or into them. A process that has called `adopt` hands it a pipe for
+gRPC's core, for one, writes text between our lines, or into them. A process that has called `start` hands it a pipe for
 its standard error, and reads that. Python's own `sys.stderr` stays what it was, so that last words are as they were;
 so does what children are given (`descriptor`): none waits for its parent to read.
 """
@@ -34,7 +34,7 @@ def descriptor() -> int:
     return _State.descriptor
 
 
-def adopt() -> None:
+def start() -> None:
     """For this process, from now on, unless people read its log, on a terminal. After `log.configure`."""
     if sys.stderr is None or sys.stderr.isatty() or _State.descriptor != _STDERR:
         return
