@@ -49,11 +49,11 @@ def _through(x: torch.Tensor, layers: list[Linear]) -> None:
         layer(x)
 
 
-def _settled(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
+def _finalized(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.panels = panels
     layer.weight.data.copy_(weight)
-    layer.settle(int8=int8)
+    layer.finalize(int8=int8)
     return layer
 
 
@@ -80,9 +80,9 @@ def main() -> None:
         weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
         rounded = [weight.bfloat16().float() for weight in weights]
         sides = [
-            [_settled(weight, panels=False) for weight in weights],
-            *([[_settled(each) for each in kind] for kind in (weights, rounded)] if wide_vectors() else []),
-            [_settled(weight, int8=True) for weight in weights],
+            [_finalized(weight, panels=False) for weight in weights],
+            *([[_finalized(each) for each in kind] for kind in (weights, rounded)] if wide_vectors() else []),
+            [_finalized(weight, int8=True) for weight in weights],
         ]
         for rows in given.rows:
             x = torch.randn(rows, inputs)

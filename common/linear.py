@@ -29,7 +29,7 @@ class LaidOut(Protocol):
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b; weight [outputs, inputs]. `settle` is called when the weight is final."""
+    """y = x Wᵀ + b; weight [outputs, inputs]. `finalize` is called when the weight is final."""
 
     panels = False
     """Whether the weight goes into panels, where there is a kernel for them."""
@@ -40,9 +40,9 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
         self._laid_out: LaidOut | None = None
 
-    def settle(self, *, int8: bool = False) -> None:
+    def finalize(self, *, int8: bool = False) -> None:
         """Lays the weight out for speed, or rounds it to 8 bits, and lets go of the plain one, which another module may
-        still have. What is settled stays as it is."""
+        still have. What is finalized stays as it is."""
         if self._laid_out is not None:
             return
         self._laid_out = laid_out(self.weight.detach(), panels=self.panels, int8=int8)
@@ -74,8 +74,8 @@ def laid_out(weight: Tensor, *, panels: bool, int8: bool = False) -> LaidOut | N
     return (PanelWeight.of(weight) if panels else None) or BlockedWeight.of(weight)
 
 
-def settle_linears(module: nn.Module, *, int8: type[Linear] | None = None) -> None:
-    """Settles every `Linear` in a module whose weights are final; those of the class `int8` are rounded to 8 bits."""
+def finalize_linears(module: nn.Module, *, int8: type[Linear] | None = None) -> None:
+    """Finalizes every `Linear` of a module whose weights are final; the class `int8` is rounded to 8 bits."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.settle(int8=int8 is not None and isinstance(part, int8))
+            part.finalize(int8=int8 is not None and isinstance(part, int8))

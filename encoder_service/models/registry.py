@@ -10,7 +10,7 @@ from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
-from common.linear import settle_linears
+from common.linear import finalize_linears
 from common.weights import load_tensors
 from encoder_service.models.choice import AttentionUnavailable, choose, choose_captured
 from encoder_service.models.config import ModelConfig
@@ -49,7 +49,7 @@ def load_tower(
     except RuntimeError as error:
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
-    settle_linears(tower)
+    finalize_linears(tower)
     if isinstance(tower, PackedTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
         tower.captured = choose_captured(attention, device, dtype, tower.head_dim)

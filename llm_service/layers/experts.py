@@ -59,7 +59,7 @@ class Experts(nn.Module):
         inner = gated(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
-    def settle(self, *, int8: bool = False) -> None:
+    def finalize(self, *, int8: bool = False) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed, or rounded to 8 bits. `run_grouped`
         needs the plain ones."""
         if self.gate_up_proj.device.type != "cpu":

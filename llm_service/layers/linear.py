@@ -67,7 +67,7 @@ class VocabularyEmbedding(nn.Module):
         self._dtype = dtype
         self.weight = nn.Parameter(torch.empty(_length(self.share), hidden, dtype=dtype), requires_grad=False)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""
         self.weight = nn.Parameter(narrowed(self.weight.detach()), requires_grad=False)
 

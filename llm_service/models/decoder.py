@@ -126,7 +126,7 @@ class Layer(nn.Module):
         self._alone = group.size == 1
         self.few_rows: FewRows | None = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Called when the weights are final and laid out: how few rows are computed where nothing better is there."""
         attention, mlp = self.self_attn, self.mlp
         if not (self._alone and isinstance(mlp, MLP) and self.input_layernorm.weight.dtype == torch.float32):
@@ -222,13 +222,13 @@ class Decoder(nn.Module):
         out: Tensor = self.norm(hidden)
         return out
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Called when the weights are final and laid out."""
         if self.lm_head.weight is not self.embed_tokens.weight:
-            self.embed_tokens.settle()
+            self.embed_tokens.finalize()
         for layer in self.layers:
             if isinstance(layer, Layer):
-                layer.settle()
+                layer.finalize()
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that this needs, as `common.kernels.jit.find` takes them."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.linear import settle_linears
+from common.linear import finalize_linears
 from common.weights import load_slices
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
@@ -60,8 +60,8 @@ def load_decoder(
         missing.discard(name)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
-    settle_linears(decoder, int8=PackedLinear if int8 else None)
-    decoder.settle()
+    finalize_linears(decoder, int8=PackedLinear if int8 else None)
+    decoder.finalize()
     return decoder.eval()
 
 
@@ -89,8 +89,8 @@ def _expected(decoder: Decoder) -> Iterator[str]:
 
 
 def _place(decoder: Decoder, name: str, stored: Stored, *, int8: bool) -> None:
-    """Copies this rank's share of a tensor to its place in the decoder. What is whole then, and large, is settled: so
-    no more than one weight is there in a longer type than it will have."""
+    """Copies this rank's share of a tensor to its place in the decoder. What is whole then, and large, is finalized:
+    so no more than one weight is there in a longer type than it will have."""
     path, _, kind = name.rpartition(".")
     owner, _, part = path.rpartition(".")
     if part in _PACKED or part == "lm_head":
@@ -99,12 +99,12 @@ def _place(decoder: Decoder, name: str, stored: Stored, *, int8: bool) -> None:
             raise AttributeError(f"{owner} has no packed {part}")
         packed.place(part, kind, stored)
         if packed.whole():
-            packed.settle(int8=int8)
+            packed.finalize(int8=int8)
         return
     if isinstance(experts := decoder.get_submodule(path), Experts):
         experts.place(kind, stored)
         if experts.whole():
-            experts.settle(int8=int8)
+            experts.finalize(int8=int8)
         return
     module, parameter = decoder.get_submodule(path), decoder.get_parameter(name)
     tensor = stored[module.share] if isinstance(module, VocabularyEmbedding) else stored[:]

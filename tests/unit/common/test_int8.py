@@ -7,7 +7,7 @@ import torch
 
 from common.int8 import Int8Weight
 from common.kernels import int8_cpu, int8_gpu
-from common.linear import Linear, settle_linears
+from common.linear import Linear, finalize_linears
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,13 +54,13 @@ def test_the_kernel_for_gpus_gives_the_same(
     torch.testing.assert_close(given.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_layer_is_rounded_when_it_is_settled_and_lets_go_of_its_weight() -> None:
+def test_a_layer_is_rounded_when_it_is_finalized_and_lets_go_of_its_weight() -> None:
     layer = Linear(64, 48)
     for parameter in layer.parameters():
         parameter.data.copy_(drawn(*parameter.shape))
     x = drawn(3, 64, seed=2)
     expected = layer(x)
-    settle_linears(layer, int8=Linear)
+    finalize_linears(layer, int8=Linear)
     assert layer.weight.numel() == 0
     given = layer(x)
     assert not torch.equal(given, expected)

@@ -1,4 +1,4 @@
-"""A settled linear layer computes what the plain one did, whatever the number of rows."""
+"""A finalized linear layer computes what the plain one did, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.linear import Linear, settle_linears
+from common.linear import Linear, finalize_linears
 
 
 def filled(inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> Linear:
@@ -23,7 +23,7 @@ def filled(inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype =
 def test_every_number_of_rows_gives_the_plain_product(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
     layer = filled(48, 33, bias=bias, dtype=dtype)
     weight = layer.weight.detach().clone()
-    layer.settle()
+    layer.finalize()
     for rows in (1, 2, 3, 4, 5, 8, 17, 64):
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         out = layer(x)
@@ -50,7 +50,7 @@ def test_an_activation_in_the_same_pass_is_the_same(
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         expected = activation(layer(x).float()).to(dtype)
         torch.testing.assert_close(layer(x, activation), expected, rtol=tolerance, atol=tolerance)
-    layer.settle()
+    layer.finalize()
     torch.testing.assert_close(layer(x, activation), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -58,7 +58,7 @@ def test_a_batch_of_any_shape_is_taken() -> None:
     layer = filled(16, 8)
     x = torch.randn(2, 3, 16)
     expected = layer(x)
-    layer.settle()
+    layer.finalize()
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -67,7 +67,7 @@ def test_a_batch_of_any_shape_is_taken() -> None:
 def test_a_batch_of_no_rows_gives_none(panels: bool, int8: bool) -> None:
     layer = filled(16, 8)
     layer.panels = panels
-    layer.settle(int8=int8)
+    layer.finalize(int8=int8)
     assert layer(torch.empty(0, 16)).shape == (0, 8)
 
 
@@ -82,7 +82,7 @@ def test_the_plain_weight_is_let_go_of_unless_another_module_has_it() -> None:
     model = Tied().requires_grad_(requires_grad=False)
     ids = torch.arange(8)
     words, logits = model.words(ids), model.head(model.words(ids))
-    settle_linears(model)
+    finalize_linears(model)
     assert model.own.weight.numel() == 0
     assert torch.equal(model.words(ids), words)
     torch.testing.assert_close(model.head(words), logits, rtol=1e-4, atol=1e-4)

@@ -203,7 +203,7 @@ def test_tokens_are_the_same_before_after_and_across_the_change(
 ) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: wide)
     if wide and not WIDE:
-        monkeypatch.setattr(Layer, "settle", lambda _: None)
+        monkeypatch.setattr(Layer, "finalize", lambda _: None)
     folder = checkpoints(family)
     ours = spoken(folder, lambda _: True, weights)
     assert spoken(folder, lambda _: False, weights) == ours

@@ -61,7 +61,7 @@ def test_decoders_give_the_same_tokens_without_them(
 ) -> None:
     folder = checkpoints(family)
     with_them = row_cases.greedy_tokens(folder)
-    monkeypatch.setattr(Layer, "settle", lambda self: None)
+    monkeypatch.setattr(Layer, "finalize", lambda self: None)
     assert row_cases.greedy_tokens(folder) == with_them
 
 

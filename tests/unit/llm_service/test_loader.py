@@ -36,7 +36,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def leave_plain(patch: pytest.MonkeyPatch) -> None:
     for kind in (Linear, Experts):
-        patch.setattr(kind, "settle", lambda self, **_: None)
+        patch.setattr(kind, "finalize", lambda self, **_: None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

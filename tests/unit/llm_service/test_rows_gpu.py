@@ -46,7 +46,7 @@ def test_decoders_give_the_same_tokens_with_the_kernels(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    monkeypatch.setattr(decoder.Layer, "settle", lambda self: None)  # few rows on a CPU would go another way
+    monkeypatch.setattr(decoder.Layer, "finalize", lambda self: None)  # few rows on a CPU would go another way
     expected = row_cases.greedy_tokens(folder)
     used: set[str] = set()
     for name in ("rms_norm", "turned", "gated"):
