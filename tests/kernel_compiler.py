@@ -103,11 +103,11 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
 
 def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the decoder launches them, 4096 wide."""
-    turn = {"NORM": True, "HEAD": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
+    heads = {"NORM": True, "HEAD": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
         "norm": compiled(capability, rows_gpu.norm_kernel, dtype, BLOCK=4096, num_warps=8),
-        "turn": compiled(capability, rows_gpu.turn_kernel, dtype, **turn, num_warps=4),
-        "gate": compiled(capability, rows_gpu.gate_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
+        "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
+        "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from llm_service.layers.kernels import RowKernels
-from llm_service.layers.rotary import rotate
+from llm_service.layers.rotary import apply_rotary
 from llm_service.request import Sampling
 from tests import pictures
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
@@ -26,7 +26,7 @@ def check_norm(kernels: RowKernels, rows: int, size: int, dtype: torch.dtype, de
     _same(kernels.rms_norm(x, gain, 1e-6), _norm(x, gain))
 
 
-def check_turn(
+def check_qk_norm_rotary(
     kernels: RowKernels,
     queries: int,
     keys: int,
@@ -46,14 +46,14 @@ def check_turn(
     if normed:
         gains = (_drawn(1, head, dtype, device, 2)[0], _drawn(1, head, dtype, device, 3)[0])
         query, key = _norm(query, gains[0]), _norm(key, gains[1])
-    expected = torch.cat([rotate(query, cosine, sine), rotate(key, cosine, sine)], dim=1)
-    _same(kernels.turned(x, cosine, sine, queries, keys, gains, 1e-6), expected)
+    expected = torch.cat([apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)], dim=1)
+    _same(kernels.qk_norm_rotary(x, cosine, sine, queries, keys, gains, 1e-6), expected)
 
 
-def check_gate(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str) -> None:
+def check_silu_and_mul(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str) -> None:
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
-    _same(kernels.gated(x), torch.nn.functional.silu(first) * second)
+    _same(kernels.silu_and_mul(x), torch.nn.functional.silu(first) * second)
 
 
 def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:

@@ -102,8 +102,8 @@ class _Refusal(event.Listener):
 def find(name: str) -> Typed:
     """The kernel of a name, `module:key`, in the table of its module.
 
-    >>> find("common.kernels.rows_cpu:few_normed").kernel.py_func.__name__
-    '_norm'
+    >>> find("common.kernels.rows_cpu:rms_norm_few").kernel.py_func.__name__
+    '_rms_norm'
     """
     module, _, key = name.partition(":")
     found: Typed = importlib.import_module(module).TYPED[key]

@@ -1,6 +1,6 @@
 """What a decoder does to its rows between two products, on a CPU in float32, compiled by numba, one kernel each.
 
-torch needs five operators for a norm and ten for what is turned: to start them takes longer than the arithmetic of a
+torch needs five operators for a norm and ten for what is rotated: to start them takes longer than the arithmetic of a
 few rows. Few are computed by one thread, since they take microseconds, and to wake others takes as long.
 """
 
@@ -24,7 +24,7 @@ FEW = 32
 
 
 @inner
-def _norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
+def _rms_norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
     """float32 out, x and gain [size]."""
     size, total = x.shape[0], np.float32(0.0)
     for place in range(size):
@@ -34,20 +34,20 @@ def _norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
         out[place] = x[place] * factor * gain[place]
 
 
-def _norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
+def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
     """float32 out [n, size], x alike, of any strides; gain [size]."""
     for row in range(x.shape[0]):
-        _norm_row(out[row], x[row], gain, eps)
+        _rms_norm_row(out[row], x[row], gain, eps)
 
 
-def _norm_many(out: Any, x: Any, gain: Any, eps: Any) -> None:
-    """As `_norm`, on all threads."""
+def _rms_norm_many_rows(out: Any, x: Any, gain: Any, eps: Any) -> None:
+    """As `_rms_norm`, on all threads."""
     for row in numba.prange(x.shape[0]):
-        _norm_row(out[row], x[row], gain, eps)
+        _rms_norm_row(out[row], x[row], gain, eps)
 
 
 @inner
-def _turn_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [heads, dim], x [heads or more, dim], cosine and sine [dim], gains [2, dim]."""
     size = out.shape[1]
     half = size // 2
@@ -66,21 +66,21 @@ def _turn_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any
             out[head, half + place] = second * cosine[half + place] + first * sine[half + place]
 
 
-def _turn(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+def _qk_norm_rotary(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, dim], gains [2, dim]. Where eps is
     below 0, without a norm."""
     for row in range(out.shape[0]):
-        _turn_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
+        _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 
 
-def _turn_many(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """As `_turn`, on all threads."""
+def _qk_norm_rotary_many_rows(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+    """As `_qk_norm_rotary`, on all threads."""
     for row in numba.prange(out.shape[0]):
-        _turn_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
+        _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 
 
 @inner
-def _gate_row(out: Any, x: Any) -> None:
+def _silu_and_mul_row(out: Any, x: Any) -> None:
     """float32 out [inner], x [2 · inner]."""
     inner = out.shape[0]
     whole = inner // LANES
@@ -89,65 +89,70 @@ def _gate_row(out: Any, x: Any) -> None:
         out[place] = x[place] / (np.float32(1.0) + np.exp(-x[place])) * x[inner + place]
 
 
-def _gate(out: Any, x: Any) -> None:
+def _silu_and_mul(out: Any, x: Any) -> None:
     """float32 out [n, inner], x [n, 2 · inner], both in order."""
     for row in range(out.shape[0]):
-        _gate_row(out[row], x[row])
+        _silu_and_mul_row(out[row], x[row])
 
 
-def _gate_many(out: Any, x: Any) -> None:
-    """As `_gate`, on all threads."""
+def _silu_and_mul_many_rows(out: Any, x: Any) -> None:
+    """As `_silu_and_mul`, on all threads."""
     for row in numba.prange(out.shape[0]):
-        _gate_row(out[row], x[row])
+        _silu_and_mul_row(out[row], x[row])
 
 
-_few_normed, _many_normed = compiled(_norm, parallel=False), compiled(_norm_many)
-_few_turned, _many_turned = compiled(_turn, parallel=False), compiled(_turn_many)
-_few_gated = compiled(_gate, parallel=False, made_of=vectors_cpu)
-_many_gated = compiled(_gate_many, made_of=vectors_cpu)
+_rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm_many_rows)
+_qk_norm_rotary_few, _qk_norm_rotary_many = (
+    compiled(_qk_norm_rotary, parallel=False),
+    compiled(_qk_norm_rotary_many_rows),
+)
+_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=vectors_cpu)
+_silu_and_mul_many = compiled(_silu_and_mul_many_rows, made_of=vectors_cpu)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
-_NORM = _rows, _rows, numba.float32[::1], _number
-_TURN = _heads, _heads, _heads, _heads, _rows, numba.intp, _number
+_RMS_NORM = _rows, _rows, numba.float32[::1], _number
+_QK_NORM_ROTARY = _heads, _heads, _heads, _heads, _rows, numba.intp, _number
 TYPED = {
-    "few_normed": Typed(_few_normed, _NORM),
-    "many_normed": Typed(_many_normed, _NORM),
-    "few_turned": Typed(_few_turned, _TURN),
-    "many_turned": Typed(_many_turned, _TURN),
-    "few_gated": Typed(_few_gated, (_rows, _rows)),
-    "many_gated": Typed(_many_gated, (_rows, _rows)),
+    "rms_norm_few": Typed(_rms_norm_few, _RMS_NORM),
+    "rms_norm_many": Typed(_rms_norm_many, _RMS_NORM),
+    "qk_norm_rotary_few": Typed(_qk_norm_rotary_few, _QK_NORM_ROTARY),
+    "qk_norm_rotary_many": Typed(_qk_norm_rotary_many, _QK_NORM_ROTARY),
+    "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
+    "silu_and_mul_many": Typed(_silu_and_mul_many, (_rows, _rows)),
 }
 """Gates are for processors whose vectors are `vectors_cpu`'s."""
 
 
-def normed_rows(x: Array, gain: Array, eps: float) -> Array:
+def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
     """`rms_norm` of arrays."""
     out = np.empty(x.shape, np.float32)
-    (_few_normed if len(x) <= FEW else _many_normed)(out, x, gain, np.float32(eps))
+    (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, x, gain, np.float32(eps))
     return out
 
 
-def turned_heads(x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float) -> Array:
-    """`turned` of arrays; gains [2, head_dim], eps below 0 where nothing is normed."""
+def qk_norm_rotary_rows(
+    x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float
+) -> Array:
+    """`qk_norm_rotary` of arrays; gains [2, head_dim], eps below 0 where nothing is normed."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
-    kernel = _few_turned if len(x) <= FEW else _many_turned
+    kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
     kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
     return out
 
 
-def gated_rows(x: Array) -> Array:
-    """`gated` of arrays, for processors whose vectors are `vectors_cpu`'s."""
+def silu_and_mul_rows(x: Array) -> Array:
+    """`silu_and_mul` of arrays, for processors whose vectors are `vectors_cpu`'s."""
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-    (_few_gated if len(x) <= FEW else _many_gated)(out, np.ascontiguousarray(x))
+    (_silu_and_mul_few if len(x) <= FEW else _silu_and_mul_many)(out, np.ascontiguousarray(x))
     return out
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x float32 [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size]."""
-    return torch.from_numpy(normed_rows(x.numpy(), gain.numpy(), eps))
+    return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
 
 
-def turned(
+def qk_norm_rotary(
     x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
     """The first heads of x float32 [n, queries + keys or more, head_dim], by the angles of each token: [n, queries +
@@ -156,17 +161,17 @@ def turned(
     cosine and sine are [n, 1, head_dim]. With `gains`, [head_dim] for queries and for keys, each head is first normed.
     """
     both, least = both_gains(gains, eps, x.shape[2])
-    return torch.from_numpy(turned_heads(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, least))
+    return torch.from_numpy(qk_norm_rotary_rows(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, least))
 
 
 def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -> tuple[Array, float]:
-    """The last two arguments of `turned_heads`."""
+    """The last two arguments of `qk_norm_rotary_rows`."""
     return (np.ones((2, head_dim), np.float32), -1.0) if gains is None else (torch.stack(gains).numpy(), eps)
 
 
-def gated(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
     if wide_vectors():
-        return torch.from_numpy(gated_rows(x.numpy()))
+        return torch.from_numpy(silu_and_mul_rows(x.numpy()))
     first, second = x.chunk(2, dim=-1)
     return functional.silu(first).mul_(second)

@@ -35,7 +35,7 @@ def norm_kernel(out, x, gain, row, size, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn_kernel(
+def qk_norm_rotary_kernel(
     out,
     x,
     cosine,
@@ -59,7 +59,7 @@ def turn_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * PART + tl.arange(0, PART)
     dim = tl.arange(0, DIMS)
-    pair = (dim + HEAD // 2) % HEAD  # the other one of a pair that is turned together
+    pair = (dim + HEAD // 2) % HEAD  # the other one of a pair that is rotated together
     real = dim < HEAD
     inside = (head < heads)[:, None] & real[None, :]
     base = x + token * row + head[:, None] * HEAD
@@ -71,16 +71,16 @@ def turn_kernel(
         gain = tl.where(query, query_gain, key_gain)
         own = _rounded(_rounded(own * scale, x) * tl.load(gain + dim[None, :], inside, 0.0).to(tl.float32), x)
         other = _rounded(_rounded(other * scale, x) * tl.load(gain + pair[None, :], inside, 0.0).to(tl.float32), x)
-    turned = tl.where((dim < HEAD // 2)[None, :], -other, other)
+    rotated = tl.where((dim < HEAD // 2)[None, :], -other, other)
     cos = tl.load(cosine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
     sin = tl.load(sine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
-    result = _rounded(own * cos, x) + _rounded(turned * sin, x)
+    result = _rounded(own * cos, x) + _rounded(rotated * sin, x)
     place = (token * heads + head[:, None]) * HEAD + dim[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def gate_kernel(out, x, inner, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(out, x, inner, BLOCK: tl.constexpr):
     """silu(first half) · second half of each row. Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-def turned(
+def qk_norm_rotary(
     x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
     """The first heads of x [n, queries + keys or more, head_dim], by the angles of each token: [n, queries + keys,
@@ -113,7 +113,7 @@ def turned(
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
     query_gain, key_gain = gains or (cosine, cosine)
-    turn_kernel[(n, triton.cdiv(heads, _HEADS))](
+    qk_norm_rotary_kernel[(n, triton.cdiv(heads, _HEADS))](
         out,
         x,
         cosine,
@@ -133,9 +133,9 @@ def turned(
     return out
 
 
-def gated(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
     n, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
-    gate_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, BLOCK=_GATES, num_warps=4)
+    silu_and_mul_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, BLOCK=_GATES, num_warps=4)
     return out

@@ -18,14 +18,14 @@ from encoder_service.models.tower import Rotary
 EPSILON = 1e-6
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotates [N, heads, head_dim] in float32, the first half of a head against the second."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    left, right = turned.chunk(2, dim=-1)
+    rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    left, right = rotated.chunk(2, dim=-1)
     torch.mul(first, rotary.cos, out=left).addcmul_(second, rotary.sin, value=-1)
     torch.mul(second, rotary.cos, out=right).addcmul_(first, rotary.sin)
-    return turned.to(x.dtype)
+    return rotated.to(x.dtype)
 
 
 def patch_positions(grid: Grid, merge: int) -> Tensor:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        out = segments(rotate(q, positions), rotate(k, positions), v)
+        out = segments(apply_rotary(q, positions), apply_rotary(k, positions), v)
         projected: Tensor = self.proj(out.flatten(1))
         return projected
 

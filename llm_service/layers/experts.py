@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.linear import LaidOut, Linear, laid_out
-from llm_service.layers.gate import gated
+from llm_service.layers.gate import silu_and_mul
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Stored
 
@@ -56,7 +56,7 @@ class Experts(nn.Module):
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
-        inner = gated(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+        inner = silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
     def finalize(self, *, int8: bool = False) -> None:
@@ -85,8 +85,8 @@ class Experts(nn.Module):
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
         if self._laid_out:
             gate_up, down = self._laid_out[expert]
-            return down.product(gated(gate_up.product(x)))
-        return functional.linear(gated(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
+            return down.product(silu_and_mul(gate_up.product(x)))
+        return functional.linear(silu_and_mul(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
 
 
 class SparseMLP(nn.Module):

@@ -61,18 +61,18 @@ class FewRows:
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Layer.before`."""
         queries, keys = self._heads.queries, self._heads.keys
-        product = self._products.qkv(self._kernels.normed_rows(x.numpy(), *self._before))
+        product = self._products.qkv(self._kernels.rms_norm_rows(x.numpy(), *self._before))
         heads = product.reshape(x.shape[0], -1, self._heads.size)
         cosine, sine = rotary
-        turned = self._kernels.turned_heads(heads, cosine.numpy(), sine.numpy(), queries, keys, *self._gains)
-        both, value = torch.from_numpy(turned), torch.from_numpy(heads)[:, queries + keys :]
+        rotated = self._kernels.qk_norm_rotary_rows(heads, cosine.numpy(), sine.numpy(), queries, keys, *self._gains)
+        both, value = torch.from_numpy(rotated), torch.from_numpy(heads)[:, queries + keys :]
         return both[:, :queries], both[:, queries:], value
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """See `Layer.after`."""
         joined = self._products.o(attended.numpy())
         np.add(joined, x.numpy(), out=joined)
-        inner = self._products.gate_up(self._kernels.normed_rows(joined, *self._after))
-        out = self._products.down(self._kernels.gated_rows(inner))
+        inner = self._products.gate_up(self._kernels.rms_norm_rows(joined, *self._after))
+        out = self._products.down(self._kernels.silu_and_mul_rows(inner))
         np.add(out, joined, out=out)
         return torch.from_numpy(out)

@@ -20,7 +20,7 @@ class RowKernels(Protocol):
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor: ...
 
-    def turned(
+    def qk_norm_rotary(
         self,
         x: Tensor,
         cosine: Tensor,
@@ -31,7 +31,7 @@ class RowKernels(Protocol):
         eps: float,
     ) -> Tensor: ...
 
-    def gated(self, x: Tensor) -> Tensor: ...
+    def silu_and_mul(self, x: Tensor) -> Tensor: ...
 
 
 def row_kernels(x: Tensor) -> RowKernels | None:
@@ -54,8 +54,8 @@ def row_kernel_names(x: Tensor) -> set[str]:
     takes them."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return set()
-    steps = ["normed", "turned", "gated"] if wide_vectors() else ["normed", "turned"]
-    return {f"common.kernels.rows_cpu:{rows}_{step}" for rows in ("few", "many") for step in steps}
+    steps = ["rms_norm", "qk_norm_rotary", "silu_and_mul"] if wide_vectors() else ["rms_norm", "qk_norm_rotary"]
+    return {f"common.kernels.rows_cpu:{step}_{rows}" for rows in ("few", "many") for step in steps}
 
 
 @functools.cache

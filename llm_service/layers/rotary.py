@@ -42,8 +42,8 @@ def axis_of_pairs(sections: tuple[int, int, int], *, interleaved: bool) -> list[
     return axes
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Turns each pair (i, i + head_dim / 2) of x [n, heads, head_dim] by its angle."""
     half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cosine + turned * sine
+    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + rotated * sine

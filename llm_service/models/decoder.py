@@ -15,12 +15,12 @@ from common.linear import Linear
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.few_rows import FewRows, Heads, Products
-from llm_service.layers.gate import gated
+from llm_service.layers.gate import silu_and_mul
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.kernels import row_kernel_names, row_kernels
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.norm import RMSNorm
-from llm_service.layers.rotary import MultimodalRotary, rotate
+from llm_service.layers.rotary import MultimodalRotary, apply_rotary
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)
@@ -73,9 +73,9 @@ class Attention(nn.Module):
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if kernels := row_kernels(x):
             shape = self.shape()
-            turned = kernels.turned(heads, *rotary, self.heads, self.kv_heads, shape.gains, shape.eps)
-            return *turned.split([self.heads, self.kv_heads], dim=1), value
-        return rotate(self.q_norm(query), *rotary), rotate(self.k_norm(key), *rotary), value
+            rotated = kernels.qk_norm_rotary(heads, *rotary, self.heads, self.kv_heads, shape.gains, shape.eps)
+            return *rotated.split([self.heads, self.kv_heads], dim=1), value
+        return apply_rotary(self.q_norm(query), *rotary), apply_rotary(self.k_norm(key), *rotary), value
 
     def shape(self) -> Heads:
         """How many heads there are, and their norms."""
@@ -101,7 +101,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
-        return self._group.sum(self.down(gated(self.gate_up(x))))
+        return self._group.sum(self.down(silu_and_mul(self.gate_up(x))))
 
 
 def feed_forward(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The text side of Qwen3-VL and Qwen3-VL-MoE: no biases, each query and key head normalised before it is turned."""
+"""The text side of Qwen3-VL and Qwen3-VL-MoE: no biases, each query and key head normalised before it is rotated."""
 
 from __future__ import annotations
 

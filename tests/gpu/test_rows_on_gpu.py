@@ -27,10 +27,10 @@ def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    row_cases.check_turn(rows_gpu, queries, keys, head, dtype, "cuda", normed=normed)
+    row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, dtype, "cuda", normed=normed)
 
 
 @each_type
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
-    row_cases.check_gate(rows_gpu, inner, dtype, "cuda")
+    row_cases.check_silu_and_mul(rows_gpu, inner, dtype, "cuda")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tools.demo_model.shape import ModelShape, TextShape
-from tools.demo_model.vision import Vision, attend, rotate
+from tools.demo_model.vision import Vision, apply_rotary, attend
 
 HINTED = (1, 3)
 """The decoder layers that hints are given on: after the one, what is named is found; after the other, what to name."""
@@ -32,8 +32,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         batch, length, _ = x.shape
         split = (batch, length, -1, self.shape.head)
-        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
+        q = apply_rotary(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
+        k = apply_rotary(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(split).transpose(1, 2)
         share = self.shape.heads // self.shape.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tools.demo_model.shape import VisionShape
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of `x` [..., n, head] by tables [..., n, head] in the half-split layout."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -51,7 +51,7 @@ class VisionAttention(nn.Module):
         """x [segments, patches, width]; attention stays within a segment."""
         segments, patches, width = x.shape
         q, k, v = self.qkv(x).view(segments, patches, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, None)
+        out = attend(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v, None)
         y: Tensor = self.proj(out.transpose(1, 2).reshape(segments, patches, width))
         return y
 

@@ -124,7 +124,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 def test_several_processes_compile_into_one_folder(folder: Path) -> None:
-    name = "common.kernels.rows_cpu:few_normed"
+    name = "common.kernels.rows_cpu:rms_norm_few"
     command = [sys.executable, "-m", "common.kernels.compile", name]
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "TWINLENS_PARENT": str(os.getpid())}
     running = [subprocess.Popen(command, env=environ) for _ in range(2)]

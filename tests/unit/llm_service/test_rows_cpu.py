@@ -27,18 +27,18 @@ def test_a_norm_is_torch_s(rows: int, size: int) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, tokens: int
 ) -> None:
-    row_cases.check_turn(rows_cpu, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
+    row_cases.check_qk_norm_rotary(rows_cpu, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
 
 
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
 def test_a_gate_is_torch_s(inner: int) -> None:
-    row_cases.check_gate(rows_cpu, inner, torch.float32, "cpu")
+    row_cases.check_silu_and_mul(rows_cpu, inner, torch.float32, "cpu")
 
 
 def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cpu, "wide_vectors", lambda: False)
-    monkeypatch.setattr(rows_cpu, "gated_rows", None)
-    row_cases.check_gate(rows_cpu, 24, torch.float32, "cpu")
+    monkeypatch.setattr(rows_cpu, "silu_and_mul_rows", None)
+    row_cases.check_silu_and_mul(rows_cpu, 24, torch.float32, "cpu")
 
 
 def test_they_are_for_float32_on_a_cpu() -> None:
@@ -66,11 +66,11 @@ def test_many_rows_on_all_threads_are_what_few_are_on_one() -> None:
     def few(kernel: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         return torch.cat([kernel(slice(row, row + 1)) for row in range(len(x))])
 
-    def turned(rows: slice) -> torch.Tensor:
-        return rows_cpu.turned(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
+    def qk_norm_rotary(rows: slice) -> torch.Tensor:
+        return rows_cpu.qk_norm_rotary(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
 
     every = slice(None)
-    assert torch.equal(few(turned), turned(every))
-    assert torch.equal(few(lambda rows: rows_cpu.gated(x[rows])), rows_cpu.gated(x))
+    assert torch.equal(few(qk_norm_rotary), qk_norm_rotary(every))
+    assert torch.equal(few(lambda rows: rows_cpu.silu_and_mul(x[rows])), rows_cpu.silu_and_mul(x))
     wide = torch.ones(8 * 64)
     assert torch.equal(few(lambda rows: rows_cpu.rms_norm(x[rows], wide, 1e-6)), rows_cpu.rms_norm(x, wide, 1e-6))

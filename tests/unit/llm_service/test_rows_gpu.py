@@ -32,13 +32,13 @@ def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    row_cases.check_turn(rows_gpu, queries, keys, head, dtype, "cpu", normed=normed)
+    row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, dtype, "cpu", normed=normed)
 
 
 @each_type
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
-    row_cases.check_gate(rows_gpu, inner, dtype, "cpu")
+    row_cases.check_silu_and_mul(rows_gpu, inner, dtype, "cpu")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -49,12 +49,12 @@ def test_decoders_give_the_same_tokens_with_the_kernels(
     monkeypatch.setattr(decoder.Layer, "finalize", lambda self: None)  # few rows on a CPU would go another way
     expected = row_cases.greedy_tokens(folder)
     used: set[str] = set()
-    for name in ("rms_norm", "turned", "gated"):
+    for name in ("rms_norm", "qk_norm_rotary", "silu_and_mul"):
         monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
     for module in (gate, norm, decoder):
         monkeypatch.setattr(module, "row_kernels", lambda x: rows_gpu)
     assert row_cases.greedy_tokens(folder) == expected
-    assert used == {"rms_norm", "turned", "gated"}
+    assert used == {"rms_norm", "qk_norm_rotary", "silu_and_mul"}
 
 
 def _noted(name: str, kernel: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
