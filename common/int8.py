@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.kernels import turn
+from common.kernels import selection
 
 _HIGHEST = 127
 _FEW = 16
@@ -47,7 +47,7 @@ class Int8Weight:
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.flatten(0, -2)
-        if rows.shape[0] <= _FEW and (rows.device.type == "cuda" or turn.ours()):
+        if rows.shape[0] <= _FEW and (rows.device.type == "cuda" or selection.is_numba()):
             out = _few_rows(rows, self.values, self.scale)
         elif x.dtype == torch.float16:  # sums of eight-bit numbers may be too large for it
             out = functional.linear(rows, self.wide(x.dtype))

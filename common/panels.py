@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.int8 import Int8Weight
-from common.kernels import turn
+from common.kernels import selection
 
 WIDTH = 64
 """Outputs of a panel, whose weights for one input lie side by side."""
@@ -75,7 +75,7 @@ class PanelWeight:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float().numpy()
         wide = None if bias is None else bias.float()
-        out = torch.from_numpy(self.array_product(wide)(rows)) if turn.ours() else self._by_torch(rows, wide)
+        out = torch.from_numpy(self.array_product(wide)(rows)) if selection.is_numba() else self._by_torch(rows, wide)
         return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
@@ -99,7 +99,7 @@ class PanelWeight:
 
 def _fits(weight: Tensor) -> bool:
     """Whether there is a kernel for panels of a weight, here."""
-    return weight.device.type == "cpu" and weight.numel() > 0 and wide_vectors() and turn.laid_out()
+    return weight.device.type == "cpu" and weight.numel() > 0 and wide_vectors() and selection.allows_panels()
 
 
 def narrowed(weight: Tensor) -> Tensor:

@@ -176,9 +176,9 @@ class Pulled(enum.IntEnum):
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others to do: one of these. `turn`: ask each other whether all have our kernels by now, and
-    compute with them if so."""
+    """What rank 0 tells the others to do: one of these. `changeover`: ask each other whether all have our
+    kernels by now, and compute with them if so."""
 
     plan: StepPlan | None = None
     order: MirrorOrder | None = None
-    turn: bool = False
+    changeover: bool = False

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels import turn
+from common.kernels import selection
 from common.panels import Array
 from llm_service.layers.norm import RMSNorm
 
@@ -56,7 +56,7 @@ class FewRows:
 
     def takes(self, x: Tensor) -> bool:
         """Whether x [n, hidden] is few rows, and our kernels compute."""
-        return x.shape[0] <= self._kernels.FEW and turn.ours()
+        return x.shape[0] <= self._kernels.FEW and selection.is_numba()
 
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Layer.before`."""

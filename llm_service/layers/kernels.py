@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.kernels import turn
+from common.kernels import selection
 from common.panels import wide_vectors
 
 _log = log.get("kernels")
@@ -42,7 +42,7 @@ def row_kernels(x: Tensor) -> RowKernels | None:
         from common.kernels import rows_gpu
 
         return rows_gpu
-    if x.device.type == "cpu" and x.dtype == torch.float32 and turn.ours():
+    if x.device.type == "cpu" and x.dtype == torch.float32 and selection.is_numba():
         from common.kernels import rows_cpu
 
         return rows_cpu

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common import log
-from common.kernels import turn
+from common.kernels import selection
 
 _log = log.get("kernels")
 _PAUSE_SECONDS = 1.0
@@ -117,7 +117,7 @@ class Changeover:
         self._next = self._clock() + _PAUSE_SECONDS
         self.over = found is not Readiness.WAITING
         if found is Readiness.THERE:
-            turn.give(to_us=True)
+            selection.select(numba=True)
             _log.info("our kernels compute from now on", seconds=round(self._clock() - self._begun, 1))
         elif found is Readiness.FAILED:
             _log.warning("torch goes on computing, more slowly, since a rank lacks our kernels")

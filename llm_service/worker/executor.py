@@ -64,7 +64,7 @@ class GroupExecutor:
 
     def _change_over(self) -> None:
         if (changeover := self._runner.changeover) is not None and changeover.due:
-            self._ranks.tell(self._encode(ToRank(turn=True)))
+            self._ranks.tell(self._encode(ToRank(changeover=True)))
             changeover.ask(self._ranks.group.all_reduce_min)
 
 
@@ -79,7 +79,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         if told.plan is not None:
             ranks.share_rows(told.plan.rows, runner.arena)
             runner.forward(told.plan)
-        if told.turn:
+        if told.changeover:
             assert runner.changeover is not None, "ranks begin alike"
             runner.changeover.ask(ranks.group.all_reduce_min)
         if told.order is not None:

@@ -14,7 +14,7 @@ from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
-from common.kernels import turn
+from common.kernels import selection
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import TensorGroup
@@ -55,7 +55,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
 
         use_threads(torch.get_num_threads())
     elif device.type == "cpu":
-        turn.leave_to_torch()
+        selection.leave_to_torch()
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
@@ -110,7 +110,7 @@ def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | 
             find(name).compile()
         missing = []
     all_there = bool(group.all_reduce_min(int(not missing)))
-    turn.give(to_us=all_there)
+    selection.select(numba=all_there)
     if all_there:
         return None
     _log.info("our kernels are being compiled, torch computes meanwhile", kernels=len(missing))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels import turn
+from common.kernels import selection
 from common.kernels.attention_cpu import Attention, Spans
 from common.panels import Array
 from llm_service.layers.attention import numba_decode
@@ -46,7 +46,7 @@ class NumbaBackend:
 
     def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
         """The batch of a plan."""
-        if not turn.ours():
+        if not selection.is_numba():
             return self._plain.batch(chunks)
         decodes = next((n for n, chunk in enumerate(chunks) if chunk.count != 1), len(chunks))
         first, rest = chunks[:decodes], chunks[decodes:]

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from common import panels
-from common.kernels import turn
+from common.kernels import selection
 from common.kernels.jit import find
 from common.panels import PanelWeight
 from llm_service.layers.attention.numba_backend import NumbaBackend
@@ -40,7 +40,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def ours_again() -> Iterator[None]:
     yield
-    turn.give(to_us=True)
+    selection.select(numba=True)
 
 
 class Rank:
@@ -54,7 +54,7 @@ class Rank:
         self.steps: list[bool] = []
 
     def run(self, _: StepPlan) -> str:
-        self.steps.append(turn.ours())
+        self.steps.append(selection.is_numba())
         return "done"
 
     forward = run
@@ -77,7 +77,7 @@ class Wire:
 
 
 def test_one_rank_changes_over_before_the_step_after_its_kernels_are_there() -> None:
-    turn.give(to_us=False)
+    selection.select(numba=False)
     rank: Any = Rank(WAITING)
     executor = LoneExecutor(rank)
     executor.run(NOTHING)
@@ -90,7 +90,7 @@ def test_one_rank_changes_over_before_the_step_after_its_kernels_are_there() -> 
 
 def test_all_ranks_change_over_before_the_same_step() -> None:
     """Rank 0 is the first that has its kernels; it asks again after a second."""
-    turn.give(to_us=False)
+    selection.select(numba=False)
     now = 5.0
     first: Any = Rank(WAITING, lambda: now)
     other: Any = Rank(WAITING, lambda: now)
@@ -104,10 +104,10 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
         readiness[0], now = ready, now + passed
         executor.run(NOTHING)
     assert first.steps == [False, False, False, True, True]
-    turns = [msgspec.msgpack.decode(told, type=ToRank).turn for told in wire.told]
+    turns = [msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told]
     assert turns == [False, True, False, False, True, False, False]
 
-    turn.give(to_us=False)
+    selection.select(numba=False)
     answers = iter([WAITING, THERE])
     wire.group.all_reduce_min = lambda _: next(answers)
     with pytest.raises(RuntimeError, match="rank 0 is gone"):
@@ -116,16 +116,16 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
 
 
 def test_an_idle_group_changes_over_too() -> None:
-    turn.give(to_us=False)
+    selection.select(numba=False)
     rank: Any = Rank(THERE)
     wire: Any = Wire(THERE)
     GroupExecutor(rank, wire).beat()
-    assert turn.ours()
+    assert selection.is_numba()
     assert wire.told[-1] == b"", "the others hear that nothing is to be done"
 
 
 def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn.give(to_us=False)
+    selection.select(numba=False)
     said: list[str] = []
     monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda text, **_: said.append(text)))
     rank: Any = Rank(THERE)
@@ -135,7 +135,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
         executor.run(NOTHING)
     assert rank.steps == [False] * 3
     assert said == ["torch goes on computing, more slowly, since a rank lacks our kernels"]
-    assert sum(msgspec.msgpack.decode(told, type=ToRank).turn for told in wire.told) == 1
+    assert sum(msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told) == 1
 
 
 def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,12 @@ def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(mon
     others = [0]
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: min(number, *others))
     begun = load._begin(["a"], ALONE, wait=False)
-    assert not turn.ours()
+    assert not selection.is_numba()
     assert begun is not None
     assert begun.due
     others[0] = 1
     assert load._begin(["a"], ALONE, wait=False) is None
-    assert turn.ours()
+    assert selection.is_numba()
 
 
 def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeyp
     monkeypatch.setattr("common.kernels.jit.find", lambda _: kernel)
     assert load._begin(["a"], ALONE, wait=False) is None
     assert compiled == ["it"]
-    assert turn.ours()
+    assert selection.is_numba()
     kernel.folder = Path("/kept/here")
     assert load._begin(["a"], ALONE, wait=True) is None, "it may be told to wait"
 
@@ -185,7 +185,7 @@ def spoken(folder: Path, ours: Callable[[int], bool], weight_dtype: str = "") ->
 
     def counted(plan: StepPlan) -> Any:
         nonlocal steps
-        turn.give(to_us=ours(steps))
+        selection.select(numba=ours(steps))
         steps += 1
         return run(plan)
 
@@ -224,8 +224,8 @@ def test_what_is_compiled_ahead_is_what_steps_call(checkpoint: Path, weights: st
 
 def test_torch_for_good_has_weights_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: True)
-    monkeypatch.setattr(turn, "_turn", turn._Turn())
-    turn.leave_to_torch()
+    monkeypatch.setattr(selection, "_state", selection._State())
+    selection.leave_to_torch()
     assert PanelWeight.of(torch.ones(64, 64)) is None
     assert PanelWeight.rounded(torch.ones(64, 64)) is None
 
@@ -243,7 +243,7 @@ def test_torch_multiplies_with_panels(dtype: torch.dtype, outputs: int, monkeypa
         weight = weight.to(dtype).float()
         laid_out = PanelWeight.of(weight)
     assert laid_out is not None
-    turn.give(to_us=False)
+    selection.select(numba=False)
     given = laid_out.product(x, bias)
     near = 0.2 if dtype is torch.int8 else 1e-4
     torch.testing.assert_close(given, functional.linear(x, weight, bias), rtol=near, atol=near)

@@ -1,0 +1,34 @@
+"""Which kernels compute on CPUs, a fact of the process: numba's, or torch's while numba's are being compiled.
+
+Whoever runs steps changes it between two of them. The rest of the code has numba's, compiled at their first call.
+"""
+
+from __future__ import annotations
+
+
+class _State:
+    numba = True
+    panels = True
+
+
+_state = _State()
+
+
+def is_numba() -> bool:
+    """Whether numba's kernels compute."""
+    return _state.numba
+
+
+def select(*, numba: bool) -> None:
+    """Has numba's kernels compute from now on, or torch's."""
+    _state.numba = numba
+
+
+def allows_panels() -> bool:
+    """Whether weights may be laid out as numba's kernels want them."""
+    return _state.panels
+
+
+def leave_to_torch() -> None:
+    """Has torch compute for good, on weights as it wants them. To be called before there is a weight."""
+    _state.numba = _state.panels = False
