@@ -23,7 +23,7 @@ from PIL import Image
 
 from benchmarks.workload import Mark, picture
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from tests import reference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from encoder_service.item import Grid
+from common.media.item import Grid
 from llm_service.models.config import TextConfig
 
 TOWER: dict[str, Any] = {

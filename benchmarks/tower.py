@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from tests import reference
 

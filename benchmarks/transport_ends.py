@@ -26,18 +26,18 @@ from common import log
 from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
 from common.grpc_calls import CallInterceptor
+from common.media.item import Grid, Header, Key, Modality
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.convert import stretch
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
-from encoder_service.item import Grid, Header, Modality
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parts import open_parts
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.request import Key, MediaItem
+from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
 LAYOUT = RowLayout(levels=4, width=2048, dtype=DType.BFLOAT16)
@@ -152,7 +152,7 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
     assert mirrors is None or (peer.device is not None and peer.device.devices)
 
     async def run(number: int) -> float | None:
-        item = MediaItem(0, "image", Key(bytes([number]) * 32))
+        item = MediaItem(Modality.IMAGE, Key(bytes([number]) * 32))
         asking = Asking(request_id="", salt="", priority=0)
         with ExitStack() as first, ExitStack() as others:
             stream = first.enter_context(peer.encode(item, asking))

@@ -16,7 +16,7 @@ import torch
 from benchmarks.device import about, measured, sheet, timed
 from benchmarks.shapes import TOWER, patch_numbers, tower_operations
 from common.graphs import Capture, CudaCapture
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models.choice import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
 from encoder_service.worker.graphs import LADDER, GraphedTower

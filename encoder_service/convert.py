@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_calls import plain_status
-from common.identity import MOST_TIMES
-from common.wire import DType, RowLayout, crc32c
-from encoder_service.item import Embedding, Grid, Header, Item, Key, Modality, Options, Pixels, Source, Url
+from common.media.convert import KEY_BYTES, read_media
+from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
+from encoder_service.item import Item
 from encoder_service.media.limits import MediaLimits
 from twinlens.v1 import encoder_pb2, media_pb2
 
-KEY_BYTES = 32
 _MOST_KEYS = _MOST_LEASES = 1024
 _MOST_WAYS = 64
 """Transports that a caller accepts, and GPUs that it has."""
@@ -23,13 +22,7 @@ _MOST_WAYS = 64
 Order = tuple[Item, str] | TwinlensError
 """An item that is asked for, with the MIME type that was stated; or why it cannot be."""
 
-_MODALITIES = {media_pb2.MODALITY_IMAGE: Modality.IMAGE, media_pb2.MODALITY_VIDEO: Modality.VIDEO}
-MODALITIES = {kind: number for number, kind in _MODALITIES.items()}
-DTYPES = {
-    DType.FLOAT32: media_pb2.DATA_TYPE_FLOAT32,
-    DType.BFLOAT16: media_pb2.DATA_TYPE_BFLOAT16,
-    DType.FLOAT16: media_pb2.DATA_TYPE_FLOAT16,
-}
+SERVED = (Modality.IMAGE, Modality.VIDEO)
 
 
 def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
@@ -78,26 +71,19 @@ def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tupl
     return first, end
 
 
-def item(media: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
+def item(message: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
     """One item of a request; raises InvalidInput, Forbidden or Unsupported, naming the field."""
     field = f"items[{index}]"
-    if media.modality == media_pb2.MODALITY_AUDIO:
-        raise Unsupported("audio is not served by this model", reason="NO_AUDIO", field=f"{field}.modality")
-    if media.modality not in _MODALITIES:
-        raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
-    source = media.WhichOneof("source")
-    if media.mime_type and source not in ("data", "url"):
-        raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
-    if media.known_key and source != "url":
-        raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
-    options = _options(media, field)
+    media = read_media(message, field, SERVED)
+    _check(media, field)
     return Item(
-        modality=_MODALITIES[media.modality],
-        source=_source(media, source, options, field),
-        options=options,
+        modality=media.modality,
+        source=media.source,
+        options=media.options,
+        mime_type=media.mime_type,
+        field=field,
         salt=salt,
         priority=priority,
-        field=field,
     )
 
 
@@ -142,31 +128,6 @@ def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad
     return encoder_pb2.SharedStoreLoad(**{name: counts[name] for name in names})
 
 
-def header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> encoder_pb2.EncodeHeader:
-    """An item's header as it travels."""
-    message = encoder_pb2.EncodeHeader(
-        item=index,
-        key=found.key,
-        modality=MODALITIES[found.modality],
-        grid=media_pb2.Grid(t=found.grid.t, h=found.grid.h, w=found.grid.w),
-        tokens=found.tokens,
-        width=layout.width,
-        levels=layout.levels,
-        dtype=DTYPES[layout.dtype],
-        timestamps=found.timestamps,
-        cached=cached,
-        seconds_per_grid=found.seconds_per_grid,
-    )
-    message.crc32c = crc32c(message.SerializeToString(deterministic=True))
-    return message
-
-
-def summed(rows: encoder_pb2.EncodeRows) -> encoder_pb2.EncodeRows:
-    """Rows that are handed over, with what tells whether the message was damaged on the way."""
-    rows.crc32c = crc32c(rows.SerializeToString(deterministic=True))
-    return rows
-
-
 def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
     """Seconds by stage as they travel."""
     return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
@@ -190,58 +151,32 @@ def error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
     return encoder_pb2.EncodeError(item=index, status=plain_status(failure))
 
 
-def _options(media: media_pb2.Media, field: str) -> Options:
-    given = media.options
-    if given.HasField("video_pruning_rate"):
+def _check(media: Media, field: str) -> None:
+    """What of a message contradicts itself; how large things are, `media.limits` checks."""
+    source, options = media.source, media.options
+    if media.mime_type and not isinstance(source, Encoded | Url):
+        raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
+    if options.video_pruning_rate is not None:
         raise Unsupported(
             "pruning of video tokens is not in this release",
             reason="NO_PRUNING",
             field=f"{field}.options.video_pruning_rate",
         )
-    if given.HasField("fps") and not math.isfinite(given.fps):
+    if options.fps is not None and not math.isfinite(options.fps):
         raise InvalidInput("fps must be a number", reason="BAD_OPTION", field=f"{field}.options.fps")
-    return Options(
-        min_pixels=given.min_pixels if given.HasField("min_pixels") else None,
-        max_pixels=given.max_pixels if given.HasField("max_pixels") else None,
-        fps=given.fps if given.HasField("fps") else None,
-        max_frames=given.max_frames if given.HasField("max_frames") else None,
-    )
-
-
-def _source(media: media_pb2.Media, source: str | None, options: Options, field: str) -> Source:
     match source:
-        case "data":
-            return media.data
-        case "key":
+        case Key(value):
             if options.stated():
                 raise InvalidInput(
                     "a key already stands for its options", reason="BAD_OPTION", field=f"{field}.options"
                 )
-            return Key(key(media.key, f"{field}.key"))
-        case "pixels":
-            given = media.pixels
-            times = _times(given.timestamps, f"{field}.pixels")
-            return Pixels(given.data, given.frames, given.height, given.width, times)
-        case "url":
-            return Url(media.url, key(media.known_key, f"{field}.known_key") if media.known_key else b"")
-        case "embedding":
+            key(value, f"{field}.key")
+        case Url(_, known_key) if known_key:
+            key(known_key, f"{field}.known_key")
+        case Embedding(_, dtype):
             if options.stated():
                 raise InvalidInput("rows have no options", reason="BAD_OPTION", field=f"{field}.options")
-            return _embedding(media.embedding, f"{field}.embedding")
-        case _:
-            raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)
-
-
-def _embedding(given: media_pb2.EmbeddingBlock, field: str) -> Embedding:
-    dtype = next((kind for kind, number in DTYPES.items() if number == given.dtype), None)
-    if dtype is None:
-        raise InvalidInput("the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.dtype")
-    grid = Grid(given.grid.t, given.grid.h, given.grid.w)
-    times = _times(given.timestamps, field)
-    return Embedding(given.data, dtype, given.count, given.levels, given.width, grid, times, given.seconds_per_grid)
-
-
-def _times(given: Sequence[float], field: str) -> tuple[float, ...]:
-    if len(given) > MOST_TIMES:
-        raise InvalidInput(f"there are more than {MOST_TIMES} timestamps", reason="TOO_MANY_TIMES", field=field)
-    return tuple(given)
+            if dtype is None:
+                raise InvalidInput(
+                    "the element type is not set", reason="BAD_EMBEDDING", field=f"{field}.embedding.dtype"
+                )

@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from common import tracing
 from common.errors import TwinlensError
+from common.media.convert import add_checksum, write_header
 from encoder_service import convert
 from encoder_service.engine.encode import Encoder
 from encoder_service.engine.flight import Ticket
@@ -68,7 +69,7 @@ class Delivery:
                 yield event
         header = await ticket.header()
         yield encoder_pb2.EncodeResponse(
-            header=convert.header(self._index, header, self._encoder.pipeline.layout, cached=ticket.cached)
+            header=write_header(self._index, header, self._encoder.pipeline.layout, cached=ticket.cached)
         )
         timings = dict(ticket.timings)
         if not self._request.header_only:
@@ -108,7 +109,7 @@ class Delivery:
         transport = self._link.choose(self._request.accepts, self._request.host, run)
         async with aclosing(transport.send(run, self._request.host)) as chunks:
             async for chunk in chunks:
-                yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=convert.summed(chunk))
+                yield chunk if isinstance(chunk, bytes) else _rows_message(chunk)
 
     async def _waiting(self, what: Awaitable[object], ticket: Ticket) -> Events:
         """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
@@ -121,3 +122,9 @@ class Delivery:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends
+
+
+def _rows_message(rows: encoder_pb2.EncodeRows) -> encoder_pb2.EncodeResponse:
+    """Rows that are handed over, with what tells whether the message was damaged on the way."""
+    add_checksum(rows)
+    return encoder_pb2.EncodeResponse(rows=rows)

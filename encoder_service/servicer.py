@@ -12,6 +12,7 @@ import grpc
 
 from common import grpc_calls, log
 from common.errors import TwinlensError, Unavailable
+from common.media import convert as media_convert
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery
@@ -129,8 +130,8 @@ class EncoderServicer(EncoderServiceServicer):
             digest=encoder.digest,
             width=pipeline.layout.width,
             levels=pipeline.layout.levels,
-            dtype=convert.DTYPES[pipeline.layout.dtype],
-            modalities=list(convert.MODALITIES.values()),
+            dtype=media_convert.DTYPES[pipeline.layout.dtype],
+            modalities=[media_convert.MODALITIES[each] for each in convert.SERVED],
             transports=served.link.numbers,
             local_socket=served.link.local_socket,
             device_pools=[
@@ -210,7 +211,7 @@ class EncoderServicer(EncoderServiceServicer):
         except TwinlensError as failure:
             served.meters.failed(failure.reason)
             return convert.error(index, failure)
-        return convert.header(index, header, served.encoder.pipeline.layout, cached=cached)
+        return media_convert.write_header(index, header, served.encoder.pipeline.layout, cached=cached)
 
 
 @contextmanager

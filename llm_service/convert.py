@@ -6,30 +6,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from common.errors import InvalidInput, NotFound, Unsupported
-from common.identity import MOST_TIMES
+from common.errors import InvalidInput, NotFound
+from common.media.convert import read_media
+from common.media.item import Modality
 from llm_service.config import LlmConfig
 from llm_service.convert_sampling import SamplingReader
-from llm_service.encoders.convert import DTYPES
-from llm_service.request import (
-    ChatPrompt,
-    Encoded,
-    Key,
-    MediaItem,
-    MediaOptions,
-    Message,
-    Modality,
-    Pixels,
-    Request,
-    Rows,
-    Source,
-    TextPrompt,
-    TokenPrompt,
-    Url,
-)
+from llm_service.request import ChatPrompt, MediaItem, Message, Request, TextPrompt, TokenPrompt
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 
-_MODALITIES: dict[int, Modality] = {media_pb2.MODALITY_IMAGE: "image", media_pb2.MODALITY_VIDEO: "video"}
+SERVED = (Modality.IMAGE, Modality.VIDEO)
 
 
 class Requests:
@@ -101,16 +86,8 @@ class Requests:
         return [self._media(message, index, f"{field}[{index}]") for index, message in enumerate(given)]
 
     def _media(self, message: media_pb2.Media, index: int, field: str) -> MediaItem:
-        modality = _MODALITIES.get(message.modality)
-        if message.modality == media_pb2.MODALITY_AUDIO:
-            raise Unsupported("audio is not served in this release", reason="NO_AUDIO", field=f"{field}.modality")
-        if modality is None:
-            raise InvalidInput("a media item has no modality", reason="BAD_MODALITY", field=f"{field}.modality")
-        source = _source(message, field)
-        if message.known_key and not isinstance(source, Url):
-            raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
-        given = {name.name: value for name, value in message.options.ListFields()}
-        return MediaItem(index, modality, source, MediaOptions(**given), message.mime_type, field)
+        media = read_media(message, field, SERVED)
+        return MediaItem(media.modality, media.source, media.options, media.mime_type, field, index)
 
     def _check_media(self, media: list[MediaItem]) -> None:
         for kind, most in (("image", self._config.max_images), ("video", self._config.max_videos)):
@@ -150,37 +127,5 @@ def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:
     return {(name,): counts.get(number, 0) for number, name in names.items() if number}
 
 
-def _source(message: media_pb2.Media, field: str) -> Source:
-    match message.WhichOneof("source"):
-        case "data":
-            return Encoded(message.data)
-        case "url":
-            return Url(message.url, message.known_key)
-        case "key":
-            return Key(message.key)
-        case "pixels":
-            block = message.pixels
-            times = _times(block.timestamps, f"{field}.pixels")
-            return Pixels(block.data, block.frames, block.height, block.width, times)
-        case "embedding":
-            rows, grid = message.embedding, message.embedding.grid
-            return Rows(
-                rows.data,
-                str(DTYPES.get(rows.dtype, "")),
-                (rows.count, rows.levels, rows.width),
-                (grid.t, grid.h, grid.w),
-                _times(rows.timestamps, f"{field}.embedding"),
-                rows.seconds_per_grid,
-            )
-        case _:
-            raise InvalidInput("a media item has no content", reason="NO_SOURCE", field=field)
-
-
 def _too_many_items(most: int, kind: str) -> InvalidInput:
     return InvalidInput(f"a request may hold {most} {kind}s", reason="TOO_MANY_ITEMS", field="media")
-
-
-def _times(given: Sequence[float], field: str) -> tuple[float, ...]:
-    if len(given) > MOST_TIMES:
-        raise InvalidInput(f"there are more than {MOST_TIMES} timestamps", reason="TOO_MANY_TIMES", field=field)
-    return tuple(given)

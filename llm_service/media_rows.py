@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection
 
 from common import tasks
 from common.errors import TwinlensError
+from common.media.item import Header
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.landing import Landing, headers
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, ItemRows
 from llm_service.engine.ticket import Ticket
-from llm_service.request import Laid, MediaHeader, Request
+from llm_service.request import Laid, Request
 from llm_service.rows import RowEntry, Watcher
 
 
@@ -38,7 +39,7 @@ class MediaRows:
         self._watched: list[tuple[RowEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
-    async def introduce(self) -> list[MediaHeader]:
+    async def introduce(self) -> list[Header]:
         """The headers of all items, in order; raises the error of the first item that has none."""
         if self._request.media:
             self._fetches = await self._landing.introduce(self._request)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_service.request import MediaHeader, Run, Span
+from common.media.item import Header, Modality
+from llm_service.request import Run, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class MediaLayout:
             tokens_per_second=float(vision.get("tokens_per_second", 2)) if kind == "qwen2_5_vl" else 0.0,
         )
 
-    def groups(self, header: MediaHeader) -> int:
+    def groups(self, header: Header) -> int:
         """Runs that an item has in a prompt."""
-        return header.grid[0] if self.frames_apart and header.modality == "video" else 1
+        return header.grid.t if self.frames_apart and header.modality is Modality.VIDEO else 1
 
 
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
     """int32 [3, length] and the delta that turns a later token's index into its position.
 
-    >>> grid = MediaHeader(b"", "image", (1, 4, 4), 4, 8, 1, "float32")
+    >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
     >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], MediaLayout(2, False, 0.0))[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
@@ -60,17 +61,17 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
         position += text
         block = _run_positions(run, header, layout)
         out[:, run.start : run.start + run.count] = position + block
-        position += max(header.grid[1], header.grid[2]) // layout.merge
+        position += max(header.grid.h, header.grid.w) // layout.merge
         at = run.start + run.count
     out[:, at:] = np.arange(position, position + length - at)
     return out, int(out.max(initial=-1)) + 1 - length
 
 
-def _run_positions(run: Run, header: MediaHeader, layout: MediaLayout) -> np.ndarray:
+def _run_positions(run: Run, header: Header, layout: MediaLayout) -> np.ndarray:
     """int32 [3, run.count], relative to where the run begins."""
-    height, width = header.grid[1] // layout.merge, header.grid[2] // layout.merge
+    height, width = header.grid.h // layout.merge, header.grid.w // layout.merge
     time = np.arange(run.count // (height * width), dtype=np.int32)
-    if layout.tokens_per_second and header.modality == "video":
+    if layout.tokens_per_second and header.modality is Modality.VIDEO:
         # transformers multiplies in float32 and cuts off, which decides the last bit of some positions.
         interval = np.float32(layout.tokens_per_second) * np.float32(header.seconds_per_grid)
         time = (time.astype(np.float32) * interval).astype(np.int32)

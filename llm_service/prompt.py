@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.media.item import Header
 from llm_service.chat_template import ChatTemplate
 from llm_service.mrope import MediaLayout, positions
-from llm_service.request import ChatPrompt, Laid, MediaHeader, Run, Span, TextPrompt, TokenPrompt
+from llm_service.request import ChatPrompt, Laid, Run, Span, TextPrompt, TokenPrompt
 from llm_service.token_text import TokenTexts
 from llm_service.tokens import MediaTokens
 
@@ -83,7 +84,7 @@ class PromptBuilder:
             pieces.extend([text] if from_caller else self._split(text))
         return pieces
 
-    def lay(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> Laid:
+    def lay(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Laid:
         """The final prompt, when the header of every item is known (in item order)."""
         ids: list[int] = []
         spans: list[Span] = []
@@ -104,7 +105,7 @@ class PromptBuilder:
         where, delta = positions(len(ids), spans, self._layout)
         return Laid(ids, spans, where.tobytes(), delta)
 
-    def _place(self, slot: Slot, header: MediaHeader, ids: list[int], spans: list[Span]) -> None:
+    def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends the rows of an item's next run."""
         groups = self._layout.groups(header)
         count = header.tokens // groups
@@ -113,7 +114,7 @@ class PromptBuilder:
         spans.append(Span(slot.item, header, (*earlier, run)))
         ids.extend([self._media.video if slot.modality == "video" else self._media.image] * count)
 
-    def _expanded(self, pieces: Sequence[Piece], headers: Sequence[MediaHeader]) -> list[Piece]:
+    def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> list[Piece]:
         """Where frames stand apart, a video's one slot becomes, for each frame group, a timestamp and a slot of its own
         between vision marks. The marks that the template puts around the one slot stay, as transformers has it since
         5.17 (before, it took them out)."""

@@ -1,88 +1,20 @@
-"""The nouns of a request. They import nobody and know neither protobuf nor torch."""
+"""The nouns of a request. They know neither protobuf nor torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
-Modality: TypeAlias = Literal["image", "video", "audio"]
+from common.media.item import Header, Media
 
 
 @dataclass(frozen=True, slots=True)
-class MediaOptions:
-    """How an item is preprocessed; None leaves the model's own setting. Pixels are counted after resizing."""
+class MediaItem(Media):
+    """One picture, video or clip of a request; `index` counts them in prompt order."""
 
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    fps: float | None = None
-    max_frames: int | None = None
-    video_pruning_rate: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An encoded file."""
-
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Url:
-    """An address that the encoder fetches, unless it has what the address gave before: `known_key`, empty for none."""
-
-    url: str
-    known_key: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """The content key of an item that an encoder has, 32 bytes."""
-
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Pixels:
-    """Decoded pixels, row-major [frames, height, width, 3] of 8 bits; `seconds` has the time of each frame, or nothing.
-    Whether all of it fits together is for an encoder to check."""
-
-    data: bytes
-    frames: int
-    height: int
-    width: int
-    seconds: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that were computed elsewhere, row-major [count, levels, width] in `dtype`, empty where none was stated.
-    `grid` is (t, h, w) in patches; of a video, `seconds` are those of its frame groups, `apart` the time between.
-    Whether all of it fits together is for an encoder to check."""
-
-    data: bytes
-    dtype: str
-    shape: tuple[int, int, int]
-    grid: tuple[int, int, int]
-    seconds: tuple[float, ...] = ()
-    apart: float = 0.0
-
-
-Source: TypeAlias = Encoded | Url | Key | Pixels | Rows
-"""How an item is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """One picture, video or clip of a request; `index` counts them in prompt order, `field` is where it stood."""
-
-    index: int
-    modality: Modality
-    source: Source
-    options: MediaOptions = MediaOptions()
-    mime_type: str = ""
-    field: str = ""
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +108,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class MediaHeader:
-    """What an encoder says of an item before its rows exist; `grid` is (t, h, w) in patches."""
-
-    key: bytes
-    modality: Modality
-    grid: tuple[int, int, int]
-    tokens: int
-    width: int
-    levels: int
-    dtype: str
-    timestamps: tuple[float, ...] = ()
-    seconds_per_grid: float = 0.0
-    cached: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item."""
 
@@ -205,7 +121,7 @@ class Span:
     """Where an item's rows are in the prompt. A picture has one run; a video may have one for each frame group."""
 
     item: int
-    header: MediaHeader
+    header: Header
     runs: tuple[Run, ...]
 
     @property

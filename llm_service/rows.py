@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput, TwinlensError, Unavailable
+from common.media.item import Header
 from common.wire import RowLayout
-from llm_service.request import MediaHeader
 
 Watcher = Callable[["RowEntry"], None]
 
@@ -26,7 +26,7 @@ class RowEntry:
     place where it is `mirrored`; `error` says why no more will come; `stood_at` is where the item stood in the request
     that asked for it first."""
 
-    header: MediaHeader
+    header: Header
     place: Range
     landed: int = 0
     refs: int = 0
@@ -109,7 +109,7 @@ class RowStore:
         """Whether the rows of an item are here or on their way."""
         return key in self._entries
 
-    async def acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry]:
+    async def acquire(self, headers: Sequence[Header]) -> list[RowEntry]:
         """The entries of a request's items, in order; waits until all fit at once.
 
         One that is new has no filler yet: the caller starts it. Raises InvalidInput where they can never fit.
@@ -123,12 +123,12 @@ class RowStore:
                 await self._freed.wait()
         return entries
 
-    def acquire_now(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
+    def acquire_now(self, headers: Sequence[Header]) -> list[RowEntry] | None:
         """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody."""
         self.check_size(headers)
         return None if headers and self._turn.locked() else self._try_acquire(headers)
 
-    def check_size(self, headers: Sequence[MediaHeader]) -> None:
+    def check_size(self, headers: Sequence[Header]) -> None:
         """Raises InvalidInput where these could never be here together: no waiting can help."""
         sizes = {header.key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
@@ -138,7 +138,7 @@ class RowStore:
                 field="media",
             )
 
-    def _try_acquire(self, headers: Sequence[MediaHeader]) -> list[RowEntry] | None:
+    def _try_acquire(self, headers: Sequence[Header]) -> list[RowEntry] | None:
         taken: list[RowEntry] = []
         for header in headers:
             entry = self._entries.get(header.key)
@@ -170,7 +170,7 @@ class RowStore:
         """The longest unused entry that is not to be kept; where all are, the longest unused one."""
         return next((key for key in self._idle if not self._keeps(key)), next(iter(self._idle)))
 
-    def _size(self, header: MediaHeader) -> int:
+    def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
         return max(1, -(-header.tokens * self.layout.row_bytes // ALIGNMENT)) * ALIGNMENT
 

@@ -23,6 +23,7 @@ TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config")
 # Where message classes may be seen.
 WIRE = (
     "common.grpc_*",
+    "common.media.convert",
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
     "encoder_service.delivery",
     "encoder_service.transports.*",

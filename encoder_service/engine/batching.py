@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.media.item import Grid
 from encoder_service.engine.device_pool import Slice
-from encoder_service.item import Grid
 from encoder_service.worker.messages import Piece
 
 

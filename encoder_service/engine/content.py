@@ -7,15 +7,13 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from common import data_url, identity
 from common.errors import TwinlensError
-from common.tasks import in_thread
-from encoder_service.item import Embedding, Item, Modality, Pixels, Url
+from common.media import data_url
+from common.media.identity import content_key, sized
+from common.media.item import Encoded, Key, Modality, Url
+from encoder_service.item import Item
 from encoder_service.media import limits
 from encoder_service.media.fetch import Fetcher
-
-_SMALL = 256 << 10
-"""Bytes that are hashed, or decoded from base64, faster than a thread is asked to."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -40,9 +38,9 @@ class Contents:
         """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `limits.check_item`."""
         assert isinstance(item.source, Url)
         address, field = item.source.address, f"{item.field}.url"
-        content: bytes | bytearray
+        content: Encoded
         if data_url.is_data(address):
-            content, stated = await _sized(data_url.decode, address, field, size=len(address))
+            content, stated = await sized(data_url.decode, address, field, size=len(address))
             mime_type = mime_type or stated
         else:
             limit = limits.most_bytes(item.modality, self._limits)
@@ -58,26 +56,15 @@ class Contents:
         return brought
 
     async def key(self, item: Item) -> bytes:
-        """The content key; see `identity.content_key`."""
-        return await _sized(self._hash, item, size=item.size)
+        """The content key of an item that holds its content."""
+        assert not isinstance(item.source, Url | Key)
+        return await sized(
+            content_key, self._digest, item.modality, item.source, item.options, item.salt, size=item.size
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError where, at idle, a download goes on."""
         assert not self._downloads.running, "a download has no end"
-
-    def _hash(self, item: Item) -> bytes:
-        source, about = item.source, item.options.stated()
-        content: bytes | bytearray
-        match source:
-            case Pixels(content, frames, height, width, seconds):
-                about |= identity.about_pixels(frames, height, width, seconds)
-            case Embedding(content, dtype, count, levels, width, grid, seconds, apart):
-                shape = (count, levels, width)
-                about |= identity.about_rows((grid.t, grid.h, grid.w), shape, dtype.value, seconds, apart)
-            case _:
-                assert isinstance(source, bytes | bytearray)
-                content = source
-        return identity.content_key(self._digest, item.modality.value, about, item.salt, [memoryview(content)])
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -106,7 +93,3 @@ class Shared(Generic[KeyT, T]):
                 one.task.cancel()
                 if self.running.get(key) is one:
                     del self.running[key]
-
-
-async def _sized(work: Callable[..., T], *args: Any, size: int) -> T:
-    return work(*args) if size <= _SMALL else await in_thread(work, *args)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
+from common.media.item import Header
 from common.tasks import in_thread
 from encoder_service.engine.device_pool import Slice
-from encoder_service.item import Header
 
 _PART = 256 << 20
 """Bytes that are given back to the system at a time."""

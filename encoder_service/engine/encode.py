@@ -16,13 +16,14 @@ from typing import Any
 
 from common import log, tasks
 from common.errors import MEDIA_CHANGED, Internal, NotFound, TwinlensError, Unavailable
+from common.media.item import Header, Key, Modality, Url
 from encoder_service.engine.admission import Admission, Reservation
 from encoder_service.engine.content import Contents
 from encoder_service.engine.flight import Flight, Ticket
 from encoder_service.engine.journey import Journey, not_found
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
-from encoder_service.item import Header, Item, Key, Modality, Url
+from encoder_service.item import Item
 
 FlightKey = tuple[bytes, str, Modality]
 """A key of content stands for its salt and modality as well; one that a caller made up need not."""
@@ -136,8 +137,8 @@ class Encoder:
         """Learns what an item is, and finds its entry or its flight."""
         item = ticket.item
         if isinstance(item.source, Url):
-            bring = partial(self._bring, ticket, item.source.key, reservation, mime_type)
-            if item.source.key and await self._resolve_known(ticket, item.source.key, bring, rows=rows):
+            bring = partial(self._bring, ticket, item.source.known_key, reservation, mime_type)
+            if item.source.known_key and await self._resolve_known(ticket, item.source.known_key, bring, rows=rows):
                 return
             with ticket.timed("fetch", self.pipeline.seconds):
                 item = await self._contents.fetched(item, mime_type)

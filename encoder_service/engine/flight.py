@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from common.errors import TwinlensError
+from common.media.item import Header
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry
 from encoder_service.engine.progress import Progress
-from encoder_service.item import Header, Item
+from encoder_service.item import Item
 from encoder_service.media.allowance import Allowance
 
 T = TypeVar("T")

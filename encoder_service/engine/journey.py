@@ -14,11 +14,12 @@ from contextlib import AsyncExitStack
 
 from common.arena import Range
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
+from common.media.item import Embedding, Header, Key
 from encoder_service.engine.embedding_store import Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
-from encoder_service.item import Embedding, Header, Key, Plan
+from encoder_service.item import Plan
 
 
 class Journey:

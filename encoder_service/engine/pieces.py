@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Iterable
 
 from common.arena import Range
+from common.media.item import Modality
 from common.tasks import wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.progress import Progress
-from encoder_service.item import Modality, Plan
+from encoder_service.item import Plan
 from encoder_service.worker.messages import Piece
 
 _WORTH_CUTTING = 2048

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 
 from common.arena import Range, SharedBuffer
+from common.media.item import Embedding, Header, Modality, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.dispatch import Dispatcher
@@ -20,7 +21,7 @@ from encoder_service.engine.flight import Flight
 from encoder_service.engine.pieces import Pieces
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.staging import Staging, StagingLease
-from encoder_service.item import Embedding, Header, Inspection, Modality, Pixels, Plan
+from encoder_service.item import Inspection, Plan
 from encoder_service.media import embedding, geometry, limits
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.decoder import DecoderPool

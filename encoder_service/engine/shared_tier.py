@@ -16,12 +16,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common import log, tasks
+from common.media.item import Header
 from common.wire import RowLayout
 from encoder_service.engine import tier_format
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.tier_format import Garbage
-from encoder_service.item import Header
 
 _PREFIX = "twinlens:rows:"
 _LOCKS = "twinlens:lock:"

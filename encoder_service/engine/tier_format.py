@@ -13,8 +13,8 @@ import struct
 import google_crc32c
 import msgspec
 
+from common.media.item import Grid, Header, Modality
 from common.wire import RowLayout
-from encoder_service.item import Grid, Header, Modality
 
 MAGIC = b"TLR1"
 _CRC = struct.Struct("<I")

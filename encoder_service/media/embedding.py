@@ -8,8 +8,9 @@ import math
 import numpy as np
 
 from common.errors import InvalidInput
+from common.media.item import Embedding, Modality
 from common.wire import DType, RowLayout
-from encoder_service.item import Embedding, Item, Modality
+from encoder_service.item import Item
 from encoder_service.media.limits import MOST_SECONDS
 
 _EXPONENT = 0x7F80

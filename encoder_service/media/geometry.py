@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from encoder_service.item import Grid, Inspection, Options, Pixels, Plan
+from common.media.item import Grid, Options, Pixels
+from encoder_service.item import Inspection, Plan
 from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
 
 

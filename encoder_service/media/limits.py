@@ -13,7 +13,8 @@ from functools import partial
 
 from common.config import option, size
 from common.errors import InvalidInput
-from encoder_service.item import Embedding, Inspection, Item, Key, Modality, Options, Pixels, Plan, Url
+from common.media.item import Embedding, Key, Modality, Options, Pixels, Url
+from encoder_service.item import Inspection, Item, Plan
 from encoder_service.media import sniff
 from encoder_service.media.messages import Bounds
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from common.errors import InvalidInput
-from encoder_service.item import Modality
+from common.media.item import Modality
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _EBML_KINDS = (b"matroska", b"webm")

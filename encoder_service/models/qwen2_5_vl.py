@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import PackedTower, Packing, Rotary

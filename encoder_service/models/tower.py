@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models.attention import Backend, Lengths, Sdpa, Segments
 
 

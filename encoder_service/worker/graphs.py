@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from common import log
 from common.graphs import Capture
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models.attention import StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Rotary
 

@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for

@@ -16,6 +16,7 @@ from time import monotonic
 
 from common import log, tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
+from common.media.item import Header, Key, Url
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.identity import Identity, given_by
 from llm_service.encoders.known import Known, KnownHeaders
@@ -25,7 +26,7 @@ from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.request import Key, MediaHeader, MediaItem, Request, Url
+from llm_service.request import MediaItem, Request
 from llm_service.rows import RowEntry, RowStore
 
 _log = log.get("fetch")
@@ -97,7 +98,7 @@ class Fetch:
         known = None if self.header is None else Known(self.header, self._affinity)
         return Fetch(self._links, self.item, self._identity, self._request, known)
 
-    async def introduce(self) -> MediaHeader:
+    async def introduce(self) -> Header:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
 
         Raises the item's error, or what kept every encoder from answering.
@@ -189,7 +190,7 @@ class Fetch:
                 self._holds.close()
                 self._stream, self._holds = opened, parts.pop_all()
 
-    def _names(self, header: MediaHeader) -> set[bytes]:
+    def _names(self, header: Header) -> set[bytes]:
         """What the header is to be known by: its key, and what the item is recalled by, if that says the same. Of an
         address it is how the next caller will ask, who states the key that this one is told."""
         if self._identity.key is None:
@@ -201,9 +202,9 @@ class Fetch:
         """What an encoder is asked for: once it is known what an address gives, it need not be fetched again."""
         if self.header is None or not isinstance(self.item.source, Url):
             return self.item
-        return dataclasses.replace(self.item, source=Url(self.item.source.url, self.header.key))
+        return dataclasses.replace(self.item, source=Url(self.item.source.address, self.header.key))
 
-    def _compare(self, header: MediaHeader) -> None:
+    def _compare(self, header: Header) -> None:
         """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder speaks of another item")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from llm_service.request import MediaHeader, Modality
+from common.media.item import Header, Modality
 
 _REMEMBERED = 16_384
 
@@ -16,7 +16,7 @@ _REMEMBERED = 16_384
 class Known:
     """A header, and the affinity by which the encoder that sent it was chosen: it, if any, has the rows."""
 
-    header: MediaHeader
+    header: Header
     affinity: bytes
 
 
@@ -37,7 +37,7 @@ class KnownHeaders:
             self._known.move_to_end(place)
         return known
 
-    def remember(self, names: Collection[bytes], header: MediaHeader, salt: str, affinity: bytes) -> None:
+    def remember(self, names: Collection[bytes], header: Header, salt: str, affinity: bytes) -> None:
         """Keeps a header that an encoder has sent, under its key and other names."""
         known = Known(dataclasses.replace(header, cached=False), affinity)
         for name in names:
@@ -46,7 +46,7 @@ class KnownHeaders:
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def forget(self, names: Collection[bytes], header: MediaHeader, salt: str) -> None:
+    def forget(self, names: Collection[bytes], header: Header, salt: str) -> None:
         """Drops a header that an encoder contradicts."""
         for name in names:
             self._known.pop((name, salt, header.modality), None)

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 
 from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
+from common.media.item import Header
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.known import Known
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import MediaHeader, MediaItem, Request
+from llm_service.request import MediaItem, Request
 from llm_service.rows import RowEntry, RowStore
 
 
@@ -45,7 +46,7 @@ class Landing:
         """Raises InvalidInput where the rows of these items could never be here together."""
         self._store.check_size(headers(fetches))
 
-    def row_bytes(self, header: MediaHeader) -> int:
+    def row_bytes(self, header: Header) -> int:
         """Bytes of an item's rows."""
         return header.tokens * self._store.layout.row_bytes
 
@@ -168,6 +169,6 @@ def _is_of_the_source(error: TwinlensError) -> bool:
     return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW", "FETCHES_BUSY")
 
 
-def headers(fetches: Sequence[Fetch]) -> list[MediaHeader]:
+def headers(fetches: Sequence[Fetch]) -> list[Header]:
     """The headers of items that were introduced."""
     return [fetch.header for fetch in fetches if fetch.header is not None]

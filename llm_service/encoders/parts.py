@@ -13,10 +13,11 @@ from contextlib import ExitStack, aclosing
 from itertools import pairwise
 
 from common.errors import TwinlensError, Unavailable
+from common.media.item import Header, Key, Options
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.request import Key, MediaHeader, MediaItem, MediaOptions
+from llm_service.request import MediaItem
 
 
 class Parts:
@@ -79,7 +80,7 @@ class Parts:
 
 
 async def open_parts(
-    peer: Peer, item: MediaItem, asking: Asking, header: MediaHeader, row_bytes: int, holds: ExitStack
+    peer: Peer, item: MediaItem, asking: Asking, header: Header, row_bytes: int, holds: ExitStack
 ) -> Parts | None:
     """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them,
     and `holds` is to be closed.
@@ -92,7 +93,7 @@ async def open_parts(
         return None
     stretches = _stretches(asking.first, header.tokens, count)
     # The key stands for options and type as well.
-    by_key = dataclasses.replace(item, source=Key(header.key), options=MediaOptions(), mime_type="")
+    by_key = dataclasses.replace(item, source=Key(header.key), options=Options(), mime_type="")
     try:
         streams = [
             holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ import grpc
 
 from common import log
 from common.grpc_channel import ChannelSecurity, from_rpc_error
+from common.media.convert import write_media
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
-from llm_service.encoders.convert import media_message
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
 from llm_service.encoders.lanes import Lanes
 from llm_service.encoders.stream import EncodeStream
@@ -136,7 +135,7 @@ class Peer:
     def load(self) -> int:
         """Patches that wait or are computed there, for anyone: what it said last or, where that is more, what it has
         announced on streams of ours, which may be news to it since."""
-        ours = {each.announced.key: math.prod(each.announced.grid) for each in self._streams if each.announced}
+        ours = {each.announced.key: each.announced.grid.patches for each in self._streams if each.announced}
         return max(self._told_load, sum(ours.values()))
 
     async def watch(self, changed: asyncio.Event) -> None:
@@ -245,7 +244,7 @@ class Peer:
         transports = self._transports(asking)
         request = encoder_pb2.EncodeRequest(
             request_id=asking.request_id,
-            items=[media_message(item)],
+            items=[write_media(item)],
             cache_salt=asking.salt,
             priority=asking.priority,
             accepts=[transport.number for transport in transports],

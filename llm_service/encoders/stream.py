@@ -14,11 +14,11 @@ from common import tasks
 from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_calls import from_plain_status
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
+from common.media.convert import read_header, verify_checksum
+from common.media.item import Header, Modality
 from common.row_frames import RowsFrame, unpack
 from common.wire import RowLayout
-from llm_service.encoders.convert import media_header, rows_handle
 from llm_service.encoders.transports.base import MirrorPlace, Run, Transport
-from llm_service.request import MediaHeader
 from twinlens.v1 import encoder_pb2
 
 Event = encoder_pb2.EncodeResponse | RowsFrame
@@ -71,27 +71,26 @@ class EncodeStream:
         self._silence = silence
         self._on_event = on_event
         self.heard = False
-        self.announced: MediaHeader | None = None
+        self.announced: Header | None = None
         self.timings: dict[str, float] = {}
 
-    async def header(self) -> MediaHeader:
+    async def header(self) -> Header:
         """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
         async with aclosing(self._events()) as events:
             async for event in events:
                 if isinstance(event, encoder_pb2.EncodeResponse) and event.WhichOneof("event") == "header":
-                    header = media_header(event.header)
-                    self._check(header)
+                    header, layout = read_header(event.header)
+                    self._check(header, layout)
                     self.announced = None if header.cached else header
                     return header
         raise Unavailable("the encoder ended the stream before the header")
 
-    def _check(self, header: MediaHeader) -> None:
-        layout = self._layout
-        if (header.levels, header.width, header.dtype) != (layout.levels, layout.width, layout.dtype.value):
+    def _check(self, header: Header, layout: RowLayout) -> None:
+        if layout != self._layout:
             raise DataLoss("the encoder's rows do not fit this model")
-        (t, h, w), merge = header.grid, self._merge
-        groups = len(header.timestamps) if header.modality == "video" else 1 + len(header.timestamps)
-        if h % merge or w % merge or header.tokens * merge**2 != t * h * w or groups != t:
+        grid, merge = header.grid, self._merge
+        groups = len(header.timestamps) if header.modality is Modality.VIDEO else 1 + len(header.timestamps)
+        if grid.h % merge or grid.w % merge or header.tokens * merge**2 != grid.patches or groups != grid.t:
             raise DataLoss("the encoder's header contradicts itself")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
             raise DataLoss("the encoder's header has times that are no numbers")
@@ -164,7 +163,8 @@ def _run(event: Event) -> Run | None:
         return None
     rows = event.rows
     if rows.WhichOneof("payload") == "handle":
-        return Run(rows.first_row, rows.count, rows_handle(rows))
+        verify_checksum(rows)  # a damaged handle may point at the rows of another item
+        return Run(rows.first_row, rows.count, rows.handle)
     frame = RowsFrame(rows.item, rows.first_row, rows.count, rows.data, rows.crc32c)
     return Run(frame.first, frame.count, frame)
 

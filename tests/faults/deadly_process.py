@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+from common.media.item import Header
 from encoder_service.__main__ import main
 from encoder_service.engine.embedding_store import Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.item import Header, Plan
+from encoder_service.item import Plan
 from tests.faults import poison
 
 _compute = Pipeline.compute

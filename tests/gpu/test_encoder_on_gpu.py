@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from encoder_service.item import Inspection, Options
+from common.media.item import Options
+from encoder_service.item import Inspection
 from encoder_service.media import geometry
 from encoder_service.models import config, registry
 from encoder_service.worker.patches import pixels_to_patches, resize

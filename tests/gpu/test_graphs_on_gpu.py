@@ -8,7 +8,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.choice import candidates
 from encoder_service.models.tower import PackedTower

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from llm_service.request import Sampling
 from tests import pictures, reference

@@ -9,7 +9,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.kernels.varlen_attention import tile_rows, tiles, varlen_attention
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.attention import Sdpa
 from encoder_service.models.choice import BACKENDS, candidates, choose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from array import array
 from collections import deque
@@ -14,6 +15,7 @@ from PIL import Image
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
@@ -22,7 +24,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt import PromptBuilder
-from llm_service.request import ChatPrompt, Key, Laid, MediaHeader, MediaItem, Message, Sampling
+from llm_service.request import ChatPrompt, Laid, MediaItem, Message, Sampling
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.model_runner import ModelRunner
 from tests import reference
@@ -57,7 +59,7 @@ def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder |
     videos = [part for part in parts if isinstance(part, reference.Video)]
     content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": _kind(p)} for p in parts]
     inputs = reference.reference_inputs(directory, [{"role": "user", "content": content}], images, videos)
-    headers: list[MediaHeader] = []
+    headers: list[Header] = []
     rows: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part, str):
@@ -65,7 +67,7 @@ def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder |
         header, block = _image(directory, part) if isinstance(part, Image.Image) else _video(directory, part)
         headers.append(header)
         rows.append(block)
-    items = iter(MediaItem(n, header.modality, Key(b"")) for n, header in enumerate(headers))
+    items = iter(MediaItem(header.modality, Key(b""), index=n) for n, header in enumerate(headers))
     message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
     pieces = builder.pieces(ChatPrompt((message,)), [header.modality for header in headers])
     return Prompt(builder.lay(pieces, headers), rows, inputs)
@@ -75,31 +77,27 @@ def _kind(part: Part) -> str:
     return "image" if isinstance(part, Image.Image) else "video"
 
 
-def _image(directory: Path, image: Image.Image) -> tuple[MediaHeader, torch.Tensor]:
+def _image(directory: Path, image: Image.Image) -> tuple[Header, torch.Tensor]:
     patches, grids = reference.images_inputs(directory, [image])
-    return _header("image", patches, grids, reference.rows(directory, patches, grids))
+    return _header(Modality.IMAGE, patches, grids, reference.rows(directory, patches, grids))
 
 
-def _video(directory: Path, video: reference.Video) -> tuple[MediaHeader, torch.Tensor]:
+def _video(directory: Path, video: reference.Video) -> tuple[Header, torch.Tensor]:
     patches, grids, metadata = reference.video_inputs(directory, video)
     indices = [int(index) for index in metadata.frames_indices]
     indices += indices[-1:] * (len(indices) % 2)
     times = [index / metadata.fps for index in indices]
-    header, rows = _header("video", patches, grids, reference.rows(directory, patches, grids))
+    header, rows = _header(Modality.VIDEO, patches, grids, reference.rows(directory, patches, grids))
     middles = tuple((first + second) / 2 for first, second in zip(times[::2], times[1::2], strict=True))
     seconds = 2 / metadata.sampled_fps
-    return MediaHeader(
-        header.key, "video", header.grid, header.tokens, header.width, header.levels, "float32", middles, seconds
-    ), rows
+    return dataclasses.replace(header, timestamps=middles, seconds_per_grid=seconds), rows
 
 
 def _header(
-    kind: str, patches: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor
-) -> tuple[MediaHeader, torch.Tensor]:
+    modality: Modality, patches: torch.Tensor, grids: torch.Tensor, rows: torch.Tensor
+) -> tuple[Header, torch.Tensor]:
     key = hashlib.sha256(patches.numpy().tobytes() + grids.numpy().tobytes()).digest()
-    tokens, levels, width = rows.shape
-    t, h, w = grids[0].tolist()
-    return MediaHeader(key, kind, (t, h, w), tokens, width, levels, "float32"), rows.contiguous()  # type: ignore[arg-type]
+    return Header(key, modality, Grid(*grids[0].tolist()), len(rows)), rows.contiguous()
 
 
 class LocalEngine:

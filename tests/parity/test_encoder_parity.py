@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid, Inspection, Options, Plan
+from common.media.item import Grid, Options
+from encoder_service.item import Inspection, Plan
 from encoder_service.media import geometry
 from encoder_service.models import config, registry
 from encoder_service.worker.patches import pixels_to_patches

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from common.media.item import Modality
 from common.wire import DType, RowLayout
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
+from llm_service.request import MediaItem, Request, Sampling, TextPrompt
 from llm_service.rows import RowStore
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped
@@ -71,7 +72,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
         await pool.start()
         try:
             landing, before = Landing(pool, store, 5.0), inline.media.get_load()
-            item = MediaItem(0, "image", Encoded(file), field="picture")
+            item = MediaItem(Modality.IMAGE, file, field="picture")
             wanted = Request("parts", TextPrompt("x"), (item,), Sampling(max_tokens=1))
             brought = []
             for _ in range(2):

@@ -12,7 +12,7 @@ import torch
 from benchmarks import llm_device, real_shape, shapes, vit
 from benchmarks.device import Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 from common.arena import SharedBuffer
+from common.media.item import Modality
 from common.processes import Child
 from common.wire import DType, RowLayout
 from encoder_service.engine.content import Contents
@@ -15,7 +16,7 @@ from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.item import Inspection, Item, Modality
+from encoder_service.item import Inspection, Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings

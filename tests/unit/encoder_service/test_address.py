@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import data_url
 from common.errors import Forbidden, InvalidInput
+from common.media import data_url
 from encoder_service.media.address import HostRules, is_reachable, parse
 
 

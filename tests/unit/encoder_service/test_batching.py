@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.media.item import Grid
 from encoder_service.engine.batching import Unit, assemble, assemble_full, cut, order
-from encoder_service.item import Grid
 from encoder_service.worker.messages import Piece
 
 PIECE = Piece(video=False, pixels=0, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)

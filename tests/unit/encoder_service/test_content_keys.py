@@ -11,10 +11,11 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import identity
+from common.media.item import Embedding, Grid, Modality, Options, Pixels, Url
 from common.wire import DType
+from encoder_service.engine import content
 from encoder_service.engine.content import Contents
-from encoder_service.item import Embedding, Grid, Item, Modality, Options, Pixels, Url
+from encoder_service.item import Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from tests import pictures
@@ -113,13 +114,13 @@ def test_large_content_is_hashed_as_small_content_is():
 
 
 def test_large_content_is_hashed_off_the_event_loop(monkeypatch):
-    hashed, content_key = list[bool](), identity.content_key
+    hashed, content_key = list[bool](), content.content_key
 
     def watched(*args):
         hashed.append(threading.current_thread() is threading.main_thread())
         return content_key(*args)
 
-    monkeypatch.setattr(identity, "content_key", watched)
+    monkeypatch.setattr(content, "content_key", watched)
     large = bytes(1 << 20)
     rows = Embedding(large, DType.FLOAT32, 1, 1, 1, Grid(1, 2, 2))
     for source in (large, bytearray(large), Pixels(large, 1, 1, 1), rows):

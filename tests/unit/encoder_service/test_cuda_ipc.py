@@ -12,10 +12,10 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.errors import Exhausted, Precondition, Unavailable
+from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools, Slice
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
-from encoder_service.item import Grid, Header, Modality
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import PoolMade

@@ -18,8 +18,9 @@ from PIL import Image
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unavailable
+from common.media.item import Options
 from common.processes import Child
-from encoder_service.item import Inspection, Options
+from encoder_service.item import Inspection
 from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.limits import MediaLimits

@@ -12,8 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
+from common.media.item import Grid, Header, Modality
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
-from encoder_service.item import Grid, Header, Modality
 from tests.unit.encoder_service.fakes import turns
 
 ROW = 64

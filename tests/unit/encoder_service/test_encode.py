@@ -9,9 +9,10 @@ import random
 import pytest
 
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
+from common.media.item import Embedding, Grid, Key, Modality, Pixels, Url
 from common.wire import DType
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.item import Embedding, Grid, Item, Key, Modality, Pixels, Url
+from encoder_service.item import Item
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import LAYOUT, SEEN, encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, served, turns

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput, TwinlensError
+from common.media.item import Key
 from common.processes import ChildDied
-from encoder_service.item import Key
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import LAYOUT, SEEN, encoder, item
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from encoder_service.item import Grid, Inspection, Options, Pixels
+from common.media.item import Grid, Options, Pixels
+from encoder_service.item import Inspection
 from encoder_service.media.geometry import bounds, plan_image, plan_pixels, plan_video, resize_clip, resize_picture
 from encoder_service.models.config import VideoRule
 from tests.unit.encoder_service.engines import CONFIG

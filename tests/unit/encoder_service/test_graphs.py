@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.attention import Triton, most_segments
 from encoder_service.models.tower import PackedTower

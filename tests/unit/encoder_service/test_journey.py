@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
-from encoder_service.item import Inspection, Key, Url
+from common.media.item import Key, Url
+from encoder_service.item import Inspection
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns

@@ -10,9 +10,9 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.lease_board import LeaseBoard
+from common.media.item import Grid, Header, Modality
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
 from encoder_service.engine.leases import Lease, Leases
-from encoder_service.item import Grid, Header, Modality
 
 ROW = 64
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidInput
-from encoder_service.item import Grid, Inspection, Item, Modality, Options, Pixels, Plan
+from common.media.item import Grid, Modality, Options, Pixels
+from encoder_service.item import Inspection, Item, Plan
 from encoder_service.media import limits
 from encoder_service.media.limits import MediaLimits
 

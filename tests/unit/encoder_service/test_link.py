@@ -17,10 +17,10 @@ from common import local_link
 from common.arena import SharedBuffer
 from common.errors import DataLoss, Exhausted, Precondition, Unavailable
 from common.local_link import SECRET_BYTES
+from common.media.item import Grid, Header, Modality
 from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
-from encoder_service.item import Grid, Header, Modality
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import Run

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from common.errors import TwinlensError
+from common.media.item import Modality, Pixels
 from encoder_service.engine import pieces
-from encoder_service.item import Inspection, Item, Modality, Pixels
+from encoder_service.item import Inspection, Item
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import encoder, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns

@@ -9,8 +9,9 @@ import tracemalloc
 
 import pytest
 
+from common.media.item import Modality, Pixels
 from encoder_service.engine import pipeline
-from encoder_service.item import Inspection, Item, Modality, Pixels
+from encoder_service.item import Inspection, Item
 from tests.unit.encoder_service.engines import encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 

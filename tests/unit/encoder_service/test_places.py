@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DeadlineExceeded
-from encoder_service.item import Item, Modality, Url
+from common.media.item import Modality, Url
+from encoder_service.item import Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.places import Place, Places
 from tests.media_host import media_host

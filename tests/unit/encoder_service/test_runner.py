@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from encoder_service.item import Grid
+from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.worker.ahead import ahead
 from encoder_service.worker.graphs import GraphsUnavailable

@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
+from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
-from encoder_service.item import Grid, Header, Modality
 from tests.unit.encoder_service.tiers import (
     HEADER,
     LOCK,

@@ -10,9 +10,9 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.media.item import Grid, Header, Modality
 from encoder_service.engine.shared_tier import TierMiss
 from encoder_service.engine.tier_client import Breaker
-from encoder_service.item import Grid, Header, Modality
 from tests import valkey_server
 from tests.unit.encoder_service.tiers import HEADER, Clock, computed, loaded, replica, written
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from common.arena import SharedBuffer
+from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.item import Grid, Header, Modality
 from tests.waiting import until
 
 LAYOUT = RowLayout(3, 64, DType.FLOAT32)

@@ -14,13 +14,14 @@ import numpy as np
 
 from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
-from common.identity import content_key
+from common.media.identity import content_key
+from common.media.item import Modality, Options
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.landing import Landing
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Encoded, MediaItem, Request, Sampling, TextPrompt
+from llm_service.request import MediaItem, Request, Sampling, TextPrompt
 from llm_service.rows import RowEntry, RowStore
 from tests.waiting import until
 from twinlens import v1
@@ -33,7 +34,7 @@ Say = Callable[["Call"], Awaitable[None]]
 
 
 def key_of(data: bytes, salt: str = "salt") -> bytes:
-    return content_key(DIGEST, "image", {}, salt, [data])
+    return content_key(DIGEST, Modality.IMAGE, data, Options(), salt)
 
 
 def content(data: bytes, first: int = 0, count: int = ROWS) -> bytes:
@@ -180,7 +181,7 @@ async def settled(entry: RowEntry) -> None:
 
 
 def request(*files: bytes, deadline: float | None = None, salt: str = "salt") -> Request:
-    media = tuple(MediaItem(n, "image", Encoded(data), field=f"here[{n}]") for n, data in enumerate(files))
+    media = tuple(MediaItem(Modality.IMAGE, data, field=f"here[{n}]", index=n) for n, data in enumerate(files))
     return Request("name", TextPrompt("x"), media, Sampling(max_tokens=1), salt=salt, priority=3, deadline=deadline)
 
 

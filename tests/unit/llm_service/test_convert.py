@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
+from common.media.item import Embedding, Key, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.request import ChatPrompt, Key, MediaItem, Pixels, Rows, Sampling, Url
+from llm_service.request import ChatPrompt, MediaItem, Sampling
 from twinlens import v1
 
 CONTEXT, VOCABULARY = 512, 600
@@ -188,7 +189,7 @@ def test_items_are_numbered_in_prompt_order_over_all_messages() -> None:
         ({"url": "https://example.org/x.png", "known_key": b"k" * 32}, Url),
         ({"key": b"k" * 32}, Key),
         ({"pixels": v1.PixelBlock(data=b"123", frames=1, height=1, width=1)}, Pixels),
-        ({"embedding": v1.EmbeddingBlock(count=1)}, Rows),
+        ({"embedding": v1.EmbeddingBlock(count=1)}, Embedding),
     ],
 )
 def test_every_source_is_carried_on(source: dict[str, Any], kind: type) -> None:

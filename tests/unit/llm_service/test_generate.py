@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
+from common.media.item import Header, Modality
 from common.metrics import Metrics
 from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
@@ -34,7 +35,7 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prefixes import Prefixes
 from llm_service.prompt import PromptBuilder
-from llm_service.request import Encoded, Laid, MediaHeader, MediaItem, Request, Run, Sampling, Span
+from llm_service.request import Laid, MediaItem, Request, Run, Sampling, Span
 from llm_service.sessions import SessionLimits, Sessions
 from tests.unit.llm_service.scripted import (
     ROWS,
@@ -60,7 +61,7 @@ class Prompts:
     def pieces(self, *_: Any) -> list[Any]:
         return []
 
-    def lay(self, _: Any, headers: Sequence[MediaHeader]) -> Laid:
+    def lay(self, _: Any, headers: Sequence[Header]) -> Laid:
         spans = [Span(n, header, (Run(n, 0, 1),)) for n, header in enumerate(headers)]
         return Laid([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
@@ -215,7 +216,7 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
         made = generator(b, front)
         first = asyncio.create_task(everything(made, asked(b"picture")))
         await eventually(lambda: len(child.told(Add)) == 1)
-        elsewhere = (MediaItem(0, "image", Encoded(b"picture"), field="there"),)
+        elsewhere = (MediaItem(Modality.IMAGE, b"picture", field="there"),)
         second = asyncio.create_task(everything(made, replace(asked(), media=elsewhere)))
         await eventually(lambda: len(child.told(Add)) == 2)
         may_fail.set()

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
+from common.media.convert import write_media
 from encoder_service import convert as encoders
 from encoder_service.engine.content import Contents
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.encoders.convert import media_message
 from llm_service.encoders.identity import Identity, identify
 from llm_service.request import MediaItem
 from twinlens import v1
@@ -69,14 +69,14 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 @given(media, st.text(max_size=4))
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
-    theirs = encoders.item(media_message(read(message)), 0, salt, 0)
+    theirs = encoders.item(write_media(read(message)), 0, salt, 0)
     known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 
 
 @given(media)
 def test_an_item_reaches_the_encoder_as_it_was_given(message: v1.Media) -> None:
-    sent = media_message(read(message))
+    sent = write_media(read(message))
     message.options.SetInParent()  # options that state nothing are none
     sent.options.SetInParent()
     assert sent == message

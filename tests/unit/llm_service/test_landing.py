@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import Forbidden, Internal, InvalidInput, NotFound, Unavailable
-from llm_service.request import Key, MediaItem, Request, Url
+from common.media.item import Key, Modality, Url
+from llm_service.request import MediaItem, Request
 from llm_service.rows import RowEntry
 from tests.unit.llm_service.scripted import (
     ROWS,
@@ -142,7 +143,7 @@ async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_
 
 
 def by_key(data: bytes) -> Request:
-    return replace(request(b""), media=(MediaItem(0, "image", Key(key_of(data)), field="by key"),))
+    return replace(request(b""), media=(MediaItem(Modality.IMAGE, Key(key_of(data)), field="by key"),))
 
 
 async def test_content_that_comes_while_rows_are_sought_by_key_is_used_where_they_are_not_there() -> None:
@@ -188,7 +189,7 @@ async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is
 
 
 def by_address(known_key: bytes = b"", url: str = "https://example.org/x") -> Request:
-    item = MediaItem(0, "image", Url(url, known_key), field="here[0]")
+    item = MediaItem(Modality.IMAGE, Url(url, known_key), field="here[0]")
     return replace(request(b""), media=(item,))
 
 
@@ -278,6 +279,6 @@ async def test_what_came_by_address_is_sought_by_its_key_where_it_came_from() ->
         await b.usable(4)
         key = (await land(b, by_address())).header.key
         b.store.flush()
-        by_key = replace(request(b""), media=(MediaItem(0, "image", Key(key), field="here[0]"),))
+        by_key = replace(request(b""), media=(MediaItem(Modality.IMAGE, Key(key), field="here[0]"),))
         await land(b, by_key)
         assert sorted(len(encoder.calls) for encoder in b.encoders) == [0, 0, 0, 2]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.media.item import Grid, Header, Modality
 from llm_service.mrope import MediaLayout, positions
-from llm_service.request import MediaHeader, Run, Span
+from llm_service.request import Run, Span
 
 PLAIN = MediaLayout(merge=2, frames_apart=False, tokens_per_second=0.0)
 
@@ -15,7 +16,7 @@ def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0
     t, h, w = grid
     tokens = t * h * w // 4
     count = tokens // len(starts)
-    header = MediaHeader(b"", kind, grid, tokens, 8, 1, "float32", seconds_per_grid=seconds)  # type: ignore[arg-type]
+    header = Header(b"", Modality(kind), Grid(*grid), tokens, seconds_per_grid=seconds)
     return Span(0, header, tuple(Run(start, n * count, count) for n, start in enumerate(starts)))
 
 

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.media.item import Options
 from llm_service.encoders.identity import identify
-from llm_service.request import MediaOptions
 from tests.unit.llm_service.scripted import (
     DIGEST,
     LAYOUT,
@@ -119,7 +119,7 @@ async def test_parts_ask_by_the_key_alone_which_stands_for_options_and_type() ->
         await b.usable(1)
         gates.open(*(first for first, _ in STRETCHES))
         wanted = request(DATA)
-        item = replace(wanted.media[0], options=MediaOptions(max_pixels=400), mime_type="image/png")
+        item = replace(wanted.media[0], options=Options(max_pixels=400), mime_type="image/png")
         gates.says["key"] = (await identify(item, DIGEST, wanted.salt)).key
         assert await b.whole_of(replace(wanted, media=(item,))) == content(DATA)
         whole, *parts = [call.request.items[0] for call in encoder.calls]

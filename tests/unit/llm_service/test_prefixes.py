@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from common.media.item import Grid, Header, Modality
 from llm_service.prefixes import Prefixes
-from llm_service.request import Laid, MediaHeader, Run, Span
+from llm_service.request import Laid, Run, Span
 
 BLOCK = 4
 
@@ -19,7 +20,7 @@ def laid(*parts: int | str) -> Laid:
             ids.append(part)
             continue
         key = hashlib.sha256(part.encode()).digest()
-        header = MediaHeader(key, "image", (1, 2, 8), 4, 8, 1, "float32")
+        header = Header(key, Modality.IMAGE, Grid(1, 2, 8), 4)
         spans.append(Span(len(spans), header, (Run(len(ids), 0, 4),)))
         ids += [99] * 4
     return Laid(ids, spans)

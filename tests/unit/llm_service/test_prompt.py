@@ -18,19 +18,10 @@ from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
+from common.media.item import Grid, Header, Modality
 from llm_service.chat_template import ChatTemplate
 from llm_service.prompt import PromptBuilder
-from llm_service.request import (
-    ChatPrompt,
-    Encoded,
-    Laid,
-    MediaHeader,
-    MediaItem,
-    Message,
-    Modality,
-    TextPrompt,
-    TokenPrompt,
-)
+from llm_service.request import ChatPrompt, Laid, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 
 START, END = SPECIAL_IDS["<|im_start|>"], SPECIAL_IDS["<|im_end|>"]
@@ -38,21 +29,21 @@ IMAGE, VIDEO = SPECIAL_IDS["<|image_pad|>"], SPECIAL_IDS["<|video_pad|>"]
 VISION = SPECIAL_IDS["<|vision_start|>"], SPECIAL_IDS["<|vision_end|>"]
 
 
-def item(index: int = 0, modality: Modality = "image") -> MediaItem:
-    return MediaItem(index, modality, Encoded(b"file"))
+def item(index: int = 0, modality: Modality = Modality.IMAGE) -> MediaItem:
+    return MediaItem(modality, b"file", index=index)
 
 
-def header(modality: Modality = "image", grid: tuple[int, int, int] = (1, 4, 6), **more: Any) -> MediaHeader:
+def header(modality: Modality = Modality.IMAGE, grid: tuple[int, int, int] = (1, 4, 6), **more: Any) -> Header:
     t, h, w = grid
     key = hashlib.sha256(repr((modality, grid)).encode()).digest()
-    return MediaHeader(key, modality, grid, t * h * w // 4, 64, 3, "float32", **more)
+    return Header(key, modality, Grid(t, h, w), t * h * w // 4, **more)
 
 
 def chat(*parts: str | MediaItem, role: str = "user") -> ChatPrompt:
     return ChatPrompt((Message(role, parts),))
 
 
-def lay(builder: PromptBuilder, prompt: Any, *headers: MediaHeader) -> Laid:
+def lay(builder: PromptBuilder, prompt: Any, *headers: Header) -> Laid:
     return builder.lay(builder.pieces(prompt, [each.modality for each in headers]), headers)
 
 
@@ -126,8 +117,8 @@ def test_several_items_keep_their_order(builder: PromptBuilder) -> None:
 
 
 def test_a_video_whose_frames_stand_apart_has_a_timestamp_before_each_group(builder: PromptBuilder) -> None:
-    clip = header("video", (3, 4, 4), timestamps=(0.25, 1.25, 2.3))
-    laid = lay(builder, chat("see", item(0, "video")), clip)
+    clip = header(Modality.VIDEO, (3, 4, 4), timestamps=(0.25, 1.25, 2.3))
+    laid = lay(builder, chat("see", item(0, Modality.VIDEO)), clip)
     (span,) = laid.spans
     assert [(run.first_row, run.count) for run in span.runs] == [(0, 4), (4, 4), (8, 4)]
     assert laid.ids.count(VIDEO) == 12
@@ -140,8 +131,8 @@ def test_a_video_whose_frames_stand_apart_has_a_timestamp_before_each_group(buil
 
 
 def test_an_older_models_video_is_one_span(older_builder: PromptBuilder) -> None:
-    clip = header("video", (3, 4, 4), timestamps=(0.25, 1.25, 2.3), seconds_per_grid=1.0)
-    laid = lay(older_builder, chat(item(0, "video")), clip)
+    clip = header(Modality.VIDEO, (3, 4, 4), timestamps=(0.25, 1.25, 2.3), seconds_per_grid=1.0)
+    laid = lay(older_builder, chat(item(0, Modality.VIDEO)), clip)
     assert [(run.first_row, run.count) for run in laid.spans[0].runs] == [(0, 12)]
 
 

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.errors import InvalidInput, Unavailable
+from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
-from llm_service.request import MediaHeader
 from llm_service.rows import RowEntry, RowStore
 
 LAYOUT = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)  # rows of 64 bytes
 ROWS = 16
 
 
-def header(name: str, tokens: int) -> MediaHeader:
-    return MediaHeader(hashlib.sha256(name.encode()).digest(), "image", (1, 2, 2 * tokens), tokens, 16, 1, "float32")
+def header(name: str, tokens: int) -> Header:
+    return Header(hashlib.sha256(name.encode()).digest(), Modality.IMAGE, Grid(1, 2, 2 * tokens), tokens)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def cache(store: RowStore, *names: tuple[str, int]) -> None:
         store.release(entry)
 
 
-def waiting(store: RowStore, *headers: MediaHeader) -> asyncio.Task[list[RowEntry]]:
+def waiting(store: RowStore, *headers: Header) -> asyncio.Task[list[RowEntry]]:
     return asyncio.create_task(store.acquire(headers))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from common.errors import DataLoss, Unavailable
+from common.media.item import Header
 from common.wire import crc32c
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
-from llm_service.request import MediaHeader
 from tests.unit.llm_service.scripted import LAYOUT, ROWS, content
 from twinlens import v1
 
@@ -94,7 +94,7 @@ HEADER: dict[str, Any] = {
 }
 
 
-async def asked(**changes: Any) -> MediaHeader:
+async def asked(**changes: Any) -> Header:
     """What is made of a header."""
     events = iter([v1.EncodeResponse(header=v1.EncodeHeader(**HEADER | changes))])
 

@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
+from common.media.item import Key, Modality, Url
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
-from llm_service.request import Key, MediaItem, Request, Url
+from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     DIGEST,
     LAYOUT,
@@ -48,7 +49,9 @@ async def test_an_encoder_of_another_model_is_never_asked() -> None:
 
 async def test_an_encoder_that_was_replaced_by_one_of_another_model_since_it_was_asked_gives_no_rows() -> None:
     """What an address gives has no key that would tell."""
-    by_address = replace(request(b""), media=(MediaItem(0, "image", Url("https://example.org/x"), field="here[0]"),))
+    by_address = replace(
+        request(b""), media=(MediaItem(Modality.IMAGE, Url("https://example.org/x"), field="here[0]"),)
+    )
     async with bench(ScriptedEncoder(), check_seconds=600) as b:
         await b.usable(1)
         b.encoders[0].digest = "another"
@@ -197,7 +200,7 @@ async def is_cut_off(call: Call) -> None:
 
 
 def by_key(key: bytes) -> Request:
-    return replace(request(b""), media=(MediaItem(0, "image", Key(key), field="here[0]"),))
+    return replace(request(b""), media=(MediaItem(Modality.IMAGE, Key(key), field="here[0]"),))
 
 
 async def test_a_key_is_sought_at_every_encoder() -> None:

@@ -1,0 +1,171 @@
+"""Between the nouns of media and their messages, for both services."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Sequence
+from typing import Final
+
+from common.errors import DataLoss, InvalidInput, Unsupported
+from common.media.item import Embedding, Grid, Header, Key, Media, Modality, Options, Pixels, Source, Url
+from common.wire import DType, RowLayout, crc32c
+from twinlens.v1 import encoder_pb2, media_pb2
+
+KEY_BYTES: Final = 32
+MAX_TIMES: Final = 16_384
+"""Times of one item at most. They are part of its key, and a message holds millions, which would take seconds."""
+
+MODALITIES: Final = {
+    Modality.IMAGE: media_pb2.MODALITY_IMAGE,
+    Modality.VIDEO: media_pb2.MODALITY_VIDEO,
+    Modality.AUDIO: media_pb2.MODALITY_AUDIO,
+}
+DTYPES: Final = {
+    DType.FLOAT32: media_pb2.DATA_TYPE_FLOAT32,
+    DType.BFLOAT16: media_pb2.DATA_TYPE_BFLOAT16,
+    DType.FLOAT16: media_pb2.DATA_TYPE_FLOAT16,
+}
+_OPTIONS: Final = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate")
+_MODALITY_OF: Final[dict[int, Modality]] = {number: modality for modality, number in MODALITIES.items()}
+_DTYPE_OF: Final[dict[int, DType]] = {number: dtype for dtype, number in DTYPES.items()}
+
+
+def read_media(message: media_pb2.Media, field: str, served: Container[Modality]) -> Media:
+    """An item of a request; raises Unsupported or InvalidInput for a modality that is not `served`, no source, a known
+    key that goes with none, or too many times."""
+    modality = _MODALITY_OF.get(message.modality)
+    if modality is Modality.AUDIO and modality not in served:
+        raise Unsupported("audio is not served by this model", reason="NO_AUDIO", field=f"{field}.modality")
+    if modality is None or modality not in served:
+        raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
+    source = _read_source(message, field)
+    if message.known_key and not isinstance(source, Url):
+        raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
+    given = message.options
+    options = Options(**{name: getattr(given, name) for name in _OPTIONS if given.HasField(name)})
+    return Media(modality, source, options, message.mime_type, field)
+
+
+def _read_source(message: media_pb2.Media, field: str) -> Source:
+    match message.WhichOneof("source"):
+        case "data":
+            return message.data
+        case "url":
+            return Url(message.url, message.known_key)
+        case "key":
+            return Key(message.key)
+        case "pixels":
+            block = message.pixels
+            times = _read_times(block.timestamps, f"{field}.pixels")
+            return Pixels(block.data, block.frames, block.height, block.width, times)
+        case "embedding":
+            rows = message.embedding
+            return Embedding(
+                data=rows.data,
+                dtype=_DTYPE_OF.get(rows.dtype),
+                count=rows.count,
+                levels=rows.levels,
+                width=rows.width,
+                grid=_read_grid(rows.grid),
+                timestamps=_read_times(rows.timestamps, f"{field}.embedding"),
+                seconds_per_grid=rows.seconds_per_grid,
+            )
+        case _:
+            raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)
+
+
+def _read_grid(message: media_pb2.Grid) -> Grid:
+    return Grid(message.t, message.h, message.w)
+
+
+def _read_times(given: Sequence[float], field: str) -> tuple[float, ...]:
+    if len(given) > MAX_TIMES:
+        raise InvalidInput(f"there are more than {MAX_TIMES} timestamps", reason="TOO_MANY_TIMES", field=field)
+    return tuple(given)
+
+
+def write_media(item: Media) -> media_pb2.Media:
+    """An item as the encoder takes it."""
+    media = media_pb2.Media(modality=MODALITIES[item.modality], mime_type=item.mime_type)
+    match item.source:
+        case Url(address, known_key):
+            media.url, media.known_key = address, known_key
+        case Key(key):
+            media.key = key
+        case Pixels(data, frames, height, width, times):
+            block = media_pb2.PixelBlock(data=data, frames=frames, height=height, width=width, timestamps=times)
+            media.pixels.CopyFrom(block)
+        case Embedding() as rows:
+            media.embedding.CopyFrom(_write_embedding(rows))
+        case encoded:
+            media.data = bytes(encoded)
+    for name, value in item.options.stated().items():
+        setattr(media.options, name, value)
+    return media
+
+
+def _write_embedding(rows: Embedding) -> media_pb2.EmbeddingBlock:
+    return media_pb2.EmbeddingBlock(
+        data=rows.data,
+        dtype=media_pb2.DATA_TYPE_UNSPECIFIED if rows.dtype is None else DTYPES[rows.dtype],
+        count=rows.count,
+        levels=rows.levels,
+        width=rows.width,
+        grid=_write_grid(rows.grid),
+        timestamps=rows.timestamps,
+        seconds_per_grid=rows.seconds_per_grid,
+    )
+
+
+def _write_grid(grid: Grid) -> media_pb2.Grid:
+    return media_pb2.Grid(t=grid.t, h=grid.h, w=grid.w)
+
+
+def write_header(index: int, found: Header, layout: RowLayout, *, cached: bool) -> encoder_pb2.EncodeHeader:
+    """An item's header as it travels."""
+    message = encoder_pb2.EncodeHeader(
+        item=index,
+        key=found.key,
+        modality=MODALITIES[found.modality],
+        grid=_write_grid(found.grid),
+        tokens=found.tokens,
+        width=layout.width,
+        levels=layout.levels,
+        dtype=DTYPES[layout.dtype],
+        timestamps=found.timestamps,
+        cached=cached,
+        seconds_per_grid=found.seconds_per_grid,
+    )
+    add_checksum(message)
+    return message
+
+
+def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
+    """An encoder's header, and the layout of its rows; raises DataLoss for one that makes no sense, or was damaged."""
+    verify_checksum(message)
+    modality, dtype, grid = _MODALITY_OF.get(message.modality), _DTYPE_OF.get(message.dtype), _read_grid(message.grid)
+    numbers = (grid.t, grid.h, grid.w, message.tokens, message.width, message.levels)
+    if modality is None or dtype is None or len(message.key) != KEY_BYTES or min(numbers) < 1:
+        raise DataLoss("an encoder sent a header that makes no sense")
+    times = tuple(message.timestamps)
+    found = Header(message.key, modality, grid, message.tokens, times, message.seconds_per_grid, message.cached)
+    return found, RowLayout(message.levels, message.width, dtype)
+
+
+Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows
+"""Messages with a checksum of their own."""
+
+
+def add_checksum(message: Checked) -> None:
+    """Sets what tells whether the message was damaged on the way."""
+    message.crc32c = crc32c(message.SerializeToString(deterministic=True))
+
+
+def verify_checksum(message: Checked) -> None:
+    """Raises DataLoss where a message is not as it was sent; one without a sum is believed."""
+    if not message.crc32c:
+        return
+    plain = copy.deepcopy(message)
+    plain.ClearField("crc32c")
+    if crc32c(plain.SerializeToString(deterministic=True)) != message.crc32c:
+        raise DataLoss("a message was damaged on the way")

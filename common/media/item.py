@@ -1,0 +1,139 @@
+"""The nouns of media that both services share. They know neither protobuf nor torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.wire import DType
+
+
+class Modality(enum.StrEnum):
+    """The kind of an item. Which of them a service takes, it says itself."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller may change about preprocessing; None is the model's own setting. Pixels are counted after
+    resizing."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+    video_pruning_rate: float | None = None
+
+    def stated(self) -> dict[str, Any]:
+        """The options that were given, for the content key."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Patches along time, height and width, before merging."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+Encoded = bytes | bytearray
+"""An encoded file; a bytearray is a download, which nobody changes any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where the content is. `known_key` is the content key that it had before, empty where the caller knows none."""
+
+    address: str
+    known_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A content key (32 bytes) that stands for content which an encoder has."""
+
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Decoded pixels as a caller gave them: row-major [frames, height, width, 3] uint8, and the time of each frame."""
+
+    data: bytes
+    frames: int
+    height: int
+    width: int
+    timestamps: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows that were computed elsewhere: row-major [count, levels, width] in `dtype`, None where none was stated. The
+    times are as in `Header`."""
+
+    data: bytes
+    dtype: DType | None
+    count: int
+    levels: int
+    width: int
+    grid: Grid
+    timestamps: tuple[float, ...] = ()
+    seconds_per_grid: float = 0.0
+
+
+Content = Encoded | Pixels | Embedding
+"""A source that holds the content itself."""
+
+Source = Content | Url | Key
+"""Where an item's content comes from. Whether all of it fits together is for an encoder to check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One picture, video or clip, as a caller gave it. `field` is its place in the request."""
+
+    modality: Modality
+    source: Source
+    options: Options = Options()
+    mime_type: str = ""
+    field: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of content that came with it."""
+        match self.source:
+            case Key():
+                return 0
+            case Url(address):
+                return len(address)
+            case Pixels(data) | Embedding(data):
+                return len(data)
+            case encoded:
+                return len(encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known of an item before its rows exist.
+
+    `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
+    empty for a picture. `cached` says that the encoder which sent it had the rows.
+    """
+
+    key: bytes
+    modality: Modality
+    grid: Grid
+    tokens: int
+    timestamps: tuple[float, ...] = ()
+    seconds_per_grid: float = 0.0
+    cached: bool = False
