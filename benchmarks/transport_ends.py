@@ -34,7 +34,7 @@ from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.parts import open_parts
+from llm_service.encoders.parallel_streams import open_parts
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem

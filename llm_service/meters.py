@@ -15,11 +15,11 @@ from common.metrics import Metrics, gauge, total
 from llm_service import convert
 
 if TYPE_CHECKING:
-    from llm_service.encoders.landing import Landing
+    from llm_service.encoders.encoder_cache import RowStore
     from llm_service.encoders.pool import EncoderPool
+    from llm_service.encoders.receiver import Landing
     from llm_service.engine.front import EngineFront
-    from llm_service.generate import Generator
-    from llm_service.rows import RowStore
+    from llm_service.generation.generator import Generator
 
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)

@@ -13,30 +13,30 @@ from common.grpc_server import GrpcServer
 from common.identity import vision_digest
 from common.metrics import Metrics
 from common.wire import DType, RowLayout
-from llm_service.admission import Admission
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.encoders.landing import Landing
+from llm_service.encoders.encoder_cache import RowStore
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.receiver import Landing
 from llm_service.engine.front import EngineFront
 from llm_service.engine.mirrors import Mirrors
 from llm_service.engine.reserve import MODULE
-from llm_service.generate import Generator
+from llm_service.generation.admission import Admission
+from llm_service.generation.generator import Generator
+from llm_service.generation.prefixes import Prefixes
+from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
 from llm_service.models.registry import DECODERS
-from llm_service.mrope import MediaLayout
-from llm_service.prefixes import Prefixes
-from llm_service.prompt import PromptBuilder
-from llm_service.rows import RowStore
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.mrope import MediaLayout
+from llm_service.prompt.tokens import end_tokens
 from llm_service.servicer import LlmServicer, Parts
-from llm_service.sessions import SessionLimits, Sessions
 from llm_service.settings import EngineSettings
-from llm_service.tokens import end_tokens
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 

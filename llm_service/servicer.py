@@ -12,16 +12,16 @@ import grpc
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.encoders.landing import Landing
+from llm_service.encoders.encoder_cache import RowStore
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.receiver import Landing
 from llm_service.engine.front import EngineFront
-from llm_service.events import Begun, Delta, Ended, PromptScores
-from llm_service.generate import Generator
+from llm_service.generation.events import Begun, Delta, Ended, PromptScores
+from llm_service.generation.generator import Generator
 from llm_service.plan import TokenLogprobs
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.token_text import TokenTexts
 from llm_service.request import MediaItem
-from llm_service.rows import RowStore
-from llm_service.token_text import TokenTexts
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY

@@ -69,11 +69,11 @@ def service_of(name: str) -> str:
 def room_of(name: str) -> str:
     """The room of a service's module.
 
-    >>> room_of("llm_service.request"), room_of("llm_service.engine.core"), room_of("llm_service.prompt")
+    >>> room_of("llm_service.request"), room_of("llm_service.engine.core"), room_of("llm_service.prompt.builder")
     ('nouns', 'engine', 'front')
     """
     parts = name.split(".")[1:]
-    if parts in (["item"], ["request"], ["plan"], ["settings"], ["tokens"], ["models", "config"]):
+    if parts in (["item"], ["request"], ["plan"], ["settings"], ["prompt", "tokens"], ["models", "config"]):
         return "nouns"
     if parts[-1:] == ["messages"]:
         return "messages"
@@ -205,7 +205,7 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (light_control_plane, {"llm_service/engine/scheduler": "import torch"}),
         (
             light_control_plane,
-            {"llm_service/prompt": "def f():\n    from transformers import AutoTokenizer"},
+            {"llm_service/prompt/builder": "def f():\n    from transformers import AutoTokenizer"},
         ),
         (light_control_plane, {"encoder_service/worker/messages": "import torch"}),
         (light_control_plane, {"llm_service/plan": "from common import a", "common/a": "import torch.nn"}),
@@ -220,7 +220,10 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (protobuf_at_the_edge, {"llm_service/engine/core": "from twinlens.v1 import Media"}),
         (protobuf_at_the_edge, {"encoder_service/media/image": "from twinlens import v1"}),
         (protobuf_at_the_edge, {"common/wire": "import google.protobuf.message"}),
-        (downwards, {"llm_service/request": "from llm_service import prompt", "llm_service/prompt": ""}),
+        (
+            downwards,
+            {"llm_service/request": "from llm_service.prompt import builder", "llm_service/prompt/builder": ""},
+        ),
         (
             downwards,
             {
@@ -289,7 +292,10 @@ def test_both_services_have_the_same_rooms() -> None:
 def test_what_the_control_plane_is_named_after_exists() -> None:
     expected = {
         *(f"encoder_service.{name}" for name in ("item", "media.limits", "engine.embedding_store", "engine.encode")),
-        *(f"llm_service.{name}" for name in ("request", "plan", "prompt", "detokenizer", "encoders.pool")),
+        *(
+            f"llm_service.{name}"
+            for name in ("request", "plan", "prompt.builder", "prompt.detokenizer", "encoders.pool")
+        ),
         *(f"llm_service.engine.{name}" for name in ("scheduler", "block_manager", "core", "front")),
     }
     assert expected <= set(TREE.modules)

@@ -18,16 +18,16 @@ from common import log, tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from common.media.item import Header, Key, Url
 from llm_service.encoders.breaker import RetryBudget
+from llm_service.encoders.encoder_cache import RowEntry, RowStore
+from llm_service.encoders.header_cache import Known, KnownHeaders
 from llm_service.encoders.identity import Identity, given_by
-from llm_service.encoders.known import Known, KnownHeaders
-from llm_service.encoders.line import Place
-from llm_service.encoders.parts import Parts, open_parts
+from llm_service.encoders.parallel_streams import Parts, open_parts
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
+from llm_service.encoders.wait_queue import Place
 from llm_service.request import MediaItem, Request
-from llm_service.rows import RowEntry, RowStore
 
 _log = log.get("fetch")
 _ATTEMPTS = 3

@@ -17,8 +17,8 @@ from common.media.convert import write_media
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
+from llm_service.encoders.connections import Lanes
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
-from llm_service.encoders.lanes import Lanes
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.cuda_ipc import CudaIpc

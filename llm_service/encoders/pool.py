@@ -14,9 +14,9 @@ from common import log, tasks
 from common.errors import Unavailable
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
-from llm_service.encoders.line import Line
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
+from llm_service.encoders.wait_queue import Line
 
 _log = log.get("encoders")
 _CROWDED_CALLS = 8

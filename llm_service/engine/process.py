@@ -24,8 +24,8 @@ from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.structure import Matchers, Structures
 from llm_service.engine.wake import Wake
 from llm_service.models.config import TextConfig
+from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import EngineSettings
-from llm_service.tokens import end_tokens
 
 _BEAT_SECONDS = 1.0
 """The front hears this often that the process runs."""

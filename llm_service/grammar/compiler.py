@@ -21,8 +21,8 @@ from common import log
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
+from llm_service.grammar.fair_queue import Lanes
 from llm_service.grammar.foresight import StructureLimits, refusal
-from llm_service.grammar.lanes import Lanes
 from llm_service.grammar.messages import (
     Answer,
     Begun,

@@ -23,7 +23,7 @@ from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import TokenLogprobs
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, Laid, MediaItem, Message, Sampling
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.model_runner import ModelRunner

@@ -11,11 +11,11 @@ import pytest
 
 from common.media.item import Modality
 from common.wire import DType, RowLayout
-from llm_service.encoders.landing import Landing
+from llm_service.encoders.encoder_cache import RowStore
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.receiver import Landing
 from llm_service.request import MediaItem, Request, Sampling, TextPrompt
-from llm_service.rows import RowStore
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import Checkpoint
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ from common.media.identity import content_key
 from common.media.item import Modality, Options
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
-from llm_service.encoders.landing import Landing
+from llm_service.encoders.encoder_cache import RowEntry, RowStore
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.receiver import Landing
 from llm_service.request import MediaItem, Request, Sampling, TextPrompt
-from llm_service.rows import RowEntry, RowStore
 from tests.waiting import until
 from twinlens import v1
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.errors import Exhausted
-from llm_service.admission import Admission, Place
+from llm_service.generation.admission import Admission, Place
 
 
 def admission(requests: int = 10, waiting: int = 3, tokens: int = 100) -> Admission:

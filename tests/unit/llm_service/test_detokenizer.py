@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llm_service.detokenizer import Detokenizer
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.detokenizer import Detokenizer
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 
 FAMILY = "👩‍👩‍👧‍👦 naïve 中文 🇩🇪 ё ✓"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from llm_service.grammar.lanes import Lanes
+from llm_service.grammar.fair_queue import Lanes
 
 
 def asking(lanes: Lanes[str], caller: str, count: int) -> list[asyncio.Task[str]]:

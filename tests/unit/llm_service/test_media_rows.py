@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common import tracing
-from llm_service.media_rows import MediaRows
+from llm_service.generation.media_rows import MediaRows
 from tests.unit.llm_service.scripted import Bench, Call, ScriptedEncoder, bench, eventually, request, well
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.media.item import Grid, Header, Modality
-from llm_service.mrope import MediaLayout, positions
+from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.request import Run, Span
 
 PLAIN = MediaLayout(merge=2, frames_apart=False, tokens_per_second=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from common.media.item import Grid, Header, Modality
-from llm_service.prefixes import Prefixes
+from llm_service.generation.prefixes import Prefixes
 from llm_service.request import Laid, Run, Span
 
 BLOCK = 4

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media.item import Grid, Header, Modality
-from llm_service.chat_template import ChatTemplate
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.request import ChatPrompt, Laid, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 

@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.events import PromptScores
+from llm_service.generation.events import PromptScores
 from llm_service.plan import TokenLogprobs
+from llm_service.prompt.token_text import TokenTexts
 from llm_service.servicer import LlmServicer, _prompt_delta
-from llm_service.token_text import TokenTexts
 from twinlens import v1
 
 CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:127.0.0.1:1")

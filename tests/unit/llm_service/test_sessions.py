@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from llm_service.sessions import Session, SessionLimits, Sessions
+from llm_service.generation.sessions import Session, SessionLimits, Sessions
 
 
 class Clock:

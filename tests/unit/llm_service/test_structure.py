@@ -13,7 +13,7 @@ import pytest
 from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
 from tests.waiting import until

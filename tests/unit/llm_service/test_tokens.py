@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
-from llm_service.tokens import MediaTokens, end_tokens
+from llm_service.prompt.tokens import MediaTokens, end_tokens
 
 MEDIA = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
 

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.media.item import Header
-from llm_service.chat_template import ChatTemplate
-from llm_service.mrope import MediaLayout, positions
+from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.prompt.mrope import MediaLayout, positions
+from llm_service.prompt.token_text import TokenTexts
+from llm_service.prompt.tokens import MediaTokens
 from llm_service.request import ChatPrompt, Laid, Run, Span, TextPrompt, TokenPrompt
-from llm_service.token_text import TokenTexts
-from llm_service.tokens import MediaTokens
 
 
 @dataclass(frozen=True, slots=True)

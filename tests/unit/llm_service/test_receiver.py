@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import Forbidden, Internal, InvalidInput, NotFound, Unavailable
 from common.media.item import Key, Modality, Url
+from llm_service.encoders.encoder_cache import RowEntry
 from llm_service.request import MediaItem, Request
-from llm_service.rows import RowEntry
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,

@@ -12,7 +12,7 @@ import pytest
 from common.errors import InvalidInput, Unavailable
 from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
-from llm_service.rows import RowEntry, RowStore
+from llm_service.encoders.encoder_cache import RowEntry, RowStore
 
 LAYOUT = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)  # rows of 64 bytes
 ROWS = 16

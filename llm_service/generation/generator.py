@@ -13,21 +13,21 @@ import msgspec
 
 from common import tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
-from llm_service.admission import Admission, Place
-from llm_service.detokenizer import Detokenizer
-from llm_service.encoders.landing import Landing
+from llm_service.encoders.receiver import Landing
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Add, Prefilled, Scored, Started
 from llm_service.engine.ticket import Ticket
-from llm_service.events import Begun, Delta, Ended, Event, PromptScores
+from llm_service.generation.admission import Admission, Place
+from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
+from llm_service.generation.job import Job, Stages, aborted
+from llm_service.generation.media_rows import MediaRows
+from llm_service.generation.prefixes import Prefixes
+from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
-from llm_service.job import Job, Stages, aborted
-from llm_service.media_rows import MediaRows
 from llm_service.meters import Meters
-from llm_service.prefixes import Prefixes
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.request import Laid, Request
-from llm_service.sessions import Sessions
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from common import tracing
 from common.errors import Cancelled
-from llm_service.admission import Place
 from llm_service.engine.messages import Prefilled
 from llm_service.engine.ticket import Ticket
-from llm_service.events import Begun, Delta, Ended, Event
+from llm_service.generation.admission import Place
+from llm_service.generation.events import Begun, Delta, Ended, Event
 from llm_service.meters import RequestMeter
 
 

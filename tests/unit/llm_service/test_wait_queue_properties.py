@@ -9,7 +9,7 @@ from time import monotonic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_service.encoders.line import Line, Place
+from llm_service.encoders.wait_queue import Line, Place
 
 HINT = 0.001
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from common import tasks
 from common.errors import TwinlensError
 from common.media.item import Header
+from llm_service.encoders.encoder_cache import RowEntry, Watcher
 from llm_service.encoders.fetch import Fetch
-from llm_service.encoders.landing import Landing, headers
+from llm_service.encoders.receiver import Landing, headers
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, ItemRows
 from llm_service.engine.ticket import Ticket
 from llm_service.request import Laid, Request
-from llm_service.rows import RowEntry, Watcher
 
 
 class MediaRows:

@@ -15,12 +15,12 @@ from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
 from common.media.item import Header
 from llm_service.encoders.breaker import RetryBudget
+from llm_service.encoders.encoder_cache import RowEntry, RowStore
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
+from llm_service.encoders.header_cache import Known
 from llm_service.encoders.identity import Identity, identify
-from llm_service.encoders.known import Known
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
-from llm_service.rows import RowEntry, RowStore
 
 
 class Landing:

@@ -15,7 +15,6 @@ import pytest
 from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
 from common.media.item import Header, Modality
 from common.metrics import Metrics
-from llm_service.admission import Admission
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import (
     Abort,
@@ -29,14 +28,15 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
-from llm_service.events import Begun
-from llm_service.generate import Generator
+from llm_service.generation.admission import Admission
+from llm_service.generation.events import Begun
+from llm_service.generation.generator import Generator
+from llm_service.generation.prefixes import Prefixes
+from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
-from llm_service.prefixes import Prefixes
-from llm_service.prompt import PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Laid, MediaItem, Request, Run, Sampling, Span
-from llm_service.sessions import SessionLimits, Sessions
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,

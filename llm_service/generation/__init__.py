@@ -1,0 +1,1 @@
+"""A request's life: admitted, prepared, given to the engine, and streamed back."""

@@ -1,0 +1,1 @@
+"""Messages into tokens, positions and spans, and tokens back into text."""
