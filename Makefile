@@ -9,8 +9,8 @@ TP ?= 1
 OUT ?= build/tables
 ENVIRONMENT ?=
 ARGS ?=
-# What the tests of one file share is started once.
-PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
+# What the tests of one file share is started once. Files go in their order: those of few long tests come first.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(or $(ENVIRONMENT),$(VENV))/bin

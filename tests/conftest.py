@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,16 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba does not look at the ot
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Who computes never changes in the middle of a test, but where that is what it is about.
 os.environ.setdefault("TWINLENS_LLM_KERNELS", "wait")
+
+
+# While thousands of tests are imported nothing becomes garbage that is worth a look at all of them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is here now stays: collections need not look at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

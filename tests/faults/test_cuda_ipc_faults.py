@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,18 +38,45 @@ def checkpoint(checkpoints: Callable[..., Path]) -> Path:
 
 
 class Twins:
-    """Both services, and how they are made to fail."""
+    """Both services, and how they are made to fail. The encoder is started again at its address, as a test wants it."""
 
-    def __init__(self, stack: ExitStack, encoder: Service, llm: Service) -> None:
-        self.encoder = encoder
-        self.llm = llm
-        self.media = stack.enter_context(EncoderClient(encoder.address))
-        self.text = stack.enter_context(LlmClient(llm.address))
-        until(lambda: usable(self.text, 1), "the encoder is usable")
+    def __init__(self, stack: ExitStack, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._encoder_stack = ExitStack()
+        stack.callback(self._end_encoder)
+        self._address = "127.0.0.1:0"
+        self._start_encoder({})
+        self.llm = stack.enter_context(twin_llm(checkpoint, self._address, **GROUP))
+        self.text = stack.enter_context(LlmClient(self.llm.address))
+
+    def set_up(self, **encoder_flags: object) -> None:
+        """Whatever a test before has done: an encoder with these flags, which the ranks read, and empty caches."""
+        if self.encoder.process.poll() is not None or encoder_flags != self._encoder_flags:
+            self._end_encoder()
+            self._start_encoder(encoder_flags)
         self.until_ready()
+        self.text.flush_cache()
+        self.media.flush_cache()
+
+    def _end_encoder(self) -> None:
+        killed = self.encoder.process.poll() is not None
+        self._encoder_stack.close()
+        assert killed or self.encoder.process.returncode == 0
+
+    def _start_encoder(self, flags: dict[str, object]) -> None:
+        self._encoder_flags = flags
+        start = twin_encoder(self._checkpoint, listen=self._address, exit_code=None, **flags)
+        self.encoder = self._encoder_stack.enter_context(start)
+        self.media = self._encoder_stack.enter_context(EncoderClient(self.encoder.address))
+        self._address = self.encoder.address
 
     def until_ready(self) -> None:
+        until(lambda: len(self.media.get_info().device_pools) == 1, "the encoder has a worker")
+        until(lambda: usable(self.text, 1), "the encoder is usable")
         until(lambda: self.text.get_load().encoders[0].cuda_ipc, "the ranks read the encoder's device")
+
+    def until_quiet(self) -> None:
+        until(lambda: idle(self.text) and quiet(self.media), "nothing is held")
 
     def ask(self, picture: bytes) -> list[int]:
         return tokens(self.text, asked(about(picture)))
@@ -58,14 +85,8 @@ class Twins:
         (worker,) = self.encoder.children("encoder_service.worker")
         os.kill(worker, signal.SIGKILL)
 
-    @contextmanager
-    def on_the_way(self, picture: bytes) -> Iterator[Callable[[], list[int]]]:
-        """A picture whose rows are leased and not copied by all ranks before the block ends; the answer, after it."""
-        (rank,) = self.llm.children("llm_service.worker")
-        with ThreadPoolExecutor(1) as threads, stopped(rank):
-            answer = threads.submit(self.ask, picture)
-            until(lambda: self.media.get_load().leases == 1, "its rows are leased")
-            yield lambda: answer.result(180)
+    def on_the_way(self, picture: bytes) -> AbstractContextManager[Callable[[], list[int]]]:
+        return on_the_way(self.llm, self.text, self.media, picture)
 
     def mapped_pools(self) -> list[int]:
         """How many pools each rank has open."""
@@ -74,57 +95,75 @@ class Twins:
 
 
 @contextmanager
-def twins(checkpoint: Path, *, dies: bool = False, **encoder_flags: object) -> Iterator[Twins]:
-    code = None if dies else 0
+def on_the_way(
+    llm: Service, text: LlmClient, media: EncoderClient, picture: bytes
+) -> Iterator[Callable[[], list[int]]]:
+    """A picture whose rows are leased and not copied by all ranks before the block ends; the answer, after it."""
+    with ThreadPoolExecutor(1) as threads, stopped(*llm.children("llm_service.worker")):
+        answer = threads.submit(tokens, text, asked(about(picture)))
+        until(lambda: media.get_load().leases == 1, "its rows are leased")
+        yield lambda: answer.result(180)
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Iterator[Twins]:
     with ExitStack() as stack:
-        encoder = stack.enter_context(twin_encoder(checkpoint, exit_code=code, **encoder_flags))
-        llm = stack.enter_context(twin_llm(checkpoint, encoder.address, exit_code=code, **GROUP))
-        yield Twins(stack, encoder, llm)
+        yield Twins(stack, checkpoint)
 
 
-@pytest.mark.parametrize("opened", [True, False], ids=["pool open", "pool not open yet"])
-def test_rows_of_a_worker_that_dies_under_them_are_fetched_in_another_way(checkpoint: Path, opened: bool) -> None:
-    picture = new_picture()
-    with twins(checkpoint) as both:
-        if opened:
-            both.ask(new_picture())
-        with both.on_the_way(picture) as answer:
-            both.kill_worker()
-            until(lambda: both.media.get_load().leases == 0, "nobody is to believe in that memory")
-        said, load = answer(), both.text.get_load()
-        assert load.encode_retries == 1
-        assert by_transport(both.media)[SHARED] == load.rows_shared > 0
-        until(lambda: len(both.media.get_info().device_pools) == 1, "another worker has taken its place")
+@pytest.mark.parametrize("opened", [False, True], ids=["pool not open yet", "pool open"])
+def test_rows_of_a_worker_that_dies_under_them_are_fetched_in_another_way(both: Twins, opened: bool) -> None:
+    both.set_up()
+    if opened:
+        both.ask(new_picture())
+    elif any(both.mapped_pools()):
+        both.kill_worker()  # the next one's pool is a new one
+        until(lambda: not any(both.mapped_pools()), "nobody holds the memory of the dead one")
         both.until_ready()
-        both.text.flush_cache()
-        both.media.flush_cache()
-        assert both.ask(picture) == said
-        after = both.text.get_load()
-        assert after.rows_mirrored - load.rows_mirrored == load.rows_shared, "the new worker's pool serves"
-        until(lambda: both.mapped_pools() == [1, 1], "nobody holds the memory of the dead one")
-        until(lambda: idle(both.text) and quiet(both.media), "nothing is held")
-
-
-def test_rows_that_are_read_after_their_lease_do_not_count(checkpoint: Path) -> None:
+    before, sent = both.text.get_load(), by_transport(both.media).get(SHARED, 0)
     picture = new_picture()
-    with twins(checkpoint, lease_seconds=3) as both:
-        with both.on_the_way(picture) as answer:
-            until(lambda: both.media.get_load().leases == 0, "the lease ends by its time")
-        said, load = answer(), both.text.get_load()
-        assert (load.encode_retries, load.rows_mirrored) == (1, 0)
-        assert load.rows_shared == load.rows_received > 0
-        both.text.flush_cache()
-        assert both.ask(picture) == said
-        assert both.text.get_load().rows_mirrored == load.rows_shared
-        until(lambda: idle(both.text) and quiet(both.media), "nothing is held")
+    with both.on_the_way(picture) as answer:
+        both.kill_worker()
+        until(lambda: both.media.get_load().leases == 0, "nobody is to believe in that memory")
+    said, load = answer(), both.text.get_load()
+    assert load.encode_retries == before.encode_retries + 1
+    rows = load.rows_shared - before.rows_shared
+    assert by_transport(both.media)[SHARED] - sent == rows > 0
+    both.until_ready()
+    both.text.flush_cache()
+    both.media.flush_cache()
+    assert both.ask(picture) == said
+    after = both.text.get_load()
+    assert after.rows_mirrored - load.rows_mirrored == rows, "the new worker's pool serves"
+    until(lambda: both.mapped_pools() == [1, 1], "nobody holds the memory of the dead one")
+    both.until_quiet()
 
 
-def test_a_reader_that_is_killed_while_it_copies_leaves_no_lease(checkpoint: Path) -> None:
-    with ExitStack() as stack:
-        encoder = stack.enter_context(twin_encoder(checkpoint))
-        llm = stack.enter_context(twin_llm(checkpoint, encoder.address, exit_code=None, **GROUP))
-        both = Twins(stack, encoder, llm)
-        with both.on_the_way(new_picture()) as answer:
+def test_rows_in_the_mirrors_of_an_engine_that_dies_are_fetched_again(both: Twins) -> None:
+    both.set_up()
+    picture, before = new_picture(), both.text.get_load()
+    said, load = both.ask(picture), both.text.get_load()
+    rows = load.rows_mirrored - before.rows_mirrored
+    assert rows > 0
+    assert load.row_bytes > 0
+    os.kill(both.llm.children("llm_service.engine")[0], signal.SIGKILL)
+    until(lambda: not _serves(both.text), "the engine is gone")
+    until(lambda: _serves(both.text), "the engine is back")
+    assert both.text.get_load().row_bytes == 0
+    both.until_ready()
+    assert both.ask(picture) == said
+    assert both.text.get_load().rows_mirrored == load.rows_mirrored + rows
+    both.until_quiet()
+
+
+def test_a_reader_that_is_killed_while_it_copies_leaves_no_lease(both: Twins, checkpoint: Path) -> None:
+    both.set_up()
+    with (
+        twin_llm(checkpoint, both.encoder.address, exit_code=None, **GROUP) as llm,
+        LlmClient(llm.address) as text,
+    ):
+        until(lambda: usable(text, 1) and text.get_load().encoders[0].cuda_ipc, "the ranks read the encoder's device")
+        with on_the_way(llm, text, both.media, new_picture()) as answer:
             llm.process.kill()
             with pytest.raises(TwinlensError):
                 answer()
@@ -132,37 +171,36 @@ def test_a_reader_that_is_killed_while_it_copies_leaves_no_lease(checkpoint: Pat
             until(lambda: quiet(both.media), "no stream is left")
 
 
-def test_rows_in_the_mirrors_of_an_engine_that_dies_are_fetched_again(checkpoint: Path) -> None:
+def test_an_encoder_that_is_killed_while_its_rows_are_copied_is_let_go(both: Twins) -> None:
+    both.set_up()
     picture = new_picture()
-    with twins(checkpoint) as both:
-        said, load = both.ask(picture), both.text.get_load()
-        assert load.rows_mirrored > 0
-        assert load.row_bytes > 0
-        os.kill(both.llm.children("llm_service.engine")[0], signal.SIGKILL)
-        until(lambda: not _serves(both.text), "the engine is gone")
-        until(lambda: _serves(both.text), "the engine is back")
-        assert both.text.get_load().row_bytes == 0
-        both.until_ready()
-        assert both.ask(picture) == said
-        assert both.text.get_load().rows_mirrored == 2 * load.rows_mirrored
+    said = both.ask(picture)
+    assert both.mapped_pools() == [1, 1]
+    with both.on_the_way(new_picture()) as answer:
+        both.encoder.process.kill()
+        until(lambda: not usable(both.text, 1), "it is known to be gone")
+    with pytest.raises(TwinlensError) as error:
+        answer()
+    assert error.value.code.name == "UNAVAILABLE"
+    until(lambda: both.mapped_pools() == [0, 0], "nobody holds its memory")
+    assert both.ask(picture) == said, "what landed is still here"
+    both.set_up()
+    assert both.ask(picture) == said
 
 
-def test_an_encoder_that_is_killed_while_its_rows_are_copied_is_let_go(checkpoint: Path) -> None:
-    picture = new_picture()
-    with twins(checkpoint, dies=True) as both, twin_encoder(checkpoint, device="TWIN-1") as other:
-        both.ask(picture)
-        assert both.mapped_pools() == [1, 1]
-        with both.on_the_way(new_picture()) as answer:
-            both.encoder.process.kill()
-            until(lambda: not usable(both.text, 1), "it is known to be gone")
-        with pytest.raises(TwinlensError) as error:
-            answer()
-        assert error.value.code.name == "UNAVAILABLE"
-        until(lambda: both.mapped_pools() == [0, 0], "nobody holds its memory")
-        assert both.ask(picture), "what landed is still here"
-        with twin_llm(checkpoint, other.address) as llm, LlmClient(llm.address) as text:
-            until(lambda: usable(text, 1), "the other encoder is usable")
-            assert tokens(text, asked(about(picture))) == both.ask(picture)
+def test_rows_that_are_read_after_their_lease_do_not_count(both: Twins) -> None:
+    both.set_up(lease_seconds=3)
+    picture, before = new_picture(), both.text.get_load()
+    with both.on_the_way(picture) as answer:
+        until(lambda: both.media.get_load().leases == 0, "the lease ends by its time")
+    said, load = answer(), both.text.get_load()
+    assert (load.encode_retries, load.rows_mirrored) == (before.encode_retries + 1, before.rows_mirrored)
+    rows = load.rows_shared - before.rows_shared
+    assert load.rows_received - before.rows_received == rows > 0
+    both.text.flush_cache()
+    assert both.ask(picture) == said
+    assert both.text.get_load().rows_mirrored == before.rows_mirrored + rows
+    both.until_quiet()
 
 
 def _serves(client: LlmClient) -> bool:

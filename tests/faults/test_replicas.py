@@ -51,7 +51,7 @@ def test_an_encoder_that_is_killed_again_and_again_costs_no_caller_an_error(chec
         assert load.encode_retries <= 0.2 * load.encode_attempts + 64
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_frozen_encoder_is_noticed_and_taken_back_when_it_thaws(checkpoint: Path, shared_memory: bool) -> None:
     with (
         replicas(checkpoint, 2, shared_memory=shared_memory) as both,

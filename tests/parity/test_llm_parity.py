@@ -18,7 +18,7 @@ from llm_service.plan import Chunk
 from llm_service.request import Sampling
 from tests import reference
 from tests.checkpoints import FAMILIES, Family, make_checkpoint
-from tests.parity.local_engine import LocalEngine, Part, make_prompt
+from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
 
@@ -53,20 +53,31 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_checkpoint(family, tmp_path_factory.mktemp(family), dtype=dtype)
 
 
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> dict[str, Prompt]:
+    return {name: make_prompt(directory, parts) for name, parts in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
+    """The reference's tokens."""
+    tokens = {name: reference.reference_generate(directory, prompt.inputs) for name, prompt in prompts.items()}
+    assert len(set(map(tuple, tokens.values()))) == len(tokens), "the prompts prove nothing"
+    return tokens
+
+
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_have_the_references_ids_and_positions(directory: Path, name: str) -> None:
-    prompt = make_prompt(directory, PROMPTS[name])
+def test_prompts_have_the_references_ids_and_positions(prompts: dict[str, Prompt], name: str) -> None:
+    prompt = prompts[name]
     assert prompt.laid.ids == prompt.inputs["input_ids"][0].tolist()
     ours = np.frombuffer(prompt.laid.positions, np.int32).reshape(3, -1)
     assert np.array_equal(ours, prompt.inputs["position_ids"][:, 0].numpy())
     assert prompt.laid.delta == int(prompt.inputs["rope_deltas"])
 
 
-def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(directory: Path) -> None:
-    prompts = {name: make_prompt(directory, parts) for name, parts in PROMPTS.items()}
-    expected = {name: reference.reference_generate(directory, prompt.inputs) for name, prompt in prompts.items()}
-    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected), "the prompts prove nothing"
-
+def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(
+    directory: Path, prompts: dict[str, Prompt], expected: dict[str, list[int]]
+) -> None:
     whole, chunked = LocalEngine(directory), LocalEngine(directory, step_tokens=16)
     for name, prompt in prompts.items():
         assert whole.run([prompt], GREEDY)[0].tokens == expected[name], name
@@ -86,19 +97,20 @@ def test_two_pictures_give_different_answers(directory: Path) -> None:
     assert first.tokens != second.tokens
 
 
-def test_preemption_and_cached_prefixes_change_no_token(directory: Path) -> None:
-    prompts = [make_prompt(directory, parts) for parts in PROMPTS.values()]
-    plain = [LocalEngine(directory).run([prompt], GREEDY)[0].tokens for prompt in prompts]
-    longest = max(len(prompt.laid.ids) for prompt in prompts)
+def test_preemption_and_cached_prefixes_change_no_token(
+    directory: Path, prompts: dict[str, Prompt], expected: dict[str, list[int]]
+) -> None:
+    asked, right = list(prompts.values()), list(expected.values())
+    longest = max(len(prompt.laid.ids) for prompt in asked)
     tight = LocalEngine(directory, blocks=(longest + 64) // 16 + 6, step_tokens=64, prefix_cache=True)
-    assert [outcome.tokens for outcome in tight.run(prompts, GREEDY)] == plain
+    assert [outcome.tokens for outcome in tight.run(asked, GREEDY)] == right
     assert tight.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
     roomy = LocalEngine(directory, prefix_cache=True)
-    roomy.run(prompts, GREEDY)
-    again = roomy.run(prompts, GREEDY)
-    assert [outcome.tokens for outcome in again] == plain
-    assert all(outcome.cached >= len(p.laid.ids) - 17 for outcome, p in zip(again, prompts, strict=True))
+    roomy.run(asked, GREEDY)
+    again = roomy.run(asked, GREEDY)
+    assert [outcome.tokens for outcome in again] == right
+    assert all(outcome.cached >= len(p.laid.ids) - 17 for outcome, p in zip(again, asked, strict=True))
 
 
 def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
@@ -116,8 +128,8 @@ def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     assert engine.run([tenant], GREEDY)[0].cached == 0
 
 
-def test_logits_are_the_references(directory: Path) -> None:
-    prompt = make_prompt(directory, PROMPTS["one image"])
+def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) -> None:
+    prompt = prompts["one image"]
     logits = reference.reference_logits(directory, prompt.inputs)[-1].double().log_softmax(-1)
     engine = LocalEngine(directory)
     engine.submit(prompt, Sampling(max_tokens=1, temperature=0.0, logprobs=20))
@@ -139,8 +151,10 @@ def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_stays_near_the_reference(directory: Path, dtype: torch.dtype) -> None:
-    prompt = make_prompt(directory, PROMPTS["text"])
+def test_half_precision_stays_near_the_reference(
+    directory: Path, prompts: dict[str, Prompt], dtype: torch.dtype
+) -> None:
+    prompt = prompts["text"]
     expected = reference.reference_logits(directory, prompt.inputs)[-1].float()
     decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
     config, count = decoder.config, len(prompt.laid.ids)

@@ -5,16 +5,19 @@ What is tested here is everything but the driver's calls; those need a GPU (`tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import pictures
-from tests.device_twin import environ
-from tests.device_twin.services import flags, twin_encoder, twin_llm, twin_pair
-from tests.launch import encoder_server, launch, llm_server
-from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, pair, tokens, usable
+from tests.device_twin.services import twin_encoder, twin_llm
+from tests.launch import Service, encoder_server, llm_server
+from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, quiet, tokens, usable
 from tests.rpc.test_transports import by_transport
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, image, user, v1
@@ -32,109 +35,121 @@ def clip(question: str = "What happens?") -> v1.ChatMessage:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: Callable[..., Path]) -> Path:
-    return checkpoints("qwen3_vl")
+def encoder(checkpoint: Path) -> Iterator[Service]:
+    """Two workers with a pool each. A batch has 16 patches, or a picture that has more."""
+    with twin_encoder(checkpoint, workers=2, batch_patches=16) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Path) -> Iterator[Pair]:
-    """Two services that share nothing: what the tokens are."""
-    with pair(checkpoint, light=False, shared_memory=False) as both:
-        yield both
+def media(encoder: Service) -> Iterator[EncoderClient]:
+    with EncoderClient(encoder.address) as client:
+        yield client
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_go_from_device_to_device_once_and_the_tokens_are_the_same(
-    checkpoint: Path, plain: Pair, ranks: int
-) -> None:
-    prompts = [about(file) for file in FILES] + [user(image(FILES[0]), image(FILES[3]), "Both?"), clip()]
-    with twin_pair(checkpoint, tp=ranks) as both:
-        for prompt in prompts:
-            assert tokens(both.text, asked(prompt)) == tokens(plain.text, asked(prompt))
-        load = both.text.get_load()
-        assert load.rows_mirrored == load.rows_received > 0
-        assert by_transport(both.media) == {CUDA: load.rows_received}
-        assert 0 < both.media.get_load().device_pool_bytes <= both.media.get_load().device_pool_capacity_bytes
-        assert CUDA in both.media.get_info().transports
-
-
-def test_places_that_were_a_mirror_s_and_then_the_arena_s_are_never_mixed_up(checkpoint: Path, plain: Pair) -> None:
-    """The pictures have 4 to 26 KiB of rows, 84 in all: they push each other out of the pool and of the row memory, so
-    that rows come in both ways, to the same places."""
+@contextmanager
+def reader(checkpoint: Path, encoder: Service, *, reads_device: bool = True, **more: Any) -> Iterator[Reader]:
+    """An LLM service of this encoder for the length of the block; asserts that nothing is held at its end."""
     with (
-        twin_encoder(checkpoint, device_pool_bytes="24KiB") as encoder,
-        twin_llm(checkpoint, encoder.address, row_cache_bytes="64KiB", prefix_cache="no") as llm,
+        twin_llm(checkpoint, encoder.address, **more) as llm,
         LlmClient(llm.address) as text,
         EncoderClient(encoder.address) as media,
     ):
         until(lambda: usable(text, 1), "the encoder is usable")
-        until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
-        expected = [tokens(plain.text, asked(about(file))) for file in FILES]
+        if reads_device:
+            until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
+        yield Reader(llm, text)
+        until(lambda: idle(text) and quiet(media), "nothing is held at the end")
+        until(lambda: media.get_load().leases == 0, "no lease is left")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """An LLM service with mirrors, and a client of it."""
+
+    llm: Service
+    text: LlmClient
+
+
+@dataclass
+class Sent:
+    """What an encoder sends from now on, by how."""
+
+    media: EncoderClient
+    before: Counter[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = Counter(by_transport(self.media))
+
+    def since(self) -> dict[int, int]:
+        return dict(Counter(by_transport(self.media)) - self.before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_go_from_device_to_device_once_and_the_tokens_are_the_same(
+    checkpoint: Path, encoder: Service, media: EncoderClient, qwen3: Pair, ranks: int
+) -> None:
+    """A video whose four frame groups of 16 patches are batches of their own comes out of both workers' pools."""
+    media.flush_cache()
+    prompts = [about(file) for file in FILES] + [user(image(FILES[0]), image(FILES[3]), "Both?")]
+    with reader(checkpoint, encoder, tp=ranks) as both:
+        sent, calls = Sent(media), media.get_load().vit_calls
+        assert tokens(both.text, asked(clip())) == tokens(qwen3.text, asked(clip()))
+        assert media.get_load().vit_calls == calls + 4
+        for rank in (*both.llm.children("llm_service.engine"), *both.llm.children("llm_service.worker")):
+            maps = Path(f"/proc/{rank}/maps").read_text()
+            assert maps.count("memfd:twin-pool") == 2, "rows came out of both"
+        for prompt in prompts:
+            assert tokens(both.text, asked(prompt)) == tokens(qwen3.text, asked(prompt))
+        load = both.text.get_load()
+        assert load.rows_mirrored == load.rows_received > 0
+        assert sent.since() == {CUDA: load.rows_received}
+        assert 0 < media.get_load().device_pool_bytes <= media.get_load().device_pool_capacity_bytes
+        assert CUDA in media.get_info().transports
+        assert len(media.get_info().device_pools) == 2
+
+
+def test_places_that_were_a_mirror_s_and_then_the_arena_s_are_never_mixed_up(checkpoint: Path, qwen3: Pair) -> None:
+    """The pictures have 4 to 26 KiB of rows, 84 in all: they push each other out of the pool and of the row memory, so
+    that rows come in both ways, to the same places."""
+    with (
+        twin_encoder(checkpoint, device_pool_bytes="24KiB") as small,
+        EncoderClient(small.address) as media,
+        reader(checkpoint, small, row_cache_bytes="64KiB", prefix_cache="no") as both,
+    ):
+        expected = [tokens(qwen3.text, asked(about(file))) for file in FILES]
         for which in (0, 1, 2, 0, 3, 1, 4, 5, 2, 0, 5, 3, 1, 4, 0):
-            assert tokens(text, asked(about(FILES[which]))) == expected[which], which
+            assert tokens(both.text, asked(about(FILES[which]))) == expected[which], which
         sent = by_transport(media)
         assert sent[CUDA] > 0
         assert sent[SHARED] > 0
 
 
-def test_a_video_that_two_workers_share_comes_out_of_both_of_their_pools(checkpoint: Path, plain: Pair) -> None:
-    """Four frame groups of 16 patches, each of which is a batch of its own."""
-    with (
-        twin_encoder(checkpoint, workers=2, batch_patches=16) as encoder,
-        twin_llm(checkpoint, encoder.address) as llm,
-        LlmClient(llm.address) as text,
-        EncoderClient(encoder.address) as media,
-    ):
-        until(lambda: usable(text, 1), "the encoder is usable")
-        until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
-        assert tokens(text, asked(clip())) == tokens(plain.text, asked(clip()))
-        assert media.get_load().vit_calls == 4
-        assert len(media.get_info().device_pools) == 2
-        assert by_transport(media) == {CUDA: text.get_load().rows_mirrored}
-        (engine,) = llm.children("llm_service.engine")
-        maps = Path(f"/proc/{engine}/maps").read_text()
-        assert maps.count("memfd:twin-pool") == 2, "rows came out of both"
-
-
 @pytest.mark.parametrize("why", ["another device", "no pool", "no mirror"])
-def test_without_a_device_in_common_rows_come_by_shared_memory(checkpoint: Path, plain: Pair, why: str) -> None:
+def test_without_a_device_in_common_rows_come_by_shared_memory(
+    checkpoint: Path, encoder: Service, qwen3: Pair, why: str
+) -> None:
+    """The encoder of `qwen3` has no pool."""
+    asked_one = qwen3.encoder if why == "no pool" else encoder
+    flags = {"device": "TWIN-1"} if why == "another device" else {"row_mirror": "no"} if why == "no mirror" else {}
     with (
-        twin_encoder(checkpoint, device_pool_bytes=0 if why == "no pool" else "8MiB") as encoder,
-        twin_llm(
-            checkpoint,
-            encoder.address,
-            device="TWIN-1" if why == "another device" else "TWIN-0",
-            row_mirror="no" if why == "no mirror" else "yes",
-        ) as llm,
-        LlmClient(llm.address) as text,
-        EncoderClient(encoder.address) as media,
+        reader(checkpoint, asked_one, reads_device=False, **flags) as both,
+        EncoderClient(asked_one.address) as media,
     ):
-        until(lambda: usable(text, 1), "the encoder is usable")
-        assert tokens(text, asked(about(FILES[1]))) == tokens(plain.text, asked(about(FILES[1])))
-        assert set(by_transport(media)) == {SHARED}
-        assert not text.get_load().encoders[0].cuda_ipc
+        expected, sent = tokens(qwen3.text, asked(about(FILES[1]))), Sent(media)
+        assert tokens(both.text, asked(about(FILES[1]))) == expected
+        assert set(sent.since()) == {SHARED}
+        assert not both.text.get_load().encoders[0].cuda_ipc
 
 
-def test_a_pool_that_cannot_be_opened_is_tried_once(checkpoint: Path, plain: Pair) -> None:
+def test_a_pool_that_cannot_be_opened_is_tried_once(checkpoint: Path, encoder: Service, qwen3: Pair) -> None:
     """The ranks are told that they read the device, and then they do not: they have another idea of where it is."""
-    with (
-        twin_encoder(checkpoint) as encoder,
-        launch(
-            "llm_service",
-            *flags(model=checkpoint, listen="127.0.0.1:0", encoders=encoder.address, row_mirror="yes", **LLM_FLAGS),
-            environ={**environ(), "TWIN_BLIND": "yes"},
-        ) as llm,
-        LlmClient(llm.address) as text,
-        EncoderClient(encoder.address) as media,
-    ):
-        until(lambda: usable(text, 1), "the encoder is usable")
-        until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks are taken to read its device")
+    with reader(checkpoint, encoder, environment={"TWIN_BLIND": "yes"}) as both:
         for file in FILES[:3]:
-            assert tokens(text, asked(about(file))) == tokens(plain.text, asked(about(file)))
-        load = text.get_load()
+            assert tokens(both.text, asked(about(file))) == tokens(qwen3.text, asked(about(file)))
+        load = both.text.get_load()
         assert (load.encode_retries, load.rows_mirrored, load.encoders[0].cuda_ipc) == (1, 0, False)
         assert load.rows_shared == load.rows_received > 0
-        until(lambda: media.get_load().leases == 0, "nothing is leased")
 
 
 def test_a_cpu_is_no_gpu(checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ def items():
     return [*found, video(film, fps=8, max_pixels=40 * 320 * 240)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.soak), "qwen3_vl"])
 def test_rows_do_not_depend_on_the_number_of_workers(family, checkpoints):
     found = []
     for workers in (1, 2, 3):

@@ -136,15 +136,15 @@ def test_a_large_regex_that_can_be_followed_is(qwen3: Pair, pattern: str) -> Non
 
 
 def test_one_callers_expensive_structures_hold_no_other_up(qwen3: Pair) -> None:
-    """Twenty that take all of their time, of one tenant; meanwhile another's are compiled and answered."""
-    grammars = [f'start: A\nA: B{{3000}}\nB: C{{3000}}\nC: D{{3000}}\nD: "a{n}"{{3000}}' for n in range(20)]
+    """Eight that take all of their time, of one tenant; meanwhile another's are compiled and answered."""
+    grammars = [f'start: A\nA: B{{3000}}\nB: C{{3000}}\nC: D{{3000}}\nD: "a{n}"{{3000}}' for n in range(8)]
 
     def ask(grammar: str) -> TwinlensError:
         asking = shaped(qwen3, 5, grammar=grammar)
         asking.cache_salt = "greedy"
         return refusal(qwen3.text, asking)
 
-    with ThreadPoolExecutor(20) as threads:
+    with ThreadPoolExecutor(8) as threads:
         refused = [threads.submit(ask, grammar) for grammar in grammars]
         until(lambda: any(each.done() for each in refused), "they are being compiled")
         for number in range(3):

@@ -12,10 +12,11 @@ from tests.checkpoints import Family
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, pair, tokens, usable
 from tests.waiting import until
-from twinlens import LlmClient, user, v1
+from twinlens import EncoderClient, LlmClient, image, user, v1
 
+PICTURE = pictures.encoded(pictures.photograph("coffee").resize((160, 120)))
 PROMPTS = [
-    about(pictures.encoded(pictures.photograph("coffee").resize((160, 120)))),
+    about(PICTURE),
     user("Tell me about two red circles."),
 ]
 
@@ -41,6 +42,8 @@ def check_two_ranks(one: Pair) -> None:
     before = one.text.get_load().rows_received
     expected = [tokens(one.text, each) for each in asking]
     received = one.text.get_load().rows_received - before
+    assert received == rows_of(one.media, PICTURE)
+    sent = rows_sent(one.media)
     with (
         llm_server(one.checkpoint, one.encoder.address, light=False, **LLM_FLAGS, tp=2) as service,
         LlmClient(service.address) as two,
@@ -48,8 +51,18 @@ def check_two_ranks(one: Pair) -> None:
         until(lambda: usable(two, 1), "the encoder is usable")
         assert [tokens(two, each) for each in asking] == expected
         assert list(two.get_info().devices) == ["cpu", "cpu"]
-        assert two.get_load().rows_received == received > 0
+        assert two.get_load().rows_received == rows_sent(one.media) - sent == received > 0
         assert len(service.children("llm_service.worker")) == 1
+
+
+def rows_of(media: EncoderClient, file: bytes) -> int:
+    """Rows of a picture, as its header says."""
+    (header,) = media.prefetch(v1.PrefetchRequest(items=[image(file)])).headers
+    return header.tokens
+
+
+def rows_sent(media: EncoderClient) -> int:
+    return sum(sent.rows for sent in media.get_load().rows_sent)
 
 
 def test_four_ranks_share_two_kv_heads(qwen3: Pair) -> None:

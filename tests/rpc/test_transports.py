@@ -181,16 +181,3 @@ def test_rows_of_a_video_are_read_before_its_last_group_is_computed(checkpoint: 
                 assert half == (text.get_load().rows_shared // 2 if number else 0)
         until(lambda: quiet(media), "nothing runs")
         until(lambda: media.get_load().leases == 0, "no lease is left")
-
-
-def test_two_ranks_receive_each_row_once(checkpoint: Path, qwen3: Pair) -> None:
-    with pair(checkpoint, light=False, tp=2) as both:
-        assert tokens(both.text, asked(about(FILES[2]))) == tokens(qwen3.text, asked(about(FILES[2])))
-        sent = by_transport(both.media)
-        assert both.text.get_load().rows_received == sum(sent.values()) == rows_of(both.media, FILES[2])
-
-
-def rows_of(media: EncoderClient, file: bytes) -> int:
-    """Rows of a picture, as its header says."""
-    (header,) = media.prefetch(v1.PrefetchRequest(items=[v1.Media(modality=v1.MODALITY_IMAGE, data=file)])).headers
-    return header.tokens
