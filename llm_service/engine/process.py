@@ -53,6 +53,7 @@ def serve(load: Load) -> None:
     die_with_parent()
     leave_signals_to_parent()
     link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
+    gc.disable()  # what is imported and loaded stays: collections would look through it again and again
     try:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
@@ -64,7 +65,8 @@ def serve(load: Load) -> None:
         _log_end()
     else:
         gc.collect()
-        gc.freeze()  # what is here now stays: collections need not look at it again
+        gc.freeze()
+        gc.enable()
         threading.Thread(target=_decide, args=(core, pipeline), name="scheduler", daemon=True).start()
         pipeline.work()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -11,9 +12,6 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.settings import EngineSettings, Joined, RankPlace
-from llm_service.worker.executor import follow
-from llm_service.worker.load import load_runner
-from llm_service.worker.ranks import device_of, join
 
 _log = log.get("rank")
 
@@ -24,6 +22,11 @@ def main() -> None:
     leave_signals_to_parent()
     link: ParentLink[RankPlace] = ParentLink(int(sys.argv[1]), RankPlace)
     place, arena_fd = link.receive(), int(sys.argv[2])
+    gc.disable()  # what is imported and loaded stays: collections would look through it again and again
+    from llm_service.worker.executor import follow  # torch takes a second to import
+    from llm_service.worker.load import load_runner
+    from llm_service.worker.ranks import device_of, join
+
     log.configure("info", service=f"llm-rank-{place.rank}")
     ranks = join(place)
     told = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
@@ -36,6 +39,8 @@ def main() -> None:
     except CheckpointError as error:
         _log.error("this rank cannot serve the checkpoint", cause=str(error))
         return  # rank 0 of the same host meets the same, and says so
+    gc.freeze()
+    gc.enable()
     ranks.wait_for_all()
     link.send(Joined())
     try:
