@@ -64,7 +64,7 @@ class Delivery:
             yield encoder_pb2.EncodeResponse(error=convert.error(self._index, failure))
 
     async def _told(self, ticket: Ticket) -> Events:
-        async with aclosing(self._waiting(ticket.header(), ticket)) as events:
+        async with aclosing(self._waiting(self._encoder.resolve(ticket), ticket)) as events:
             async for event in events:
                 yield event
         header = await ticket.header()

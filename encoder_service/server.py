@@ -111,6 +111,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             return
         digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
         rows = EmbeddingStore(store, layout.row_bytes)
+        tier = _tier(config, rows, layout)
         pipeline = Pipeline(
             model,
             config,
@@ -119,14 +120,12 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             rows,
             decoders,
             dispatcher,
+            Contents(Fetcher(config), config, digest),
+            tier,
             max_patches=config.max_patches_per_call,
             batch_patches=config.batch_patches,
         )
-        contents = Contents(Fetcher(config), config, digest)
-        tier = _tier(config, rows, layout)
-        encoder = Encoder(
-            pipeline, contents, digest, items=config.max_queued_items, size=config.max_queued_bytes, tier=tier
-        )
+        encoder = Encoder(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         link = await running.enter_async_context(
             Link.open(
                 rows,

@@ -1,28 +1,22 @@
 """Who gets what: admission, content keys, the store, and one flight for all who want the same item.
 
-Each caller holds a `Ticket`; when the last ticket of a flight is gone, the flight is dropped, unless workers have begun
-on all of it. One that they have begun on in part is kept for a moment, for a caller whose stream broke.
+Each caller holds a `Ticket`; when the last ticket of a flight is gone, the flight is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from common import log, tasks
-from common.errors import MEDIA_CHANGED, Internal, NotFound, TwinlensError, Unavailable
+from common.errors import Internal, NotFound, TwinlensError
 from common.media.item import Header, Key, Modality, Url
-from encoder_service.engine.admission import Admission, Reservation
-from encoder_service.engine.content import Contents
-from encoder_service.engine.flight import Flight, Ticket
-from encoder_service.engine.journey import Journey, not_found
-from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.engine.admission import Admission
+from encoder_service.engine.flight import Flight, StageTimes, Ticket
+from encoder_service.engine.pipeline import Pipeline, not_found
 from encoder_service.item import Item
 
 FlightKey = tuple[bytes, str, Modality]
@@ -40,25 +34,13 @@ class Encoder:
     `linger` seconds after its last caller has left. `counts` are totals since start.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        contents: Contents,
-        digest: str,
-        *,
-        items: int,
-        size: int,
-        tier: SharedTier | None = None,
-        linger: float = _LINGER,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, digest: str, *, items: int, size: int, linger: float = _LINGER) -> None:
         self.pipeline = pipeline
         self.digest = digest
-        self.counts: Counter[str] = Counter()
+        self.counts = pipeline.counts
         self._store = pipeline.store
-        self._contents = contents
-        self._tier = tier
+        self._contents = pipeline.contents
         self._linger = linger
-        self._journey = Journey(pipeline, tier, self.counts)
         self._admission = Admission(items, size)
         self._flights: dict[FlightKey, Flight] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -69,16 +51,42 @@ class Encoder:
         """Holds an item for the length of the block; `rows` says whether they are wanted, or the header alone.
 
         Raises InvalidInput for what no limit allows, Forbidden for an address that may not be fetched, and Exhausted
-        where too much is held. The ticket's `header` fetches and hashes; it raises what `Contents.fetched` does,
-        NotFound for a key that is not here, and Unavailable where nothing can be computed.
+        where too much is held.
         """
         self._contents.check(item, mime_type)
         with self._admission.reserve(item.size, item.field) as reservation:
-            ticket = Ticket(item, partial(self._resolve, reservation=reservation, mime_type=mime_type, rows=rows))
+            times = StageTimes("hash", self.pipeline.seconds)
+            ticket = Ticket(item, mime_type, reservation, times, rows=rows)
             try:
                 yield ticket
             finally:
                 self._release(ticket)
+
+    async def resolve(self, ticket: Ticket) -> Header:
+        """Learns what an item is, has its rows found or computed, and returns its header. To be called once.
+
+        Raises what `Contents.fetched` does, NotFound for a key that is not here, Unavailable where nothing can be
+        computed, and whatever else the item fails with.
+        """
+        item = ticket.item
+        # 1. What an address gave before may be here still. If it is not, it is fetched, once for all who want it.
+        if isinstance(item.source, Url):
+            if item.source.known_key and await self._is_known(ticket, item.source):
+                return await ticket.header()
+            with ticket.times.timed("fetch"):
+                item = await self._contents.fetched(item, ticket.mime_type)
+        # 2. The key.
+        if isinstance(item.source, Key):
+            key = item.source.value
+        else:
+            with ticket.times.timed("hash"):
+                key = await self._contents.key(item)
+        # 3. An entry of the store, or a flight.
+        self._look_up(ticket, item, key)
+        if ticket.flight is not None and ticket.flight.item is item:
+            ticket.reservation.resize(item.size)
+        # 4. The header, which the flight learns.
+        return await ticket.header()
 
     async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
@@ -90,15 +98,16 @@ class Encoder:
         """Which keys have rows, here or in the shared tier, that were made under this salt."""
         here = [self._store.has(key, salt) for key in keys]
         elsewhere = [key for key, present in zip(keys, here, strict=True) if not present]
-        if self._tier is None or not elsewhere:
+        tier = self.pipeline.tier
+        if tier is None or not elsewhere:
             return here
-        found = dict(zip(elsewhere, await self._tier.find_all(elsewhere, salt), strict=True))
+        found = dict(zip(elsewhere, await tier.find_all(elsewhere, salt), strict=True))
         return [present or found[key] is not None for key, present in zip(keys, here, strict=True)]
 
     @property
     def tier_counts(self) -> Mapping[str, int] | None:
         """What the shared tier did; None where there is none."""
-        return None if self._tier is None else self._tier.counts
+        return None if self.pipeline.tier is None else self.pipeline.tier.counts
 
     @property
     def queued(self) -> int:
@@ -133,59 +142,41 @@ class Encoder:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _resolve(self, ticket: Ticket, *, reservation: Reservation, mime_type: str, rows: bool) -> None:
-        """Learns what an item is, and finds its entry or its flight."""
-        item = ticket.item
-        if isinstance(item.source, Url):
-            bring = partial(self._bring, ticket, item.source.known_key, reservation, mime_type)
-            if item.source.known_key and await self._resolve_known(ticket, item.source.known_key, bring, rows=rows):
-                return
-            with ticket.timed("fetch", self.pipeline.seconds):
-                item = await self._contents.fetched(item, mime_type)
-        if isinstance(item.source, Key):
-            self._look_up(ticket, item, item.source.value, rows=rows)
-            return
-        with ticket.timed("hash", self.pipeline.seconds):
-            key = await self._contents.key(item)
-        self._look_up(ticket, item, key, rows=rows)
-        if ticket.flight is not None and ticket.flight.item is item:
-            reservation.resize(item.size)
-
-    async def _resolve_known(
-        self, ticket: Ticket, key: bytes, bring: Callable[[str], Awaitable[Item]], *, rows: bool
-    ) -> bool:
-        """What an address gave before is still here, so that it need not be fetched."""
+    async def _is_known(self, ticket: Ticket, source: Url) -> bool:
+        """What an address gave before is here, or in the shared tier, so that it need not be fetched."""
         try:
-            self._look_up(ticket, dataclasses.replace(ticket.item, source=Key(key)), key, rows=rows)
+            self._look_up(ticket, dataclasses.replace(ticket.item, source=Key(source.known_key)), source.known_key)
             if ticket.flight is not None:
-                ticket.flight.bring = bring
+                ticket.flight.address_known(ticket)
                 await ticket.header()
         except NotFound:
             self._release(ticket)
             return False
         return True
 
-    async def _bring(self, ticket: Ticket, key: bytes, reservation: Reservation, mime_type: str, field: str) -> Item:
-        """What the ticket's address gives, as an item at `field`, for everyone who was told that its rows are here;
-        raises as `Contents.fetched`, and Unavailable where it is something else by now."""
-        brought = await self._contents.fetched(dataclasses.replace(ticket.item, field=field), mime_type)
-        if await self._contents.key(brought) != key:
-            raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=brought.field)
-        if ticket.flight is not None:  # its caller is still there
-            reservation.resize(brought.size)
-        return brought
-
-    def _look_up(self, ticket: Ticket, item: Item, key: bytes, *, rows: bool) -> None:
+    def _look_up(self, ticket: Ticket, item: Item, key: bytes) -> None:
         """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""
         entry = self._store.find(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
-            self.counts["hits"] += rows
+            self.counts["hits"] += ticket.rows
             self._store.pin(entry.allocation)
             ticket.found = entry
             return
-        if isinstance(item.source, Key) and self._tier is None and _name(key, item) not in self._flights:
+        if isinstance(item.source, Key) and self.pipeline.tier is None and _name(key, item) not in self._flights:
             raise not_found(f"{item.field}.key")
-        ticket.flight = self._join(item, key, rows=rows)
+        ticket.flight = self._join(item, key, rows=ticket.rows)
+
+    def _join(self, item: Item, key: bytes, *, rows: bool) -> Flight:
+        """The flight of a key, which one more caller holds from now on."""
+        flight = self._flights.get(_name(key, item))
+        if flight is None:
+            flight = Flight(key, item, StageTimes("inspect", self.pipeline.seconds), item.priority)
+            self._flights[_name(key, item)] = flight
+            flight.run_by(self._start(self._run(flight), "flight"))
+        elif flight.wanted.is_set():
+            self.counts["hits"] += rows
+        flight.join(item, rows=rows)
+        return flight
 
     def _release(self, ticket: Ticket) -> None:
         flight, found, ticket.flight, ticket.found = ticket.flight, ticket.found, None, None
@@ -194,38 +185,20 @@ class Encoder:
         elif found is not None:
             self._store.unpin(found.allocation)
 
-    def _join(self, item: Item, key: bytes, *, rows: bool) -> Flight:
-        name = _name(key, item)
-        flight = self._flights.get(name)
-        if flight is not None and flight.wanted.is_set():
-            self.counts["hits"] += rows
-        if flight is not None and isinstance(flight.item.source, Key) and not isinstance(item.source, Key):
-            flight.item = item  # it brings the content, should the rows not be found
-        if flight is None:
-            loop = asyncio.get_running_loop()
-            flight = Flight(key, item, loop.create_future(), loop.create_future(), priority=item.priority)
-            self._flights[name] = flight
-            flight.task = self._start(self._run(flight), "flight")
-        flight.tickets += 1
-        flight.raise_priority(item.priority)
-        if rows:
-            flight.wanted.set()
-        return flight
-
     def _leave(self, flight: Flight) -> None:
-        flight.tickets -= 1
+        flight.leave()
         if flight.tickets:
             return
         if flight.holds_entry:
             self._store.unpin(flight.entry.result().allocation)
-        elif flight.started:
+        elif flight.started:  # in part: kept for a moment, for a caller whose stream broke
             asyncio.get_running_loop().call_later(self._linger, self._drop, flight)
         else:
             self._drop(flight)
 
     def _drop(self, flight: Flight) -> None:
         """Ends a flight that nobody wants, unless workers have begun on all of it."""
-        if not (flight.tickets or flight.begun or flight.entry.done() or flight.task is None):
+        if not (flight.tickets or flight.all_started or flight.entry.done() or flight.task is None):
             self._forget(flight)
             flight.task.cancel()
 
@@ -238,22 +211,22 @@ class Encoder:
     async def _run(self, flight: Flight) -> None:
         """The flight's one task. It ends with both futures completed, or cancelled with no one waiting."""
         try:
-            entry = await self._journey.go(flight)
+            entry = await self.pipeline.run(flight)
         except TwinlensError as error:
             self.counts["failed"] += not isinstance(error, NotFound)  # of a key alone nothing was to be encoded
-            flight.fail(error)
+            flight.failed(error)
         else:
-            flight.arrive(entry)
+            flight.completed(entry)
             if not flight.tickets:
                 self._store.unpin(entry.allocation)
         finally:
             self._forget(flight)
-            flight.fail(Internal("the media could not be encoded", reason="ENCODE_FAILED"))
+            flight.failed(Internal("the media could not be encoded", reason="ENCODE_FAILED"))
 
     async def _prefetch(self, item: Item, mime_type: str, known: asyncio.Future[tuple[Header, bool]]) -> None:
         try:
             async with self.ticket(item, mime_type, rows=True) as ticket:
-                known.set_result((await ticket.header(), ticket.cached))
+                known.set_result((await self.resolve(ticket), ticket.cached))
                 await ticket.ready()
         except TwinlensError as error:
             if known.done():

@@ -4,49 +4,77 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from common.errors import TwinlensError
-from common.media.item import Header
+from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable
+from common.media.item import Header, Key
+from encoder_service.engine.admission import Reservation
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry
 from encoder_service.engine.progress import Progress
 from encoder_service.item import Item
-from encoder_service.media.allowance import Allowance
 
 T = TypeVar("T")
 
 
+class StageTimes:
+    """What is being done for an item now, and the seconds that stages have taken, which count in `totals` as well."""
+
+    def __init__(self, stage: str, totals: MutableMapping[str, float]) -> None:
+        self.stage = stage
+        self.seconds: dict[str, float] = {}
+        self._totals = totals
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """The block is this stage."""
+        started, self.stage = time.perf_counter(), stage
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - started)
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Counts time that a stage has taken."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self._totals[stage] = self._totals.get(stage, 0.0) + seconds
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
-    """An item that is being encoded. Its task owns what is leased for it, and completes both futures."""
+    """An item that is being encoded. Everyone reads its fields; only its own methods change them.
+
+    Its task owns what is leased for it, and completes both futures.
+    """
 
     key: bytes
     item: Item
-    header: asyncio.Future[Header]
-    entry: asyncio.Future[Entry]
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    times: StageTimes
+    priority: int
     tickets: int = 0
-    priority: int = 0
-    stage: str = "inspect"
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody wants rows, and not the header alone."""
+    address: Ticket | None = None
+    """Of a caller whose address gives the content of the key, should its rows be lost; None where no one has one."""
+    task: asyncio.Task[None] | None = None
+    header: asyncio.Future[Header] = field(default_factory=_future)
+    from_tier: bool = False
+    """The rows were in the shared tier, so that nothing is computed."""
     units: list[Unit] = field(default_factory=list)
-    parts: int = 0
+    unit_count: int = 0
     """How many units there are going to be; 0 while that is not known."""
     allocation: Allocation | None = None
     """Where its rows are being written; None before, and once that has failed."""
     landed: Progress = field(default_factory=Progress)
     """Rows that are there, from the first on; complete once the entry is."""
-    timings: dict[str, float] = field(default_factory=dict)
-    allowance: Allowance | None = None
-    """The decode processes' time that is left to it; None before they are asked."""
-    task: asyncio.Task[None] | None = None
-    found: bool = False
-    """The rows were in the shared tier, so that nothing is computed."""
-    bring: Callable[[str], Awaitable[Item]] | None = None
-    """Brings the content of a key whose rows are lost after all, as an item at a field; None where no one can."""
+    entry: asyncio.Future[Entry] = field(default_factory=_future)
 
     @property
     def started(self) -> bool:
@@ -54,20 +82,14 @@ class Flight:
         return any(unit.started_at for unit in self.units)
 
     @property
-    def begun(self) -> bool:
+    def all_started(self) -> bool:
         """Workers have begun on all of it, so that it runs to its end."""
-        return 0 < self.parts == sum(unit.started_at > 0 for unit in self.units)
+        return 0 < self.unit_count == sum(unit.started_at > 0 for unit in self.units)
 
     @property
     def holds_entry(self) -> bool:
         """Its rows are in the store, pinned once for its tickets."""
         return self.entry.done() and not self.entry.cancelled() and self.entry.exception() is None
-
-    def raise_priority(self, priority: int) -> None:
-        """Someone is in more of a hurry than those before."""
-        self.priority = max(self.priority, priority)
-        for unit in self.units:
-            unit.priority = self.priority
 
     async def more(self, first: int) -> None:
         """Returns once more than `first` rows are there. Raises what the item fails with, also where such rows were
@@ -76,13 +98,76 @@ class Flight:
         if self.allocation is None:
             await asyncio.shield(self.entry)
 
-    def arrive(self, entry: Entry) -> None:
+    def join(self, item: Item, *, rows: bool) -> None:
+        """One more caller holds it, and has come with `item`; `rows` says whether they are wanted."""
+        self.tickets += 1
+        self.content_came(item)
+        self.priority = max(self.priority, item.priority)
+        for unit in self.units:
+            unit.priority = self.priority
+        if rows:
+            self.wanted.set()
+
+    def leave(self) -> None:
+        """A caller lets go of it."""
+        self.tickets -= 1
+
+    def run_by(self, task: asyncio.Task[None]) -> None:
+        """This task completes it."""
+        self.task = task
+
+    def address_known(self, ticket: Ticket) -> None:
+        """A caller's address gave this content before."""
+        self.address = ticket
+
+    def content_came(self, item: Item) -> None:
+        """Where it was known by its key alone, here is what it is a key of."""
+        if isinstance(self.item.source, Key) and not isinstance(item.source, Key):
+            self.item = item
+
+    def header_known(self, header: Header, *, from_tier: bool = False) -> None:
+        """What it is, is known. Raises Unavailable where callers were told otherwise, as another replica had it."""
+        self.from_tier = from_tier
+        if not self.header.done():
+            self.header.set_result(header)
+        elif self.header.result() != header:
+            raise Unavailable("the rows that were told of are lost, and ours are others", reason=MEDIA_CHANGED)
+
+    def allocated(self, allocation: Allocation) -> None:
+        """Its rows are written there from now on."""
+        self.allocation = allocation
+
+    def rows_lost(self) -> None:
+        """What was written of its rows is of no use, and they are written there no more."""
+        self.allocation, self.from_tier = None, False
+
+    def cut(self, unit_count: int) -> None:
+        """It is computed in so many units."""
+        self.unit_count = unit_count
+
+    def submitted(self, unit: Unit) -> None:
+        """The next of its units waits for a worker."""
+        self.times.stage = "vit"
+        self.units.append(unit)
+
+    def unit_done(self, unit: Unit, first_row: int) -> None:
+        """A unit has ended. Whoever hears that more rows have landed finds where they are as well."""
+        if unit.copy is not None and self.allocation is not None:
+            self.allocation.copies[first_row] = unit.copy
+        count = 0
+        for each in self.units:
+            if not each.done.done() or each.done.cancelled() or each.done.exception():
+                break
+            count += each.piece.tokens
+        self.landed.advance(count)
+
+    def completed(self, entry: Entry) -> None:
         """All rows are there."""
         self.entry.set_result(entry)
         self.landed.advance(entry.header.tokens)
 
-    def fail(self, error: TwinlensError) -> None:
-        """Settles what is not completed yet; an error that no one waits for is no one's."""
+    def failed(self, error: TwinlensError) -> None:
+        """Completes what is not completed yet; an error that no one waits for is no one's."""
         for future in (self.header, self.entry):
             if not future.done():
                 future.set_exception(error)
@@ -91,51 +176,41 @@ class Flight:
 
 
 class Ticket:
-    """One caller's hold on an item. Valid inside `Encoder.ticket`, for one task at a time; `header` comes first.
+    """One caller's hold on an item. Valid inside `Encoder.ticket`, for one task at a time, after `Encoder.resolve`.
 
-    `flight` or `found`, the store's entry, is set once it is known what the item is; until then `step` is what is being
-    done to learn it.
+    That sets `flight` or `found`, the store's entry; until then `times` says what is being done to learn what the item
+    is. `rows` says whether the caller wants them, or the header alone.
     """
 
-    def __init__(self, item: Item, resolve: Callable[[Ticket], Awaitable[None]]) -> None:
+    def __init__(self, item: Item, mime_type: str, reservation: Reservation, times: StageTimes, *, rows: bool) -> None:
         self.item = item
+        self.mime_type = mime_type
+        self.reservation = reservation
+        self.times = times
+        self.rows = rows
         self.flight: Flight | None = None
         self.found: Entry | None = None
-        self.step = "hash"
-        self._resolve = resolve
-        self._seconds: dict[str, float] = {}
 
     @property
     def cached(self) -> bool:
-        """The rows were here when the caller asked, after `header`."""
-        return self.flight is None or self.flight.found
+        """The rows were here when the caller asked."""
+        return self.flight is None or self.flight.from_tier
 
     @property
     def stage(self) -> str:
-        """What is being done for the item now."""
+        """What is being done for the item now, at any time."""
         if self.flight is None:
-            return "transfer" if self.found else self.step
-        return "queue" if self.flight.stage == "vit" and not self.flight.started else self.flight.stage
+            return "transfer" if self.found else self.times.stage
+        stage = self.flight.times.stage
+        return "queue" if stage == "vit" and not self.flight.started else stage
 
     @property
     def timings(self) -> dict[str, float]:
         """Seconds by stage."""
-        return self._seconds | (self.flight.timings if self.flight else {})
-
-    @contextmanager
-    def timed(self, step: str, totals: MutableMapping[str, float]) -> Iterator[None]:
-        """The block is a step on the way to knowing what the item is; its seconds are added to `totals` as well."""
-        started, self.step = time.perf_counter(), step
-        try:
-            yield
-        finally:
-            self._seconds[step] = time.perf_counter() - started
-            totals[step] = totals.get(step, 0.0) + self._seconds[step]
+        return self.times.seconds | (self.flight.times.seconds if self.flight else {})
 
     async def header(self) -> Header:
         """Dimensions and key, as soon as they are known; raises the item's error."""
-        if self.flight is None and self.found is None:
-            await self._resolve(self)
         if self.flight is None:
             return self.entry.header
         return await self._heard(asyncio.shield(self.flight.header))
@@ -147,11 +222,11 @@ class Ticket:
 
     @property
     def landed(self) -> int:
-        """Rows that are there, from the first on, after `header`."""
+        """Rows that are there, from the first on."""
         return self.entry.header.tokens if self.flight is None else self.flight.landed.count
 
     async def more(self, first: int) -> None:
-        """Returns once more than `first` rows are there, after `header`; raises the item's error."""
+        """Returns once more than `first` rows are there; raises the item's error."""
         if self.flight is not None:
             await self._heard(self.flight.more(first))
 

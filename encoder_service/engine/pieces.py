@@ -46,10 +46,10 @@ class Pieces:
         units = self._flight.units
         try:
             cuts = self._cut(frames, batch_patches)
-            self._flight.parts = len(cuts)
+            self._flight.cut(len(cuts))
             for first, end in cuts:
                 await frames.reach(end * self._frames_per_group)
-                units.append(self._submit(first, end, frames))
+                self._submit(first, end, frames)
             await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
             if errors := _errors(units):
                 raise errors[0]
@@ -66,31 +66,20 @@ class Pieces:
         budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
         return cut(self._plan.grid, budget, self._dispatcher.alive, _WORTH_CUTTING)
 
-    def _submit(self, first: int, end: int, frames: Progress) -> Unit:
+    def _submit(self, first: int, end: int, frames: Progress) -> None:
         flight, grid = self._flight, self._plan.grid
-        flight.stage = "vit"
+        first_row = first * self._plan.tokens // grid.t
+
+        def on_done(_: asyncio.Future[None]) -> None:
+            for error in _errors([unit]):
+                frames.fail(error)
+            flight.unit_done(unit, first_row)
+
         unit = self._dispatcher.submit(
             flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
         )
-        unit.done.add_done_callback(lambda _: self._on_done(unit, first * self._plan.tokens // grid.t, frames))
-        return unit
-
-    def _on_done(self, unit: Unit, first_row: int, frames: Progress) -> None:
-        """Whoever hears that more rows have landed finds where they are as well."""
-        for error in _errors([unit]):
-            frames.fail(error)
-        if unit.copy is not None and self._flight.allocation is not None:
-            self._flight.allocation.copies[first_row] = unit.copy
-        self._flight.landed.advance(self._landed())
-
-    def _landed(self) -> int:
-        """Rows that are there, from the first on."""
-        count = 0
-        for unit in self._flight.units:
-            if not unit.done.done() or unit.done.cancelled() or unit.done.exception():
-                break
-            count += unit.piece.tokens
-        return count
+        unit.done.add_done_callback(on_done)
+        flight.submitted(unit)
 
     def _piece(self, first: int, end: int) -> Piece:
         """Frame groups [first, end)."""

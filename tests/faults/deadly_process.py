@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
-from common.media.item import Header
 from encoder_service.__main__ import main
 from encoder_service.engine.embedding_store import Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.item import Plan
 from tests.faults import poison
 
 _compute = Pipeline.compute
 
 
-async def _compute_and_die(self: Pipeline, flight: Flight, plan: Plan, header: Header) -> Entry:
-    entry = await _compute(self, flight, plan, header)
+async def _compute_and_die(self: Pipeline, flight: Flight, *given: Any) -> Entry:
+    entry = await _compute(self, flight, *given)
     if flight.item.source == poison.PICTURE:
         os.kill(os.getpid(), signal.SIGKILL)
     return entry

@@ -76,23 +76,24 @@ async def encoder(
     )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
+    store, tier = EmbeddingStore(arenas[1], LAYOUT.row_bytes), None
+    if shared:
+        tier = SharedTier(TierClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
+        tier.start()
     pipeline = Pipeline(
         CONFIG,
         MediaLimits(),
         LAYOUT,
         Staging(arenas[0]),
-        EmbeddingStore(arenas[1], LAYOUT.row_bytes),
+        store,
         decoders or FakeDecoders(SEEN),
         dispatcher,
+        Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest"),
+        tier,
         max_patches=4096,
         batch_patches=4096,
     )
-    fetcher = fetcher or Fetcher(FetchConfig())
-    contents, tier = Contents(fetcher, MediaLimits(), "digest"), None
-    if shared:
-        tier = SharedTier(TierClient(shared, seconds=5.0), pipeline.store, LAYOUT, ttl=60, wait=5.0)
-        tier.start()
-    made = Encoder(pipeline, contents, "digest", items=items, size=1 << 20, tier=tier, **options)
+    made = Encoder(pipeline, "digest", items=items, size=1 << 20, **options)
     try:
         yield made, children[0]
     finally:
@@ -113,7 +114,7 @@ def item(number: int = 0, **fields) -> Item:
 async def rows(made: Encoder, wanted: Item) -> bool:
     """Waits for an item's rows; true where they had been there."""
     async with made.ticket(wanted, "", rows=True) as ticket:
-        header = await ticket.header()
+        header = await made.resolve(ticket)
         await ticket.ready()
         with made.pipeline.store.pinned(ticket.allocation) as data:
             assert len(data) == header.tokens * LAYOUT.row_bytes

@@ -64,7 +64,7 @@ async def test_a_header_alone_decodes_and_computes_nothing_until_someone_wants_r
     decoders = FakeDecoders(SEEN)
     async with encoder(monkeypatch, decoders=decoders) as (made, worker):
         async with made.ticket(item(), "", rows=False) as ticket:
-            assert (await ticket.header()).tokens == 4
+            assert (await made.resolve(ticket)).tokens == 4
             await turns()
             assert (decoders.jobs, worker.batches) == (1, [])
             await rows(made, item())
@@ -185,7 +185,7 @@ async def test_what_never_fits_is_refused_before_its_header_leaves_and_before_it
     async with encoder(monkeypatch, decoders=decoders, **room) as (made, worker):
         async with made.ticket(item(), "", rows=True) as ticket:
             with pytest.raises(InvalidInput) as refused:
-                await ticket.header()
+                await made.resolve(ticket)
         assert (refused.value.reason, refused.value.field) == (reason, "items[0]")
         assert (decoders.jobs, worker.batches) == (1, [])
 
@@ -214,7 +214,7 @@ async def test_pixels_need_no_decoder(monkeypatch):
     async with encoder(monkeypatch, decoders=decoders, staging=1 << 18) as (made, worker):
         wanted = Item(Modality.VIDEO, given, field="items[0]")
         async with made.ticket(wanted, "", rows=True) as ticket:
-            header = await ticket.header()
+            header = await made.resolve(ticket)
             await ticket.ready()
         assert (header.grid.t, header.timestamps, decoders.jobs) == (3, (0.25, 1.25, 2.0), 0)
         assert worker.batches[0].pieces[0].frames == 6

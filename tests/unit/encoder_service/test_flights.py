@@ -35,7 +35,7 @@ steps = st.lists(
 
 async def _ask(made, wanted, *, rows: bool) -> None:
     async with made.ticket(wanted, "", rows=rows) as ticket:
-        header = await ticket.header()
+        header = await made.resolve(ticket)
         await turns(1)
         if rows:
             await ticket.ready()

@@ -23,7 +23,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
         encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker),
         made.ticket(clip, "", rows=True) as ticket,
     ):
-        header = await ticket.header()
+        header = await made.resolve(ticket)
         more = asyncio.create_task(ticket.more(0))
         await turns(40)
         assert (len(worker.batches), more.done(), header.grid.t) == (1, False, 2)
