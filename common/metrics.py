@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -106,6 +106,13 @@ class Metrics:
             server.server_close()
             thread.join()
 
+    async def exposition(self) -> bytes:
+        """All of it as a scrape gets it, for a service that answers scrapes itself."""
+        scraped, families = CollectorRegistry(), await self._collect()
+        scraped.register(_Collected(families))
+        ProcessCollector(registry=scraped)
+        return generate_latest(scraped)
+
     async def _collect(self) -> list[Metric]:
         state = [family for reader in self._readers for family in reader()]
         for family in state:  # made anew by each reader, so they may be changed
@@ -125,6 +132,20 @@ class _OnLoop(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(_SCRAPE_SECONDS)
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are checked where metrics are made, not here."""
+        return ()
+
+
+class _Collected(Collector):
+    """What was collected a moment ago."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
     def describe(self) -> Iterable[Metric]:
         """Names are checked where metrics are made, not here."""

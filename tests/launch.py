@@ -74,7 +74,7 @@ def launch(
         known: set[int] = set()
         try:
             ready = _ready(process.stdout, process, log)
-            service = Service(ready["grpc"], process, log, ready.get("metrics", ""))
+            service = Service(ready.get("grpc") or ready["http"], process, log, ready.get("metrics", ""))
             yield service
             known = set(service.descendants())
             shared = set().union(*map(_shared_memory, {process.pid, *known}))
@@ -138,6 +138,15 @@ def stopped(*pids: int) -> Iterator[None]:
     finally:
         for pid in pids:
             send(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def gateway(*llms: str, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
+    """A gateway on a free port, with the LLM services at these addresses."""
+    with launch(
+        "gateway", *_flags(**{"listen": "127.0.0.1:0", "llm": ",".join(llms), **flags}), exit_code=exit_code
+    ) as service:
+        yield service
 
 
 def command_line(pid: int) -> str:

@@ -12,7 +12,8 @@ from tests.source_tree import Module, Tree, fits
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ("encoder_service", "llm_service")
-TREE = Tree.read(ROOT, ("common", *SERVICES, "twinlens"))
+GATEWAY = "gateway"
+TREE = Tree.read(ROOT, ("common", *SERVICES, GATEWAY, "twinlens"))
 
 HEAVY = {"torch", "transformers", "triton"}
 
@@ -83,7 +84,7 @@ def room_of(name: str) -> str:
 def ground_floor(tree: Tree) -> list[str]:
     """`common` knows no service, and the client neither."""
     found = []
-    for owner, forbidden in (("common", SERVICES), ("twinlens", ("common", *SERVICES))):
+    for owner, forbidden in (("common", (*SERVICES, GATEWAY)), ("twinlens", ("common", *SERVICES, GATEWAY))):
         for module in tree.matching(f"{owner}.*"):
             found += [f"{module.name} → {each.name}" for each in module.imports if service_of(each.name) in forbidden]
     return found
@@ -92,10 +93,10 @@ def ground_floor(tree: Tree) -> list[str]:
 def services_apart(tree: Tree) -> list[str]:
     """A service imports its own modules, `common`, the contract and the release, and nothing else of ours but what
     whoever opens a connection needs: what its files must hold, and what it means that it failed."""
-    ours = {"common", "twinlens", *SERVICES, "tests", "tools", "benchmarks"}
+    ours = {"common", "twinlens", *SERVICES, GATEWAY, "tests", "tools", "benchmarks"}
     shared = ("common.*", "twinlens.v1.*", "twinlens.__version__", "twinlens._version.*", *LINKING)
     found = []
-    for service in ("common", *SERVICES):
+    for service in ("common", *SERVICES, GATEWAY):
         for module in tree.matching(f"{service}.*"):
             theirs = [each.name for each in module.imports if service_of(each.name) in ours - {service}]
             found += [f"{module.name} → {name}" for name in theirs if not any(fits(name, each) for each in shared)]
@@ -105,7 +106,7 @@ def services_apart(tree: Tree) -> list[str]:
 def light_control_plane(tree: Tree) -> list[str]:
     """Importing a control-plane module loads no torch, even through others; nor does it name torch."""
     found = []
-    for module in tree.matching(*(f"{service}.*" for service in SERVICES)):
+    for module in tree.matching(*(f"{service}.*" for service in (*SERVICES, GATEWAY))):
         computes = any(fits(module.name, pattern) for pattern in COMPUTES)
         if computes and not any(fits(module.name, pattern) for pattern in TORCH_FREE_EVEN_THERE):
             continue
@@ -202,6 +203,11 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (services_apart, {"encoder_service/a": "import llm_service.plan"}),
         (services_apart, {"encoder_service/a": "from twinlens.client import LlmClient"}),
         (services_apart, {"common/a": "from tests import checkpoints"}),
+        (services_apart, {"gateway/a": "from llm_service.request import Request"}),
+        (services_apart, {"gateway/a": "from twinlens.aio import AsyncLlmClient"}),
+        (services_apart, {"llm_service/a": "from gateway import convert"}),
+        (ground_floor, {"common/a": "from gateway import convert"}),
+        (light_control_plane, {"gateway/a": "import torch"}),
         (light_control_plane, {"llm_service/engine/scheduler": "import torch"}),
         (
             light_control_plane,

@@ -1,0 +1,36 @@
+"""`python -m gateway`: one gateway."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+_MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlette", "structlog", "uvicorn", "uvloop")
+
+
+def main() -> None:
+    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+    if missing := [name for name in _MODULES if not _is_here(name)]:
+        sys.exit(f"gateway: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[gateway]'")
+    import uvloop
+
+    from common.config import load
+    from gateway.config import GatewayConfig
+    from gateway.server import serve
+
+    config = load(GatewayConfig, "TWINLENS_GATEWAY", "Twinlens gateway: OpenAI's HTTP API in front of LLM services.")
+    try:
+        uvloop.run(serve(config))
+    except OSError as error:
+        sys.exit(f"gateway: {error}")
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package around it
+        return False
+
+
+if __name__ == "__main__":
+    main()

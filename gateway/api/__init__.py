@@ -1,0 +1,1 @@
+"""The surfaces: what each takes, and how it answers."""

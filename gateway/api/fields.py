@@ -1,0 +1,108 @@
+"""What requests of several surfaces have in common: how tokens are chosen, media, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+Int = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=1 << 20, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
+Metadata = Annotated[dict[str, str], Field(max_length=64)]
+
+
+def kind_of(value: Any) -> str | None:
+    """A part's or tool's alternative by its `type`, as a tag."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"${kind}" if isinstance(kind, str) else None
+
+
+def text_or_list(value: Any) -> str:
+    """The alternative of a field that is a text or a list."""
+    return "$text" if isinstance(value, str) else "$list"
+
+
+class Model(BaseModel):
+    """A JSON object: exact types, no NaN, no field that is not listed. A field that is null counts as not given, and so
+    does one with a value of `without_effect`, which asks for what is done anyway."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_without_effect(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and value not in cls.without_effect.get(name, ())
+        }
+
+
+class StructuredOutputs(Model):
+    """vLLM's way to say which form an answer must have."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class MediaSettings(Model):
+    """vLLM's `mm_processor_kwargs`: how media are preprocessed."""
+
+    min_pixels: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    max_pixels: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    fps: float | None = None
+    max_frames: Int | None = None
+
+
+class StreamOptions(Model):
+    """What a stream has beside its words."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Model):
+    """How tokens are chosen and when an answer ends; and what vLLM's users add to a request."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    n: Int | None = None
+    seed: Seed | None = None
+    stop: (
+        Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
+    ) = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
+    stop_token_ids: Tokens | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_go_with_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options go with stream alone")
+        return self

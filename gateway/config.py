@@ -1,0 +1,100 @@
+"""Options of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import is_port, option, size, words
+from common.grpc_channel import ChannelSecurity
+from twinlens import credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Everything that `python -m gateway` can be told."""
+
+    listen: str = option("127.0.0.1:8000", "address to serve HTTP on; port 0 picks a free one")
+    llm: tuple[str, ...] = option(
+        ("127.0.0.1:7002",), "LLM services: host:port, dns:///name:port or file:///path, comma-separated", parse=words
+    )
+    tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
+    tls_key: str = option("", "PEM private key of --tls-cert")
+    auth_token_file: str = option("", "file of bearer tokens, one a line; callers must send one of them")
+    llm_ca: str = option("", "PEM roots of the LLM services' certificates; turns TLS on towards them")
+    llm_cert: str = option("", "PEM client certificate shown to LLM services")
+    llm_key: str = option("", "PEM private key of --llm-cert")
+    llm_token: str = option("", "bearer token sent to LLM services", secret=True)
+    llm_token_file: str = option("", "file that holds that token")
+    request_seconds: float = option(600.0, "longest that a request may take, its last token included", minimum=0.1)
+    grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
+    max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
+    max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
+    max_prompts: int = option(64, "prompts of one request for completions", minimum=1)
+    max_body_bytes: int = option(64 << 20, "largest body of a request", parse=size, minimum=1 << 10)
+    max_inflight_bytes: int = option(
+        512 << 20, "bytes of bodies that are here, or coming, at once; further ones are refused", parse=size, minimum=1
+    )
+    request_stall_seconds: float = option(
+        10.0,
+        "a request of which nothing comes for this long is given up, and one whose head takes longer",
+        minimum=0.1,
+    )
+    answer_stall_seconds: float = option(
+        30.0, "a caller who takes nothing of an answer for this long is given up", minimum=0.1
+    )
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def validate(self) -> None:
+        """Raises ValueError where options contradict each other."""
+        host, _, port = self.listen.rpartition(":")
+        if not (host and is_port(port)):
+            raise ValueError("--listen must be HOST:PORT")
+        if not self.llm:
+            raise ValueError("--llm is needed: the addresses of LLM services")
+        for address in self.llm:
+            if address.startswith("file:///"):
+                continue
+            host, _, port = address.removeprefix("dns:///").rpartition(":")
+            if not host or "/" in host or not is_port(port):
+                raise ValueError(f"--llm: {address} is none of host:port, dns:///name:port and file:///path")
+        for kind, cert, key in (("tls", self.tls_cert, self.tls_key), ("llm", self.llm_cert, self.llm_key)):
+            if bool(cert) != bool(key):
+                raise ValueError(f"--{kind}-cert and --{kind}-key go together")
+        if self.llm_cert and not self.llm_ca:
+            raise ValueError("--llm-cert needs --llm-ca")
+        if self.max_inflight_bytes < self.max_body_bytes:
+            raise ValueError("--max-inflight-bytes must be --max-body-bytes at least, or none would come in")
+        if self.llm_token and self.llm_token_file:
+            raise ValueError("give --llm-token or --llm-token-file, not both")
+        credentials.check_files(cert=("--tls-cert", self.tls_cert), key=("--tls-key", self.tls_key))
+        credentials.check_files(
+            ca=("--llm-ca", self.llm_ca), cert=("--llm-cert", self.llm_cert), key=("--llm-key", self.llm_key)
+        )
+        self.tokens()
+        self.link()
+
+    def tokens(self) -> tuple[bytes, ...]:
+        """The tokens of which callers must send one; none where no file is given.
+
+        Raises ValueError for a file that cannot be read, or holds none, and for what no header could carry.
+        """
+        return tuple(token.encode() for token in _tokens(self.auth_token_file)) if self.auth_token_file else ()
+
+    def link(self) -> ChannelSecurity:
+        """How LLM services are spoken to. Raises ValueError where the token's file holds none."""
+        token = _tokens(self.llm_token_file)[0] if self.llm_token_file else self.llm_token
+        return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, token)
+
+
+def _tokens(file: str) -> list[str]:
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as tokens") from error
+    tokens = [line.strip() for line in lines if line.strip()]
+    if not tokens:
+        raise ValueError(f"{file} holds no token")
+    if not all(token.isascii() and token.isprintable() for token in tokens):
+        raise ValueError("a token is one line of ASCII characters")
+    return tokens

@@ -1,0 +1,111 @@
+"""Errors in OpenAI's shape: our stable reason is the `code`, the field at fault the `param`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from common import errors
+from common.errors import InvalidInput, TwinlensError
+
+_LONGEST = 128
+"""Characters of a param; a field's name is the caller's own."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class TooLarge(InvalidInput):
+    """The body, or what becomes of it, is larger than is taken."""
+
+
+class NoRoute(TwinlensError):
+    """There is nothing at this path, or not by this method."""
+
+    default_reason = "NOT_FOUND"
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message, reason="NOT_FOUND" if status == 404 else "METHOD_NOT_ALLOWED")
+        self.status = status
+
+
+def status_of(error: TwinlensError) -> int:
+    """The HTTP status."""
+    match error:
+        case TooLarge():
+            return 413
+        case NoRoute(status=status):
+            return status
+        case _:
+            return int(errors.outcome(error).http)
+
+
+def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
+    """When a retry can help, and, for clients that would retry by the status alone, whether one can."""
+    retryable = error.retry_after is not None
+    headers = [(b"x-should-retry", b"true" if retryable else b"false")]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+    if status_of(error) == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def body_of(error: TwinlensError) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    status = status_of(error)
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    said = {"message": error.message, "type": kind, "param": error.field[:_LONGEST] or None, "code": error.reason}
+    return to_json({"error": said})
+
+
+def from_validation(error: ValidationError) -> InvalidInput:
+    """What is wrong with a request's body, by its first offence."""
+    first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    field = _path(first["loc"])
+    match first["type"]:
+        case "json_invalid":
+            return InvalidInput(first["msg"], reason="BAD_JSON")
+        case "extra_forbidden":
+            return InvalidInput("this field is not served", reason="FIELD_NOT_SERVED", field=field)
+        case "union_tag_invalid":
+            return InvalidInput("this kind is not served", reason="FIELD_NOT_SERVED", field=f"{field}.type")
+        case "union_tag_not_found":
+            return InvalidInput("its type is missing", reason="BAD_FIELD", field=f"{field}.type")
+        case "value_error":
+            return InvalidInput(first["msg"].removeprefix("Value error, "), reason="BAD_FIELD", field=field)
+        case _:
+            return InvalidInput(first["msg"], reason="BAD_FIELD", field=field)
+
+
+def _path(location: tuple[str | int, ...]) -> str:
+    """A field's path; names of alternatives, which begin with $, are no part of it.
+
+    >>> _path(("messages", 0, "content", "$parts", 1, "$text", "text"))
+    'messages[0].content[1].text'
+    """
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith("$"):
+            path += f".{step[:_LONGEST]}" if path else step[:_LONGEST]
+    return path
+
+
+_CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")
+
+
+def param_of(field: str) -> str:
+    """What callers know by another name than the contract.
+
+    >>> param_of("chat.messages[0].parts[1].media.modality"), param_of("sampling.top_p"), param_of("chat.messages")
+    ('messages[0].content[1]', 'top_p', 'messages')
+    """
+    if match := _CHAT.fullmatch(field):
+        message, part, role = match.groups()
+        return f"messages[{message}]" + (f".content[{part}]" if part else ".role" if role else "")
+    return field.removeprefix("sampling.").removeprefix("chat.")

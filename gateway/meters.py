@@ -1,0 +1,55 @@
+"""What the gateway tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.metrics import Metrics, gauge
+from gateway.services import LlmServices
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is under way: requests, connections, bytes of bodies."""
+
+    requests: int
+    connections: int
+    body_bytes: int
+
+
+class Meters:
+    """All metrics of one gateway."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("twinlens_gateway")
+        self._requests = self.metrics.counter("requests", "requests, by surface and HTTP status", ("surface", "status"))
+        self._seconds = self.metrics.histogram("request_seconds", "time of a whole request", ("surface",))
+        self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
+
+    def watch(self, state: Callable[[], State], services: LlmServices) -> None:
+        """Has scrapes read what is under way."""
+        self.metrics.read(
+            lambda: [
+                gauge("open_requests", "requests under way", state().requests),
+                gauge("open_connections", "connections of callers", state().connections),
+                gauge("body_bytes", "bytes of bodies that are held", state().body_bytes),
+                gauge("llm_services", "LLM services that are known", len(services.services)),
+                gauge("llm_services_usable", "of these, those that can serve", len(services.usable)),
+                gauge(
+                    "llm_in_flight",
+                    "requests under way at an LLM service",
+                    {(service.address,): service.in_flight for service in services.services},
+                    ("address",),
+                ),
+            ]
+        )
+
+    def first_byte(self, surface: str, seconds: float) -> None:
+        """An answer has begun."""
+        self._first.labels(surface).observe(seconds)
+
+    def ended(self, surface: str, status: int, seconds: float) -> None:
+        """A request is over; 499: its caller has left."""
+        self._requests.labels(surface, str(status)).inc()
+        self._seconds.labels(surface).observe(seconds)

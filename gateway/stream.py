@@ -1,0 +1,47 @@
+"""Answers: a JSON object, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE: Final = b"data: [DONE]\n\n"
+"""How a stream of OpenAI's ends that has come to its end."""
+
+EVENTS: Final = "text/event-stream"
+
+
+def json_answer(content: dict[str, Any]) -> Response:
+    """A whole answer."""
+    return Response(to_json(content), media_type="application/json")
+
+
+def event(content: dict[str, Any], name: str = "") -> bytes:
+    """One event."""
+    named = f"event: {name}\n".encode() if name else b""
+    return b"%sdata: %s\n\n" % (named, to_json(content))
+
+
+class EventStream(Response):
+    """Events as they are made. The first is waited for, since what is wrong before it is an ordinary error."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(media_type=EVENTS, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Sends them; the source is closed on every way out."""
+        begun = False
+        async with aclosing(self._events) as events:
+            async for each in events:
+                if not begun:
+                    begun = True
+                    headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": each, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

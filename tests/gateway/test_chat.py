@@ -1,0 +1,233 @@
+"""Chat completions by the real client: the same tokens and counts as by gRPC, streamed or whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.gateway.trio import CLIP, PICTURE, Trio, image, said, text, video
+from tests.rpc.pairs import answer, asked
+from twinlens import Answer, assistant, system, user, v1
+from twinlens import image as an_image
+from twinlens import video as a_video
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+
+CONVERSATIONS: dict[str, tuple[list[Any], list[v1.ChatMessage]]] = {
+    "a text": ([said("Hello")], [user("Hello")]),
+    "turns": (
+        [
+            said("Be brief.", role="system"),
+            said("One?", role="user"),
+            said("Two.", role="assistant"),
+            said(text("Three?"), text("Four?")),
+        ],
+        [system("Be brief."), user("One?"), assistant("Two."), user("Three?", "Four?")],
+    ),
+    "a developer": ([said("Be brief.", role="developer"), said("Hi")], [system("Be brief."), user("Hi")]),
+    "a picture": ([said(image(), text("What is it?"))], [user(an_image(PICTURE), "What is it?")]),
+    "a small picture": (
+        [said(image(detail="low"), text("What is it?"))],
+        [user(an_image(PICTURE, max_pixels=512 * 512), "What is it?")],
+    ),
+    "a video": ([said(text("Look:"), video(), text("What happens?"))], [user("Look:", a_video(CLIP), "What happens?")]),
+}
+
+
+def by_grpc(door: Trio, messages: list[v1.ChatMessage], **sampling: Any) -> Answer:
+    params = v1.SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
+    return answer(door.services.text, asked(messages, params))
+
+
+def by_http(door: Trio, messages: list[Any], **fields: Any) -> ChatCompletion:
+    return door.client.chat.completions.create(
+        **{"model": door.model, "messages": messages, "max_tokens": 8, "temperature": 0, **fields}
+    )
+
+
+def streamed(door: Trio, messages: list[Any], **fields: Any) -> list[Any]:
+    return list(
+        door.client.chat.completions.create(
+            **{"model": door.model, "messages": messages, "max_tokens": 8, "temperature": 0, **fields}, stream=True
+        )
+    )
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_same_request_has_the_same_words_and_counts_as_by_grpc(door: Trio, name: str) -> None:
+    http, grpc = CONVERSATIONS[name]
+    door.services.text.flush_cache()
+    theirs = by_grpc(door, grpc)
+    door.services.text.flush_cache()
+    ours = by_http(door, http)
+    assert ours.choices[0].message.content == theirs.text
+    assert ours.choices[0].finish_reason == "length"
+    assert ours.usage is not None
+    counted = (ours.usage.prompt_tokens, ours.usage.completion_tokens, ours.usage.total_tokens)
+    usage = theirs.usage
+    assert counted == (usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens + usage.completion_tokens)
+    again = by_http(door, http)
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == by_grpc(door, grpc).usage.cached_tokens
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_stream_says_what_the_whole_answer_says(door: Trio, name: str) -> None:
+    messages = CONVERSATIONS[name][0]
+    by_http(door, messages)  # so that both find as much in the cache
+    whole = by_http(door, messages)
+    *chunks, last = streamed(door, messages, stream_options={"include_usage": True})
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_a_stream_has_no_usage_unless_asked(door: Trio) -> None:
+    assert all(chunk.usage is None and chunk.choices for chunk in streamed(door, [said("Hello")]))
+
+
+SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "temperature, top_p and seed": ({"temperature": 1.2, "top_p": 0.8, "seed": 7},) * 2,
+    "a negative seed": ({"temperature": 1.2, "seed": -3}, {"temperature": 1.2, "seed": (1 << 64) - 3}),
+    "penalties": (
+        {"presence_penalty": 0.7, "frequency_penalty": 0.9, "seed": 5, "temperature": 0.9},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.9, "seed": 5, "temperature": 0.9},
+    ),
+    "logit_bias": ({"logit_bias": {"120": 90}}, {"logit_bias": {120: 90}}),
+    "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 3}, {"max_tokens": 3}),
+    "top_k": ({"extra_body": {"top_k": 3}, "temperature": 1, "seed": 1}, {"top_k": 3, "temperature": 1, "seed": 1}),
+    "min_p": ({"extra_body": {"min_p": 0.2}, "temperature": 1, "seed": 1}, {"min_p": 0.2, "temperature": 1, "seed": 1}),
+    "repetition_penalty": ({"extra_body": {"repetition_penalty": 1.8}}, {"repetition_penalty": 1.8}),
+    "min_tokens and ignore_eos": (
+        {"extra_body": {"min_tokens": 4, "ignore_eos": True}},
+        {"min_tokens": 4, "ignore_eos": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_each_way_to_choose_tokens_is_the_contracts(door: Trio, name: str) -> None:
+    http, grpc = SAMPLING[name]
+    question = "Which tokens follow?"
+    ours = by_http(door, [said(question)], **http)
+    assert ours.choices[0].message.content == by_grpc(door, [user(question)], **grpc).text
+
+
+def test_every_choice_of_n_is_there_streamed_as_well(door: Trio) -> None:
+    fields = {"n": 3, "temperature": 1.5, "seed": 11}
+    theirs = by_grpc(door, [user("Hello")], **fields)
+    ours = by_http(door, [said("Hello")], **fields)
+    expected = [choice.text for choice in theirs.choices]
+    assert [choice.message.content for choice in ours.choices] == expected
+    assert ours.usage is not None
+    assert ours.usage.completion_tokens == sum(choice.usage.completion_tokens for choice in theirs.choices)
+    said_so_far = {0: "", 1: "", 2: ""}
+    for chunk in streamed(door, [said("Hello")], **fields):
+        said_so_far[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(said_so_far.values()) == expected
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(door: Trio) -> None:
+    whole = by_http(door, [said("Hello")], max_tokens=12).choices[0].message.content
+    assert whole
+    stop = whole[5]
+    choice = by_http(door, [said("Hello")], max_tokens=12, stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert choice.stop_reason == stop  # type: ignore[attr-defined]
+    assert by_http(door, [said("Hello")], max_tokens=12, stop=["\x07", stop]).choices[0] == choice
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_scores_have_texts_and_bytes(door: Trio, stream: bool) -> None:
+    theirs = by_grpc(door, [user("Hello")], logprobs=2).choices[0].logprobs
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = streamed(door, [said("Hello")], **fields)
+        found = [each for chunk in chunks if (given := chunk.choices[0].logprobs) for each in given.content]
+    else:
+        logprobs = by_http(door, [said("Hello")], **fields).choices[0].logprobs
+        assert logprobs is not None
+        found = logprobs.content or []
+    assert [(each.token, each.logprob, bytes(each.bytes or [])) for each in found] == [
+        (each.text, each.logprob, each.text_bytes) for each in theirs
+    ]
+    assert [[top.token for top in each.top_logprobs] for each in found] == [
+        [top.text for top in each.top] for each in theirs
+    ]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    },
+    "guided_json": {"extra_body": {"guided_json": SCHEMA}},
+    "guided_json as a text": {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
+    "structured_outputs": {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_schema_gives_json_that_fits_it(door: Trio, name: str) -> None:
+    choice = by_http(door, [said("Hello")], max_tokens=200, temperature=1.2, seed=3, **FORMS[name]).choices[0]
+    value = json.loads(choice.message.content or "")
+    assert set(value) == {"colour", "count"}
+    assert choice.finish_reason == "stop"
+
+
+def test_json_without_a_schema_is_an_object(door: Trio) -> None:
+    fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "temperature": 0.4, "seed": 2}
+    choice = by_http(door, [said("Hello")], max_tokens=300, **fields).choices[0]
+    assert (choice.message.content or "").lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ({"guided_choice": ["left", "right"]}, ["left", "right"]),
+        ({"guided_regex": "[ab]"}, ["a", "b"]),
+        ({"guided_grammar": 'start: "x" | "y"'}, ["x", "y"]),
+        ({"structured_outputs": {"choice": ["left", "right"]}}, ["left", "right"]),
+        ({"structured_outputs": {"regex": "[ab]"}}, ["a", "b"]),
+    ],
+    ids=["guided_choice", "guided_regex", "guided_grammar", "choice", "regex"],
+)
+def test_other_forms_are_kept(door: Trio, form: dict[str, Any], options: list[str]) -> None:
+    content = by_http(door, [said("Hello")], max_tokens=20, extra_body=form).choices[0].message.content
+    assert content in options
+
+
+def test_the_request_id_goes_through(door: Trio) -> None:
+    reply = door.chat(model=door.model)
+    assert json.loads(reply.body)["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
+    reply = door.post(
+        "/v1/chat/completions", {"messages": [said("Hello")], "max_tokens": 2}, {"x-request-id": "mine-17"}
+    )
+    assert (reply.headers["x-request-id"], json.loads(reply.body)["id"]) == ("mine-17", "chatcmpl-mine-17")
+    assert '"request_id": "mine-17"' in door.services.llm.log.read_text()
+
+
+def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        by_http(door, [said("Hi"), said("Yes?", role="assistant"), said(text("Look"), image(b"no picture"))])
+    assert (error.value.code, error.value.param) == ("MEDIA_FORMAT", "messages[2].content[1]")
+
+
+def test_a_clip_is_refused_by_the_service_that_may_serve_it_one_day(door: Trio) -> None:
+    clip = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    reply = door.chat(messages=[said(text("Listen"), clip)])
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (501, "NO_AUDIO", "messages[0].content[1]")
+    assert reply.headers["x-should-retry"] == "false"

@@ -1,0 +1,314 @@
+"""What the gateway refuses, at once and by name: bad bodies, wrong types, strangers, slow senders, floods."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.trio import Trio, fronted, said
+from tests.waiting import until
+
+CHAT = "/v1/chat/completions"
+
+
+def wrapped(depth: int) -> bytes:
+    return b'{"messages":[{"role":"user","content":' + b"[" * depth + b"]" * depth + b"}]}"
+
+
+BODIES = {
+    "nothing": b"",
+    "no JSON": b"hello",
+    "JSON that breaks off": b'{"messages": [{"role": "user"',
+    "bytes that are no text": b'{"model": "\xff\xfe"}',
+    "half a pair of surrogates": rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
+    "a number without an end": b'{"seed": 1' + b"0" * 100_000 + b"}",
+    "brackets a hundred thousand deep": wrapped(100_000),
+    "brackets two hundred deep": wrapped(250),
+    "not a number": b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+def test_a_body_that_cannot_be_read_is_refused(door: Trio, path: str, name: str) -> None:
+    reply = door.post(path, BODIES[name])
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert reply.error["code"] in ("BAD_JSON", "BAD_FIELD", "FIELD_NOT_SERVED")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "model": (5, "model"),
+    "messages": ("hello", "messages"),
+    "temperature": ("0.5", "temperature"),
+    "max_tokens": (2.5, "max_tokens"),
+    "n": (True, "n"),
+    "seed": (1 << 70, "seed"),
+    "stop": ([1], "stop[0]"),
+    "stream": ("yes", "stream"),
+    "stream_options": ({"include_usage": 1}, "stream_options.include_usage"),
+    "logit_bias": ({"x": 1}, "logit_bias"),
+    "response_format": ({"type": "yaml"}, "response_format.type"),
+    "metadata": ({"a": 1}, "metadata.a"),
+    "user": (["me"], "user"),
+    "top_logprobs": (2, ""),
+    "min_tokens": (1 << 40, "min_tokens"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_value_of_a_wrong_type_is_refused_by_name(door: Trio, field: str) -> None:
+    value, param = WRONG[field]
+    reply = door.chat(**{field: value})
+    assert (reply.status, reply.error["code"]) == (400, "BAD_FIELD")
+    assert (reply.error["param"] or "") == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 101), ("top_p", 0), ("n", 1000), ("max_tokens", 0), ("logit_bias", {"5": 1000.0})],
+)
+def test_a_value_out_of_range_is_refused_by_name(door: Trio, field: str, value: Any) -> None:
+    reply = door.chat(**{field: value})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "OUT_OF_RANGE", field)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "ghost", "content": "boo"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "file", "file": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "messages[0].content[0].image_url",
+        ),
+        ([said("x"), {"role": "user", "content": "x", "more": 1}], "messages[1].more"),
+    ],
+)
+def test_a_message_that_is_none_is_refused_where_it_is_wrong(door: Trio, messages: Any, param: str) -> None:
+    reply = door.chat(messages=messages)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_what_a_caller_calls_a_field_is_not_said_back_at_length(door: Trio) -> None:
+    reply = door.chat(**{"x" * 1_000_000: 1})
+    assert reply.status == 400
+    assert len(reply.body) < 1000
+
+
+def test_another_model_is_not_found(door: Trio) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        door.client.chat.completions.create(model="another", messages=[{"role": "user", "content": "x"}])
+    assert (error.value.code, error.value.param) == ("UNKNOWN_MODEL", "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "NOT_FOUND"),
+        ("GET", CHAT, 405, "METHOD_NOT_ALLOWED"),
+        ("POST", "/v1/models", 405, "METHOD_NOT_ALLOWED"),
+        ("GET", "/v1/models/other/one", 404, "UNKNOWN_MODEL"),
+    ],
+)
+def test_a_path_that_is_not_there_has_openais_shape(door: Trio, method: str, path: str, status: int, code: str) -> None:
+    reply = door.post(path, b"", method=method)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 129, "ü"])
+def test_a_request_id_that_no_log_should_hold_is_refused(door: Trio, name: str) -> None:
+    reply = door.post(CHAT, {"messages": [said("x")], "max_tokens": 1}, {"x-request-id": name})
+    assert reply.status == (400 if name else 200)
+    assert reply.headers["x-request-id"] != name
+
+
+@pytest.fixture(scope="module")
+def narrow(door: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """A gateway with tokens and small bounds."""
+    tokens: Path = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("first\n\nsecond\n")
+    with fronted(
+        door.services,
+        auth_token_file=tokens,
+        max_requests=2,
+        max_connections=16,
+        max_body_bytes="1MiB",
+        max_inflight_bytes="1200KiB",
+        request_stall_seconds=1,
+        answer_stall_seconds=1,
+    ) as three:
+        yield three
+
+
+SECOND = {"authorization": "Bearer second"}
+
+
+class TestNarrow:
+    @pytest.mark.parametrize("value", [None, "", "Bearer", "Bearer third", "Bearer first\x7f", "Basic first", "first"])
+    @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/tokenize", "/nothing"])
+    def test_strangers_are_refused(self, narrow: Trio, path: str, value: str | None) -> None:
+        reply = narrow.post(path, {}, {} if value is None else {"authorization": value})
+        if value == "Bearer first\x7f":
+            assert reply.status in (400, 401)  # no header holds such a sign
+            return
+        assert (reply.status, reply.error["code"]) == (401, "UNAUTHENTICATED")
+        assert reply.headers["www-authenticate"] == "Bearer"
+
+    @pytest.mark.parametrize("token", ["first", "second"])
+    def test_each_token_of_the_file_opens(self, narrow: Trio, token: str) -> None:
+        assert narrow.get("/v1/models", {"authorization": f"bearer {token}"}).status == 200
+        client = narrow.client.with_options(api_key=token)
+        assert client.models.retrieve(narrow.model).id == narrow.model
+
+    def test_health_and_metrics_need_no_token(self, narrow: Trio) -> None:
+        for path in ("/health/live", "/health/ready", "/metrics", "/version"):
+            assert narrow.get(path).status == 200, path
+
+    def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+                b"Content-Length: 60000000\r\n\r\n"
+            )
+            status, headers, body = answered(connection)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "BODY_TOO_LARGE")
+        assert b"x-should-retry: false" in headers
+
+    def test_a_body_that_turns_out_too_large_is_refused(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n"
+            )
+            for _ in range(20):
+                connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+            status, _, body = answered(connection)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "BODY_TOO_LARGE")
+        until(lambda: narrow.metric("body_bytes") == 0, "its bytes are given back")
+
+    def test_bodies_that_are_too_large_together_are_refused(self, narrow: Trio) -> None:
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+            b"Content-Length: 1000000\r\n\r\n"
+        )
+        with narrow.connect() as first:
+            first.sendall(head + b" " * 900_000)
+            until(lambda: narrow.metric("body_bytes") >= 900_000, "the first body is nearly here")
+            with narrow.connect() as second:
+                second.sendall(head + b" " * 999_999)
+                status, headers, body = answered(second)
+        assert (status, json.loads(body)["error"]["code"]) == (429, "TOO_MANY_BYTES")
+        assert b"retry-after: 1" in headers
+        until(lambda: narrow.metric("body_bytes") == 0, "their bytes are given back")
+
+    def test_a_body_of_which_nothing_comes_is_given_up(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            status, _, body = answered(connection)
+        assert (status, json.loads(body)["error"]["code"]) == (429, "REQUEST_TOO_SLOW")
+
+    @pytest.mark.parametrize("start", [b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+    def test_a_head_that_does_not_come_is_given_up(self, narrow: Trio, start: bytes) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(start)
+            assert gone(connection)
+
+    def test_a_head_that_dribbles_is_given_up(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+            until(lambda: dribbled(connection), "the connection is closed", 30)
+
+    def test_a_head_without_end_is_refused(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"b" * 70_000)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+    def test_what_is_no_http_is_refused(self, narrow: Trio) -> None:
+        with narrow.connect() as connection:
+            connection.sendall(b"\x16\x03\x01\x02\x00hello\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+    def test_too_many_requests_at_once_are_refused_with_a_hint(self, narrow: Trio) -> None:
+        client = narrow.client.with_options(api_key="first")
+
+        def stream() -> Any:
+            return client.chat.completions.create(
+                model=narrow.model,
+                messages=[{"role": "user", "content": "count"}],
+                max_tokens=3000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+
+        with stream(), stream():
+            with pytest.raises(openai.RateLimitError) as error:
+                stream()
+            assert error.value.code == "TOO_MANY_REQUESTS"
+            assert error.value.response.headers["retry-after"] == "1"
+            assert narrow.get("/health/ready").status == 200
+        until(narrow.idle, "both were given up")
+        retrying = narrow.client.with_options(api_key="first", max_retries=2)
+        assert retrying.models.list().data
+
+    def test_too_many_connections_are_closed(self, narrow: Trio) -> None:
+        until(lambda: narrow.metric("open_connections") <= 4, "others have gone")
+        open_ones: list[socket.socket] = []
+        try:
+            open_ones.extend(narrow.connect() for _ in range(16))
+            assert any(gone(each, 5) for each in open_ones)
+        finally:
+            for each in open_ones:
+                each.close()
+        until(lambda: narrow.get("/health/live").status == 200, "there is room again")
+
+
+def answered(connection: socket.socket) -> tuple[int, bytes, bytes]:
+    """Status, headers and body of the answer."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += received(connection)
+    headers, _, body = data.partition(b"\r\n\r\n")
+    length = int(headers.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while len(body) < length:
+        body += received(connection)
+    return int(headers.split()[1]), headers, body
+
+
+def received(connection: socket.socket) -> bytes:
+    data = connection.recv(65536)
+    assert data, "closed without an answer"
+    return data
+
+
+def dribbled(connection: socket.socket) -> bool:
+    """Sends one more header; whether the other side has closed the connection."""
+    try:
+        connection.sendall(b"X-A: b\r\n")
+    except OSError:
+        return True
+    return gone(connection, 0.1)
+
+
+def gone(connection: socket.socket, seconds: float = 30) -> bool:
+    """Whether the other side closes the connection."""
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1000) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
