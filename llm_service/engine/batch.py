@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from llm_service.engine import window
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
 
@@ -27,8 +27,8 @@ class Step:
 
 
 def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step:
-    """The next step for these sequences, which then count as computed so far. At most one token of each may be unknown,
-    and that one is chosen by the step before."""
+    """The next step for these sequences. At most one token of each may be unknown, and that one is chosen by the step
+    before."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -40,28 +40,25 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
     scoring: list[tuple[Sequence, int]] = []
     prefill: list[tuple[Sequence, int, int]] = []
     for sequence, count in work.items():
-        begin, at = sequence.computed, len(token_ids)
+        begin, at = sequence.num_computed_tokens, len(token_ids)
         end = begin + count
-        rows.extend(window.rows(sequence, count, at, row_bytes))
+        rows.extend(_rows(sequence, count, at, row_bytes))
         if count == 1 and begin >= sequence.prompt_tokens:
             positions.one(begin + sequence.delta)
             token_ids.append(sequence.tokens[begin])
         else:
-            positions.window(window.positions(sequence, count))
+            positions.window(_positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
             prefill.append((sequence, begin, count))
         chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
-        if sequence.scored < sequence.prompt_tokens and (asked := window.score(sequence, count, at)):
+        if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))
-        drawn = -1
         if end == len(sequence.tokens):
-            if sequence.unknown:
-                carried.append((at + count - 1, sequence.drawn))
-            drawn = len(draws)
-            draws.append(window.draw(sequence, at + count - 1))
+            if sequence.num_placeholders:
+                carried.append((at + count - 1, sequence.placeholder_draw))
+            draws.append(_draw(sequence, at + count - 1))
             drawing.append(sequence)
-        sequence.planned(count, drawn)
     plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
@@ -91,3 +88,73 @@ class _Positions:
         """All of them, in order."""
         self._gather()
         return np.concatenate(self._windows, axis=1).tobytes()
+
+
+def _positions(sequence: Sequence, count: int) -> np.ndarray:
+    """int32 [3, count]: the positions of the next `count` pending tokens."""
+    begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+    if end <= sequence.prompt_tokens:
+        return sequence.positions[:, begin:end]
+    past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.delta)
+    tail = np.broadcast_to(past, (3, len(past)))
+    return np.concatenate([sequence.positions[:, begin:], tail], axis=1)
+
+
+def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[RowSlice]:
+    """The media rows that the next `count` pending tokens stand for, when they begin at place `at` of the batch.
+
+    With 10 tokens computed and a run of rows 0–7 at positions 8–15, a window of 4 takes rows 2–5 at places 0–3.
+    """
+    begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+    if begin >= sequence.media_end:
+        return
+    for item in sequence.items:
+        for start, first_row, length in item.runs:
+            low, high = max(start, begin), min(start + length, end)
+            if low < high:
+                row = first_row + low - start
+                yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
+
+
+def _score(sequence: Sequence, count: int, at: int) -> Score | None:
+    """Asks for the prompt's tokens that follow the next `count` pending ones, at places from `at` on, and have not
+    been scored.
+
+    With 8 tokens computed and 11 scored, a window of 6 asks for tokens 11 … 14 at places 2 … 5.
+    """
+    begin, last = sequence.num_computed_tokens, min(sequence.num_computed_tokens + count + 1, sequence.prompt_tokens)
+    first = max(begin + 1, sequence.num_scored_tokens)
+    if first >= last or sequence.sampling.prompt_logprobs is None:
+        return None
+    return Score(at + first - 1 - begin, sequence.tokens[first:last].tobytes(), sequence.sampling.prompt_logprobs)
+
+
+def _draw(sequence: Sequence, at: int) -> Draw:
+    """How the next token is to be chosen from the logits at place `at`."""
+    sampling = sequence.sampling
+    if sequence.plain:
+        return Draw(at=at)
+    return Draw(
+        at=at,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        uniform=0.0 if sampling.temperature == 0.0 else uniform(sequence.seed, sequence.choice, sequence.generated),
+        banned=sequence.stop_ids if sequence.generated < sampling.min_tokens else (),
+        logit_bias=sampling.logit_bias,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        prompt=sequence.penalised,
+        output=sequence.tokens[sequence.prompt_tokens :].tobytes() if sampling.penalises else b"",
+        logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        allowed=b"" if sequence.matcher is None else sequence.matcher.compute_bitmask(),
+        carried=sequence.placeholder_draw if sequence.num_placeholders and sampling.penalises else -1,
+    )
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments: 53 bits of their SHA-256."""
+    digest = hashlib.sha256(b"%d/%d/%d" % (seed, choice, index)).digest()
+    return (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import select
 import time
 from collections import deque
@@ -28,7 +30,6 @@ from llm_service.engine.messages import (
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.wake import Wake
 from llm_service.plan import Invalidate, Pull, StepResult, Unmap
 
 _PROOF_SECONDS = 5.0
@@ -36,6 +37,31 @@ _PROOF_SECONDS = 5.0
 
 _LONGEST_REST = 3600.0
 """Seconds; a caller may set a deadline of millennia, with which `select` cannot count."""
+
+
+class Wake:
+    """Ends the engine's wait for messages from another thread of its process: a flag that `select` can wait for,
+    `set` by any thread, cleared by the one that waits."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable while the flag is set."""
+        return self._fd
+
+    def set(self) -> None:
+        """Ends the wait that goes on, or the next one."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Takes the flag down; nothing happens where it is down."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Gives the descriptor back; not used any more after that."""
+        os.close(self._fd)
 
 
 class EngineCore:

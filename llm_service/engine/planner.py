@@ -45,13 +45,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Choice:
-    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `asking` are
-    sequences whose items have no place in the row arena, though the cache does not cover them."""
+    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `displaced`
+    are sequences whose items have no place in the row arena, though the cache does not cover them."""
 
     work: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    asking: list[Sequence] = field(default_factory=list)
+    displaced: list[Sequence] = field(default_factory=list)
     closed: bool = False
 
 
@@ -62,7 +62,7 @@ class Planner:
         self._queues = queues
         self._blocks = blocks
         self._limits = limits
-        self._longest_whole = limits.max_step_tokens - limits.max_running + 1
+        self._max_media_tokens = limits.max_step_tokens - limits.max_running + 1
 
     def choose(self) -> Choice:
         """What the next step computes; its work is empty where nothing can be computed now."""
@@ -78,11 +78,11 @@ class Planner:
         """Gives every decode its token; the running sequences that have more to compute than that."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._queues.running):
-            if not sequence.running or sequence.full:
+            if not sequence.running or sequence.at_max_length:
                 continue  # preempted by one before it, or ended by what is under way
             if sequence.pending > 1:
                 prefills.append(sequence)
-            elif sequence.ready(sequence.computed) and self._make_room(sequence, 1, choice):
+            elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, 1, choice):
                 choice.work[sequence] = 1
         return prefills
 
@@ -113,12 +113,12 @@ class Planner:
     def _extend(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
         """Gives a sequence up to `max_tokens` tokens more in this step, and a place where it has none;
         how many it got."""
-        if sequence.full:
+        if sequence.at_max_length:
             return 0
         if not sequence.running:
             return self._admit(sequence, choice, max_tokens)
         given = choice.work.get(sequence, 0)
-        count = self._chunk(sequence, sequence.computed, given + max_tokens)
+        count = self._chunk(sequence, sequence.num_computed_tokens, given + max_tokens)
         if count <= given or not self._make_room(sequence, count, choice):
             return 0
         choice.work[sequence] = count
@@ -126,57 +126,58 @@ class Planner:
 
     def _admit(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
-        stuck = sequence.starved or sequence.asking or sequence.blocked or sequence.held
-        if choice.closed or stuck or not sequence.formed():
+        if choice.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
         begin = hits * self._blocks.block_size
         if sequence.lacks_rows(begin):
-            if self._queues.ask(sequence):  # it holds no block while it waits, so that no two can hold each other up
-                choice.asking.append(sequence)
+            # It holds no block while it waits, so that no two can hold each other up.
+            if self._queues.displace(sequence):
+                choice.displaced.append(sequence)
             return 0
         ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(choice) if complete and count else []
         if not ready or not self._find_room(sequence, identities[:hits], idle):
             choice.closed = complete
-            sequence.starved = not complete  # until its next row lands; others may go first
+            if not complete:
+                sequence.wait_for_rows()  # others may go first
             return 0
         if not count:
             return 0
         self._blocks.adopt(sequence.table, identities[:hits])
         self._blocks.grow(sequence.table, begin + count)
-        sequence.computed = begin
-        self._queues.start(sequence)
+        self._queues.start(sequence, begin)
         choice.started.append(sequence)
         choice.work[sequence] = count
         return count
 
     def _ready(self, sequence: Sequence, begin: int) -> int:
         """How many tokens from `begin` on are worth computing before the next row lands."""
-        ready = sequence.ready(begin)
+        ready = sequence.num_computable(begin)
         if begin + ready == len(sequence.tokens):
             return ready
-        ready = sequence.whole(begin, ready, self._longest_whole)
+        ready = sequence.without_partial_media(begin, ready, self._max_media_tokens)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
     def _chunk(self, sequence: Sequence, begin: int, max_tokens: int) -> int:
         count = min(self._ready(sequence, begin), max_tokens)
         if self._limits.keep_media_whole and count:
-            return sequence.whole(begin, count, self._longest_whole)
+            return sequence.without_partial_media(begin, count, self._max_media_tokens)
         return count
 
     def _make_room(self, sequence: Sequence, count: int, choice: Choice) -> bool:
         """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
         its rows, else of those behind it that the step spares."""
-        while not self._blocks.grow(sequence.table, sequence.computed + count):
-            complete = sequence.ready(sequence.computed) == sequence.pending
+        while not self._blocks.grow(sequence.table, sequence.num_computed_tokens + count):
+            complete = sequence.num_computable(sequence.num_computed_tokens) == sequence.pending
             idle = self._idle(choice) if complete else []
             if (last := idle[-1] if idle else self._last_behind(sequence, choice)) is None:
                 return False
-            self._put_back(last)
-            last.starved = bool(idle)
+            self._preempt(last)
+            if idle:
+                last.wait_for_rows()
             choice.preempted.append(last)
         return True
 
@@ -188,10 +189,9 @@ class Planner:
                 return last
         return None
 
-    def _put_back(self, sequence: Sequence) -> None:
-        self._queues.put_back(sequence)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._queues.preempt(sequence)
         self._blocks.free(sequence.table, sequence.session, sequence.root)
-        sequence.computed = 0
 
     def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
         """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""
@@ -202,8 +202,8 @@ class Planner:
             return False
         while self._is_crowded() or not self._blocks.can_hold(hits, tokens):
             last = idle.pop()
-            self._put_back(last)
-            last.starved = True
+            self._preempt(last)
+            last.wait_for_rows()
         return True
 
     def _is_crowded(self) -> bool:
@@ -211,5 +211,7 @@ class Planner:
 
     def _idle(self, choice: Choice) -> list[Sequence]:
         """Those that run and can compute nothing before another row lands, in order of rank."""
-        spared = [each for each in self._queues.running if each not in choice.work and not each.full]
-        return [each for each in spared if not self._chunk(each, each.computed, self._limits.max_step_tokens)]
+        spared = [each for each in self._queues.running if each not in choice.work and not each.at_max_length]
+        return [
+            each for each in spared if not self._chunk(each, each.num_computed_tokens, self._limits.max_step_tokens)
+        ]

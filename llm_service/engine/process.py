@@ -17,12 +17,11 @@ from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.core import EngineCore
+from llm_service.engine.core import EngineCore, Wake
 from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.pipeline import Executor, Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.structure import Matchers, Structures
-from llm_service.engine.wake import Wake
 from llm_service.models.config import TextConfig
 from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import EngineSettings

@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from llm_service.engine.messages import NOWHERE
 from llm_service.engine.sequence import Order, Sequence
 
 _FEW = 64
@@ -37,41 +36,41 @@ class Queues:
             self._forget_deadlines()
             heapq.heappush(self._deadlines, (deadline, id))
 
-    def start(self, sequence: Sequence) -> None:
-        """From waiting to running."""
+    def start(self, sequence: Sequence, computed: int) -> None:
+        """From waiting to running, with the KV of the first `computed` tokens there."""
         self._take(self.waiting, sequence)
         insort(self.running, sequence, key=rank)
-        sequence.running = True
+        sequence.start(computed)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """From running to waiting."""
         self._take(self.running, sequence)
         insort(self.waiting, sequence, key=rank)
-        sequence.running = False
+        sequence.preempt()
 
     def remove(self, sequence: Sequence) -> bool:
         """Takes a sequence out for good; whether it was the last one of its request, which is then gone as well."""
         self._take(self.running if sequence.running else self.waiting, sequence)
-        sequence.running = False
+        sequence.finish()
         siblings = self.requests[sequence.id]
         siblings.remove(sequence)
         for sibling in siblings:
-            if sibling.after is sequence:  # the prompt is computed, or never will be: the next choice does it itself
-                sibling.after = None
+            if sibling.first_choice is sequence:
+                sibling.compute_own_prompt()
         if not siblings:
             del self.requests[sequence.id]
         return not siblings
 
-    def ask(self, sequence: Sequence) -> bool:
+    def displace(self, sequence: Sequence) -> bool:
         """Has all choices of a request wait for places for its items, which are nowhere until then. False, and nothing
         is done, while one of them is still to read rows where they are."""
         choices = self.requests[sequence.id]
-        if any(choice.running and choice.computed < choice.media_end for choice in choices):
+        if any(choice.running and choice.num_computed_tokens < choice.media_end for choice in choices):
             return False
         for choice in choices:
-            choice.asking = True
+            choice.wait_for_placement()
         for item in sequence.items:
-            item.offset, item.landed = NOWHERE, 0
+            item.displace()
         return True
 
     def next_deadline(self) -> float | None:

@@ -20,16 +20,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from common.errors import DeadlineExceeded, TwinlensError, code_number
+from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.batch import Step, build
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.ending import dead_end, ending
-from llm_service.engine.messages import NOWHERE, Add, Failed, RowsNeeded, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Failed, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
-from llm_service.engine.sequence import Sequence
+from llm_service.engine.sequence import Sequence, WaitReason
 from llm_service.engine.structure import Form, Matcher
-from llm_service.plan import StepResult
+from llm_service.plan import Draw, StepResult
 
 __all__ = ["Limits", "Scheduler", "Step"]
 
@@ -86,7 +85,7 @@ class Scheduler:
         if add.sampling.grammar and self._match is not None:
             form = Form(add.sampling.grammar, add.sampling.grammar_bytes, add.salt)
             for sequence in sequences:
-                sequence.forming = self._match(form)
+                sequence.use_grammar(self._match(form))
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self.counters.prompt_tokens += sequences[0].prompt_tokens
@@ -95,17 +94,16 @@ class Scheduler:
         """The first `rows` rows of an item are in the arena."""
         sequences = self._queues.requests.get(id, [])
         for sequence in sequences:
-            sequence.starved = False
+            sequence.rows_landed()
         for sequence in sequences[:1]:  # they share their items
-            if sequence.items[item].offset != NOWHERE:
-                sequence.items[item].landed = max(sequence.items[item].landed, rows)
+            sequence.items[item].land(rows)
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
         """Every item of a request has a place: (offset, rows that have landed there)."""
         for sequence in self._queues.requests.get(id, ()):
             for item, (offset, rows) in zip(sequence.items, places, strict=True):
-                item.offset, item.landed = offset, rows
-            sequence.asking = sequence.starved = False
+                item.place(offset, rows)
+            sequence.items_placed()
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ones are skipped."""
@@ -118,7 +116,7 @@ class Scheduler:
         self.blocks.end_session(session)
         for sequence in (*self._queues.waiting, *self._queues.running):
             if sequence.session == session:
-                sequence.session = 0
+                sequence.end_session()
 
     def expire(self, now: float) -> None:
         """Fails every request whose deadline has passed by `now`, on the monotonic clock."""
@@ -133,36 +131,42 @@ class Scheduler:
 
     def schedule(self) -> tuple[Step | None, list[Started]]:
         """The next step, or None where nothing can be computed now; and the requests that it starts."""
-        if self._matching and any(sequence.held and not sequence.full for sequence in self._queues.running):
+        if self._matching and any(self._waits_for_token(sequence) for sequence in self._queues.running):
             return None, []
         choice = self._planner.choose()
         self.counters.preemptions += len(choice.preempted)
-        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in choice.asking)
+        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in choice.displaced)
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started
         step = build(choice.work, self.blocks.block_size, self._row_bytes)
         self._planned_steps += 1
+        for draw, sequence in enumerate(step.drawing):
+            sequence.append_placeholder(draw)
         for sequence, count in choice.work.items():
+            sequence.advance(count)
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
         if self._matching:
             self._fail_dead_ends(step)
         return step, started
 
+    @staticmethod
+    def _waits_for_token(sequence: Sequence) -> bool:
+        return sequence.wait_reason is WaitReason.TOKEN and not sequence.at_max_length
+
     def _fail_dead_ends(self, step: Step) -> None:
         """They are in the step, whose tokens for them are dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
-            if not sequence.over and (error := dead_end(sequence, draw)):
+            if not sequence.finished and (error := _dead_end(sequence, draw)):
                 self._fail(sequence.id, error)
 
     def _announce(self, sequence: Sequence) -> Started | None:
-        if sequence.started:
+        if sequence.num_starts > 1:
             return None
-        sequence.started = True
         self.counters.prefix_query_tokens += sequence.prompt_tokens if self.blocks.prefix_cache else 0
-        self.counters.prefix_hit_tokens += sequence.computed
-        return Started(sequence.id, sequence.computed) if sequence.choice == 0 else None
+        self.counters.prefix_hit_tokens += sequence.num_computed_tokens
+        return Started(sequence.id, sequence.num_computed_tokens) if sequence.choice == 0 else None
 
     # --- what follows --------------------------------------------------------------------------------------------
 
@@ -171,15 +175,15 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.graph_steps += result.replayed
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
-            if not sequence.over:
+            if not sequence.finished:
                 self._scored.append(Scored(sequence.id, first, logprobs))
         tokens: list[Token] = []
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
-            if sequence.over:
+            if sequence.finished:
                 continue  # it ended while the step was under way
-            sequence.learn(token)
+            sequence.fill_placeholder(token)
             self.counters.generated_tokens += 1
-            ended = ending(sequence, token)
+            ended = _finish_reason(sequence, token)
             if isinstance(ended, TwinlensError):
                 self._fail(sequence.id, ended)
                 continue
@@ -193,7 +197,7 @@ class Scheduler:
     def _name_blocks(self, sequence: Sequence) -> None:
         """Lets others find the blocks that are full of known tokens and computed by steps up to the last one
         planned."""
-        full = min(sequence.computed, sequence.known) // self.blocks.block_size
+        full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.blocks.block_size
         for index in range(len(sequence.table.identities), full):
             self.blocks.commit(sequence.table, sequence.identity(index, self.blocks.block_size))
 
@@ -227,9 +231,6 @@ class Scheduler:
             self._failures.append(Failed(id, code_number(error), error.reason, error.message, error.field))
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.over = True
-        if sequence.forming is not None:
-            sequence.forming.cancel()
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
         self.blocks.free(sequence.table, sequence.session, sequence.root)
         if self._queues.remove(sequence):
@@ -259,3 +260,40 @@ class Scheduler:
         """Raises AssertionError unless every block is free or held by a sequence that runs, and queues are in order."""
         self._queues.check_integrity()
         self.blocks.check_integrity([sequence.table for sequence in self._queues.running])
+
+
+def _finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
+    """Why a choice ends with the token that it got last: stop, structure or length; empty where it goes on."""
+    matcher = sequence.matcher
+    if matcher is not None and matcher.is_error():  # first of all: one that has failed allows nothing but an end token
+        return _too_complex()
+    if token in sequence.stop_ids:
+        return "stop"
+    if matcher is not None and matcher.is_stopped():
+        return "structure"
+    return "length" if sequence.num_known_tokens >= sequence.max_length else ""
+
+
+def _dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
+    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens."""
+    if sequence.matcher is None or not draw.banned or _leaves_any(draw):
+        return None
+    if sequence.matcher.is_error():
+        return _too_complex()
+    return InvalidInput(
+        "before min_tokens the structure of the answer allows nothing but tokens that end it",
+        reason="MIN_TOKENS_UNREACHABLE",
+        field="sampling.min_tokens",
+    )
+
+
+def _leaves_any(draw: Draw) -> bool:
+    """Whether some token is allowed and not banned."""
+    left = bytearray(draw.allowed)
+    for token in draw.banned:
+        left[token // 8] &= ~(1 << token % 8)
+    return left.count(0) < len(left)
+
+
+def _too_complex() -> InvalidInput:
+    return InvalidInput("the structure of the answer became too complex to follow", reason="STRUCTURE_TOO_COMPLEX")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,8 +18,21 @@ from llm_service.request import Sampling
 
 Order = tuple[int, int, int]
 
-UNKNOWN = 0
+PLACEHOLDER = 0
 """Stands in the place of a token that a step under way will choose."""
+
+
+class WaitReason(enum.Enum):
+    """Why nothing of a sequence can be computed."""
+
+    ROWS = enum.auto()
+    """The next media row has not landed."""
+    PLACEMENT = enum.auto()
+    """Its items have no places in the row arena."""
+    SIBLING = enum.auto()
+    """The first choice of its request is still computing the prompt that they share."""
+    TOKEN = enum.auto()
+    """What may come next depends on a token that a step under way chooses."""
 
 
 @dataclass(slots=True)
@@ -30,22 +44,36 @@ class Item:
     runs: list[tuple[int, int, int]]
     landed: int
 
+    def land(self, rows: int) -> None:
+        """The first `rows` rows are in the arena; of an item without a place this means nothing."""
+        if self.offset != NOWHERE:
+            self.landed = max(self.landed, rows)
+
+    def place(self, offset: int, rows: int) -> None:
+        """The item has a place, where `rows` rows have landed."""
+        self.offset, self.landed = offset, rows
+
+    def displace(self) -> None:
+        """The item has no place any more."""
+        self.offset, self.landed = NOWHERE, 0
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens so far, how many of them have their KV computed, and the blocks that hold it.
 
     A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
-    `unknown` tokens may still be to come from steps under way; the last of them is draw number `drawn` of its step.
+    `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
+    `placeholder_draw` of its step. Only the methods change a sequence, and of these none that answers a question.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three. `order`
     ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
     tokens that end it.
-    `after` is the choice that computes the shared prompt. `starved`: nothing can be computed until rows land,
-    `asking`: until its items have places. The prompt's tokens before `scored` have been scored by steps up to the last
-    one planned, or need no score. `media_end` is one past the last place of a media row; `plain`: the likeliest token
-    is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32, where repeating them is
-    penalised; `runs` of media rows in order: first place, the one past the last, first row, the item's key."""
+    `first_choice` is the one that computes the shared prompt. The prompt's first `num_scored_tokens` have been scored
+    by steps up to the last one planned, or need no score. `media_end` is one past the last place of a media row;
+    `plain`: the likeliest token is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32,
+    where repeating them is penalised; `runs` of media rows in order: first place, the one past the last, first row, the
+    item's key."""
 
     id: int
     choice: int
@@ -61,23 +89,22 @@ class Sequence:
     order: Order
     max_length: int
     stop_ids: tuple[int, ...]
-    forming: Future[Matcher] | None = None
+    matcher_future: Future[Matcher] | None = None
     matcher: Matcher | None = None
-    after: Sequence | None = None
-    computed: int = 0
-    unknown: int = 0
-    drawn: int = 0
+    first_choice: Sequence | None = None
+    num_computed_tokens: int = 0
+    num_placeholders: int = 0
+    placeholder_draw: int = 0
     running: bool = False
-    started: bool = False
-    starved: bool = False
-    asking: bool = False
-    scored: int = 0
-    over: bool = False
+    num_starts: int = 0
+    num_scored_tokens: int = 0
+    finished: bool = False
     table: BlockTable = field(default_factory=BlockTable)
     media_end: int = 0
     plain: bool = False
     penalised: bytes = b""
     runs: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    _waits_for: WaitReason | None = None
     _chain: list[bytes] = field(default_factory=list)
     _passed_runs: int = 0
 
@@ -107,8 +134,8 @@ class Sequence:
                 order=(-add.priority, arrival, choice),
                 max_length=min(max_length, len(prompt) + sampling.max_tokens),
                 stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
-                after=sequences[0] if sequences else None,
-                scored=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
+                first_choice=sequences[0] if sequences else None,
+                num_scored_tokens=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
                 plain=sampling == _plainest(sampling),
                 penalised=penalised,
                 media_end=max((end for _, end, _, _ in runs), default=0),
@@ -123,29 +150,33 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def known(self) -> int:
+    def num_known_tokens(self) -> int:
         """Tokens, from the first on, that are known by now."""
-        return len(self.tokens) - self.unknown
+        return len(self.tokens) - self.num_placeholders
 
     @property
     def pending(self) -> int:
         """Tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
-    def full(self) -> bool:
+    def at_max_length(self) -> bool:
         """No token may be added: once the steps under way are done, it ends."""
         return len(self.tokens) >= self.max_length
 
     @property
-    def blocked(self) -> bool:
-        """Another choice is still computing the shared prompt."""
-        return self.after is not None and self.after.generated == 0
+    def wait_reason(self) -> WaitReason | None:
+        """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
+        if self.matcher is not None and self.num_placeholders:
+            return WaitReason.TOKEN
+        if self._waits_for is None and self.first_choice is not None and not self.first_choice.generated:
+            return WaitReason.SIBLING
+        return self._waits_for
 
     @property
-    def held(self) -> bool:
-        """What may come next depends on a token that is not known yet."""
-        return self.matcher is not None and self.unknown > 0
+    def grammar_ready(self) -> bool:
+        """Its matcher is there, if it needs one."""
+        return self.matcher_future is None or self.matcher_future.done()
 
     def lacks_rows(self, begin: int) -> bool:
         """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
@@ -154,13 +185,7 @@ class Sequence:
             for item in self.items
         )
 
-    def formed(self) -> bool:
-        """Its matcher is there, if it needs one."""
-        if self.forming is not None and self.forming.done():
-            self.matcher, self.forming = self.forming.result(), None
-        return self.forming is None
-
-    def ready(self, begin: int) -> int:
+    def num_computable(self, begin: int) -> int:
         """How many tokens from `begin` on can be computed now: those before the first media row that has not landed.
 
         >>> # 4 tokens of text, then a picture of 6 rows of which 2 have landed: from 0 on, 6 tokens can be computed.
@@ -174,7 +199,7 @@ class Sequence:
                     limit = min(limit, start + max(0, item.landed - first_row))
         return max(0, limit - begin)
 
-    def whole(self, begin: int, count: int, longest: int) -> int:
+    def without_partial_media(self, begin: int, count: int, longest: int) -> int:
         """`count`, or fewer, so that a chunk from `begin` on does not end inside a media run, unless what is left of
         the run is longer than `longest`.
 
@@ -188,23 +213,77 @@ class Sequence:
                     return first - begin
         return count
 
-    def planned(self, count: int, drawn: int) -> None:
-        """A step computes the next `count` tokens and, unless `drawn` is -1, chooses a token as that draw."""
-        self.computed += count
-        if drawn >= 0:
-            self.tokens.append(UNKNOWN)
-            self.unknown += 1
-            self.drawn = drawn
+    def use_grammar(self, matcher: Future[Matcher]) -> None:
+        """Its tokens follow a grammar, whose matcher is on its way."""
+        self.matcher_future = matcher
 
-    def learn(self, token: int) -> None:
+    def start(self, computed: int) -> None:
+        """It runs; the KV of its first `computed` tokens is there. Only where its grammar is ready."""
+        if self.matcher_future is not None:
+            self.matcher, self.matcher_future = self.matcher_future.result(), None
+        self.running, self.num_computed_tokens = True, computed
+        self.num_starts += 1
+
+    def preempt(self) -> None:
+        """It runs no longer, and holds no block: its KV is to be computed again."""
+        self.running, self.num_computed_tokens = False, 0
+
+    def finish(self) -> None:
+        """Nothing more is to be computed for it."""
+        self.running, self.finished = False, True
+        if self.matcher_future is not None:
+            self.matcher_future.cancel()
+
+    def compute_own_prompt(self) -> None:
+        """The first choice is gone: its prompt is computed, or never will be."""
+        self.first_choice = None
+
+    def end_session(self) -> None:
+        """What it gives back is kept for no session."""
+        self.session = 0
+
+    def wait_for_rows(self) -> None:
+        """Nothing can be computed until another row lands."""
+        if self._waits_for is None:
+            self._waits_for = WaitReason.ROWS
+
+    def wait_for_placement(self) -> None:
+        """Nothing can be computed until its items have places."""
+        self._waits_for = WaitReason.PLACEMENT
+
+    def rows_landed(self) -> None:
+        """A row has landed."""
+        if self._waits_for is WaitReason.ROWS:
+            self._waits_for = None
+
+    def items_placed(self) -> None:
+        """All items have places."""
+        self._waits_for = None
+
+    def advance(self, count: int) -> None:
+        """A step has been planned that computes the next `count` tokens, and scores what follows them in the prompt."""
+        self.num_computed_tokens += count
+        if self.num_scored_tokens < self.prompt_tokens:
+            computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
+            self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
+
+    def append_placeholder(self, draw: int) -> None:
+        """A step has been planned that chooses the next token as this draw."""
+        self.tokens.append(PLACEHOLDER)
+        self.num_placeholders += 1
+        self.placeholder_draw = draw
+
+    def fill_placeholder(self, token: int) -> None:
         """The first token that was not known is this one."""
-        self.tokens[-self.unknown] = token
-        self.unknown -= 1
+        self.tokens[-self.num_placeholders] = token
+        self.num_placeholders -= 1
+        if self.matcher is not None:
+            self.matcher.consume_token(token)
 
     def identity(self, index: int, block_size: int) -> bytes:
         """The identity of block number `index` of the sequence, all of whose tokens must be known."""
-        if not self._chain and self.after is not None:  # which has the same prompt, and has computed it
-            self._chain = self.after._chain[: self.prompt_tokens // block_size]
+        if not self._chain and self.first_choice is not None:  # which has the same prompt, and has computed it
+            self._chain = self.first_choice._chain[: self.prompt_tokens // block_size]
         while len(self._chain) <= index:
             number = len(self._chain)
             begin, end = number * block_size, (number + 1) * block_size
@@ -222,7 +301,7 @@ class Sequence:
     def identities(self, block_size: int) -> list[bytes]:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
         token of which it is asked what comes after it. At the latest that is the last one."""
-        asked = len(self.tokens) if self.scored >= self.prompt_tokens else self.scored
+        asked = len(self.tokens) if self.num_scored_tokens >= self.prompt_tokens else self.num_scored_tokens
         count = (asked - 1) // block_size
         if count:
             self.identity(count - 1, block_size)

@@ -14,7 +14,10 @@ group, whatever the others are waiting in at that moment, a captured collective 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,10 +31,11 @@ from llm_service.plan import RowSlice
 from llm_service.settings import RankPlace
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.heartbeat import Heartbeat, Process
-from llm_service.worker.network import interface_towards
 
 _LOAD_SECONDS = 1800.0
 """Longest that ranks wait for each other: loading takes as long as it takes, and a lost rank is noticed by its beat."""
+
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +123,32 @@ def join(place: RankPlace) -> Ranks:
 def device_of(place: RankPlace) -> torch.device:
     """Each rank of a host has a GPU of its own, counted on from the first; all share the CPU."""
     return torch.device(place.device_name)
+
+
+def interface_towards(host: str, port: int) -> str:
+    """The name of the interface that packets to a host leave by, such as eth0; lo towards this host itself.
+
+    Raises OSError where there is no way to it.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # nothing is sent: the kernel looks the route up
+        own = str(probe.getsockname()[0])
+    for _, name in socket.if_nameindex():
+        if _address(name) == own:
+            return name
+    return "lo" if own in ("127.0.0.1", "::1") else _first_but_lo()
+
+
+def _address(interface: str) -> str:
+    """An interface's IPv4 address; empty where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
+def _first_but_lo() -> str:
+    return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")

@@ -1,24 +1,27 @@
 """One token from each row of logits, as its `Draw` says; all rows of a step together.
 
-The order is transformers' own: penalties, bias, bans (`adjust`), temperature, top-k, top-p, min-p (`truncate`); then
+The order is transformers' own: penalties, bias, bans, temperature, top-k, top-p, min-p; then
 the draw by inverse CDF over the vocabulary at the plan's `uniform`, so that a token depends on its logits and its seed
 and on nothing else in the batch.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llm_service.plan import Draw, StepResult, TokenLogprobs
-from llm_service.worker.adjust import adjust
 from llm_service.worker.scores import entries
-from llm_service.worker.truncate import least
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
 """Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""
+
+_REACH = (512, 8192)
+"""Of how many values the order is found at first, and then."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> StepResult:
@@ -33,7 +36,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> StepResult:
 
 def _choose(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
     """rows float32 [k, vocabulary], which are overwritten → int64 [k]."""
-    adjust(rows, draws)
+    _adjust(rows, draws)
     tokens = rows.argmax(-1)
     drawn = [index for index, draw in enumerate(draws) if draw.temperature > 0.0]
     if drawn:
@@ -49,13 +52,113 @@ def _draw(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
     # From the highest down, in float64: a temperature near zero makes the others vanish, not overflow.
     values = rows.double().sub_(rows.amax(-1, keepdim=True)).div_(temperature)
     weights = values.exp()
-    weights.masked_fill_(values < least(values, weights, draws).unsqueeze(-1), 0.0)
+    weights.masked_fill_(values < min_kept(values, weights, draws).unsqueeze(-1), 0.0)
     total = weights.cumsum(-1)
     whole = total[:, -1:].contiguous()
     # The first place at which the sum is above the share; where rounding leaves none, the last one that adds to it.
     place = torch.searchsorted(total, uniform * whole, right=True)
     last = torch.searchsorted(total, whole).clamp_(max=rows.shape[1] - 1)  # a row that is not a number has none
     return torch.minimum(place, last).squeeze(-1)
+
+
+def _adjust(rows: Tensor, draws: Sequence[Draw]) -> None:
+    """Changes rows float32 [k, vocabulary] in place, each as its draw says: penalties, bias, a grammar's mask, bans."""
+    _penalise(rows, draws)
+    _add_bias(rows, draws)
+    _mask(rows, draws)
+    _ban(rows, draws)
+
+
+def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
+    """Repetition counts tokens of prompt and output alike, presence and frequency those of the output alone."""
+    if not any(draw.prompt or draw.output for draw in draws):
+        return
+    device, vocabulary = rows.device, rows.shape[1]
+    flat = rows.view(-1)
+    asked = _cells([draw.prompt for draw in draws], vocabulary).to(device)
+    said, counts = _cells([draw.output for draw in draws], vocabulary).to(device).unique(return_counts=True)
+    rates = [(draw.repetition_penalty, draw.presence_penalty, draw.frequency_penalty) for draw in draws]
+    repetition, presence, frequency = torch.tensor(rates, device=device).T
+    seen = torch.cat([asked, said])  # what is in both gets the same number twice
+    number = torch.finfo(rows.dtype)
+    scores, rate = flat[seen], repetition[seen // vocabulary].clamp_(min=number.tiny)
+    flat[seen] = torch.where(scores < 0, scores * rate, scores / rate).clamp_(max=number.max)
+    flat[said] -= presence[said // vocabulary] + frequency[said // vocabulary] * counts
+
+
+def _cells(tokens: Sequence[bytes], vocabulary: int) -> Tensor:
+    """int64 [tokens]: where in the flattened rows these tokens, int32 as bytes, stand; one entry for each row."""
+    cells = [np.frombuffer(some, np.int32).astype(np.int64) + row * vocabulary for row, some in enumerate(tokens)]
+    return torch.from_numpy(np.concatenate(cells))
+
+
+def _add_bias(rows: Tensor, draws: Sequence[Draw]) -> None:
+    biased = [(index, token, value) for index, draw in enumerate(draws) for token, value in draw.logit_bias.items()]
+    if biased:
+        row, token, value = zip(*biased, strict=True)
+        rows[list(row), list(token)] += torch.tensor(value, device=rows.device)
+
+
+def _mask(rows: Tensor, draws: Sequence[Draw]) -> None:
+    """A grammar's mask has a bit for each token, little-endian."""
+    masked = [index for index, draw in enumerate(draws) if draw.allowed]
+    if not masked:
+        return
+    packed = torch.frombuffer(bytearray(b"".join(draws[index].allowed for index in masked)), dtype=torch.uint8)
+    octets = packed.view(len(masked), -1, 1).to(rows.device)
+    bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=rows.device)).bitwise_and_(1)
+    at = torch.tensor(masked, device=rows.device)
+    rows[at] = rows[at].masked_fill_(bits.flatten(1)[:, : rows.shape[1]] == 0, -torch.inf)
+
+
+def _ban(rows: Tensor, draws: Sequence[Draw]) -> None:
+    banned = array("q", [index * rows.shape[1] + token for index, draw in enumerate(draws) for token in draw.banned])
+    if banned:
+        rows.view(-1)[torch.tensor(banned, device=rows.device)] = -torch.inf
+
+
+def min_kept(values: Tensor, weights: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """values float64 [k, vocabulary], at most 0 and 0 once in each row, and their exponentials → bounds [k]: what lies
+    below its row's bound cannot be drawn.
+
+    As in transformers, top-k, top-p and min-p each count what the one before left, and tokens that are as likely as the
+    last one kept stay. A bound needs the highest values alone, in order; a whole vocabulary is sorted only where a row
+    is so flat that these do not reach.
+    """
+    bounds = torch.tensor([draw.min_p for draw in draws], dtype=torch.float64, device=values.device).log_()
+    cut = [index for index, draw in enumerate(draws) if draw.top_p < 1.0 or 0 < draw.top_k < values.shape[1]]
+    if cut:
+        at = torch.tensor(cut, device=values.device)
+        bounds[at] = torch.maximum(bounds[at], _cut(values[at], weights[at].sum(-1), [draws[index] for index in cut]))
+    return bounds
+
+
+def _cut(values: Tensor, mass: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The value of the last token that top-k and top-p keep in each row; `mass` [m] is the sum of all exponentials."""
+    vocabulary = values.shape[1]
+    asked = [(draw.top_k or vocabulary, draw.top_p) for draw in draws]
+    top_k, top_p = torch.tensor(asked, dtype=torch.float64, device=values.device).T.unsqueeze(-1)
+    bounds, left = torch.empty_like(mass), torch.arange(len(draws), device=values.device)
+    for reach in (*(reach for reach in _REACH if reach < vocabulary), vocabulary):
+        some = values[left]
+        head = some.topk(reach).values if reach < vocabulary else some.sort(descending=True).values
+        kept = _kept(head, mass[left].unsqueeze(-1), top_k[left], top_p[left], vocabulary)
+        bounds[left] = head.gather(1, kept - 1).squeeze(1)
+        left = left[(kept == reach).squeeze(1)]
+        if reach == vocabulary or not len(left):
+            break
+    return bounds
+
+
+def _kept(head: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, vocabulary: int) -> Tensor:
+    """How many of the highest values, in descending order [m, n], stay: int64 [m, 1]; n where more might."""
+    weights, n = head.exp(), head.shape[1]
+    last = head.gather(1, top_k.long().clamp_(max=n) - 1)
+    within = (head >= last) | (top_k > n)
+    mass = torch.where(top_k > n, mass, weights.masked_fill(~within, 0.0).sum(-1, keepdim=True))
+    before = weights.cumsum(-1) - weights
+    kept = (within & (before < top_p * mass)).sum(-1, keepdim=True).clamp_(min=1)
+    return torch.where((top_k > n) & (top_k < vocabulary), n, kept)  # what top-k leaves in all is not known yet
 
 
 def _logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLogprobs | None]:

@@ -149,7 +149,9 @@ def test_an_engine_never_rests_while_a_request_has_all_of_its_rows(seed: int) ->
         for _ in range(rng.randrange(6)):
             if engine.step() is None:
                 queues = engine.scheduler._queues
-                assert not [each for each in (*queues.waiting, *queues.running) if each.ready(0) == len(each.tokens)]
+                assert not [
+                    each for each in (*queues.waiting, *queues.running) if each.num_computable(0) == len(each.tokens)
+                ]
     engine.drain()
 
 

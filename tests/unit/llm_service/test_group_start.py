@@ -19,7 +19,7 @@ from llm_service.config import LlmConfig, Meeting
 from llm_service.settings import RankPlace
 from llm_service.worker import heartbeat
 from llm_service.worker.heartbeat import Heartbeat
-from llm_service.worker.network import interface_towards
+from llm_service.worker.ranks import interface_towards
 from tests.waiting import until
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.core import EngineCore
+from llm_service.engine.core import EngineCore, Wake
 from llm_service.engine.messages import (
     Abort,
     Add,
@@ -33,7 +33,6 @@ from llm_service.engine.messages import (
 )
 from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
-from llm_service.engine.wake import Wake
 from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import Sampling
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected

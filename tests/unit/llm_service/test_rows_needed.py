@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_service.engine.messages import NOWHERE
+from llm_service.engine.sequence import WaitReason
 from tests.unit.llm_service.hashed import Order, Picture, expected
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 
@@ -112,9 +113,9 @@ def test_nobody_asks_while_another_choice_is_to_read_rows_where_they_are() -> No
     queues = engine.scheduler._queues
     first, second = queues.requests[id]
     assert first.running
-    assert not queues.ask(second)
-    assert (second.asking, second.items[1].offset) == (False, PICTURES[1].offset)
+    assert not queues.displace(second)
+    assert (second.wait_reason, second.items[1].offset) == (WaitReason.SIBLING, PICTURES[1].offset)
     engine.land(id, 1, 5)
     engine.step()
-    assert queues.ask(second)
+    assert queues.displace(second)
     assert {item.offset for item in second.items} == {NOWHERE}

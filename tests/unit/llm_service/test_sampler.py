@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from llm_service.engine.window import uniform
+from llm_service.engine.batch import uniform
 from llm_service.plan import Draw, TokenLogprobs
 from llm_service.worker.sampler import sample
 

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from llm_service.plan import Draw
-from llm_service.worker.truncate import least
+from llm_service.worker.sampler import min_kept
 
 VOCABULARY = 20_000
 ROWS = 12
@@ -40,7 +40,7 @@ def kept(rows: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """bool [k, vocabulary]: what may be drawn."""
     temperature = torch.tensor([[draw.temperature] for draw in draws])
     values = (rows.double() - rows.amax(-1, keepdim=True)) / temperature
-    return values >= least(values, values.exp(), draws).unsqueeze(-1)
+    return values >= min_kept(values, values.exp(), draws).unsqueeze(-1)
 
 
 def kept_by_reference(row: torch.Tensor, draw: Draw) -> torch.Tensor:
