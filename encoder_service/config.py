@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from common.config import option, size, words
 from common.devices import check_device
 from common.grpc_server import LISTEN, ServerConfig
-from encoder_service.engine.tier_client import check_url
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
@@ -114,6 +113,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         self.check_fetch()
 
     def _check_shared_store(self) -> None:
+        from encoder_service.engine.tier_client import check_url  # its library takes its time to import
+
         try:
             check_url(self.shared_store)
         except ValueError as error:

@@ -24,7 +24,6 @@ from encoder_service.engine.encode import Encoder
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
-from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
@@ -171,6 +170,8 @@ def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> Sh
     """The shared tier, at work, where there is one. It need not answer, now or ever."""
     if not config.shared_store:
         return None
+    from encoder_service.engine.tier_client import TierClient  # its library takes its time to import
+
     client = TierClient(config.shared_store, seconds=config.shared_store_seconds)
     tier = SharedTier(client, store, layout, ttl=config.shared_store_ttl_seconds, wait=config.shared_wait_seconds)
     tier.start()

@@ -13,15 +13,17 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import log, tasks
 from common.media.item import Header
 from common.wire import RowLayout
 from encoder_service.engine import tier_format
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
-from encoder_service.engine.tier_client import TierClient
 from encoder_service.engine.tier_format import Garbage
+
+if TYPE_CHECKING:
+    from encoder_service.engine.tier_client import TierClient
 
 _PREFIX = "twinlens:rows:"
 _LOCKS = "twinlens:lock:"
