@@ -8,9 +8,9 @@ from prometheus_client.core import Metric
 
 from common.metrics import SHARES, Metrics, gauge, total
 from encoder_service import convert
+from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import Encoder
-from encoder_service.engine.tally import Computed
 from encoder_service.transports.link import Link
 
 _UNITS = (1, 2, 4, 8, 16, 32, 64)
@@ -44,7 +44,7 @@ class Meters:
         self._metrics.read(lambda: _work(encoder.pipeline.dispatcher))
         self._metrics.read(lambda: _rows(encoder, link))
 
-    def computed(self, batch: Computed) -> None:
+    def computed(self, batch: BatchStats) -> None:
         """A worker has computed a batch."""
         self._fill.observe(batch.fill)
         self._units.observe(batch.units)
@@ -74,15 +74,15 @@ def _queues(encoder: Encoder) -> Iterator[Metric]:
 
 
 def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
-    counters = dispatcher.counters
+    totals = dispatcher.totals
     calls: dict[tuple[str, ...], float] = {
-        ("graph",): counters.graph_calls,
-        ("eager",): counters.vit_calls - counters.graph_calls,
+        ("graph",): totals.graph_calls,
+        ("eager",): totals.vit_calls - totals.graph_calls,
     }
     yield gauge("workers_alive", "device workers that can compute", dispatcher.alive)
-    yield total("worker_deaths", "device workers that died, were killed or hung", counters.worker_deaths)
+    yield total("worker_deaths", "device workers that died, were killed or hung", totals.worker_deaths)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
-    yield total("vit_patches", "patches that went through it", counters.vit_patches)
+    yield total("vit_patches", "patches that went through it", totals.vit_patches)
 
 
 def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:

@@ -148,17 +148,17 @@ class EncoderServicer(EncoderServiceServicer):
         request: encoder_pb2.EncoderServiceGetLoadRequest,
         context: Context[encoder_pb2.EncoderServiceGetLoadRequest, encoder_pb2.EncoderServiceGetLoadResponse],
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
-        """Reports queues and counters."""
+        """Reports queues and totals."""
         encoder, link = self._ready().encoder, self._ready().link
         dispatcher, store = encoder.pipeline.dispatcher, encoder.pipeline.store
-        counters, running = dispatcher.counters, dispatcher.running
+        totals, running = dispatcher.totals, dispatcher.running
         return encoder_pb2.EncoderServiceGetLoadResponse(
             queued_items=encoder.queued,
             running_items=len({unit.key for unit in running}),
             queued_patches=sum(unit.patches for unit in dispatcher.waiting),
             running_patches=sum(unit.patches for unit in running),
-            vit_calls=counters.vit_calls,
-            vit_patches=counters.vit_patches,
+            vit_calls=totals.vit_calls,
+            vit_patches=totals.vit_patches,
             store_hits=encoder.counts["hits"],
             store_misses=encoder.counts["misses"],
             store_bytes=store.used,
@@ -179,8 +179,8 @@ class EncoderServicer(EncoderServiceServicer):
             stage_totals=convert.timings(
                 {
                     **encoder.pipeline.seconds,
-                    "worker_preprocess": counters.preprocess_seconds,
-                    "worker_vit": counters.vit_seconds,
+                    "worker_preprocess": totals.preprocess_seconds,
+                    "worker_vit": totals.vit_seconds,
                 }
             ),
         )

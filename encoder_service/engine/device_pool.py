@@ -1,9 +1,5 @@
-"""Rows in the device workers' own memory: a tier beside the store's arena, for readers that share a GPU with a worker.
-
-Each worker may have a pool, for as long as it lives. What is kept here are accounts alone: which bytes of which pool
-hold which rows. Room for a slice is taken when its piece is sent to the worker, at the expense of slices that nobody
-reads, the longest unused first. It is never waited for: the rows are written to the arena in any case, and whoever
-finds no slice reads them there.
+"""Rows in the device workers' own memory, for readers that share a GPU with a worker: which bytes of which pool hold
+which rows. They are in the store's arena in any case, so room is never waited for: who finds no slice reads them there.
 """
 
 from __future__ import annotations
@@ -69,12 +65,13 @@ class DevicePool:
         return self._ranges.capacity
 
     def allocate(self, rows: int) -> Slice | None:
-        """Room for rows, pinned once; None, and nothing evicted, where what is being read leaves too little."""
+        """Room for rows that are sent to the worker, pinned once; None, and nothing evicted, where what is being read
+        leaves too little."""
         size = rows * self._row_bytes
         if self.lost or not self._ranges.could_allocate(size, [each.span for each in self._slices if each.pins]):
             return None
         while (span := self._ranges.allocate(size)) is None:
-            self._free(next(each for each in self._slices if not each.pins))
+            self._free(next(each for each in self._slices if not each.pins))  # the longest unused
         made = Slice(self, span, rows)
         self._slices[made] = None
         return made

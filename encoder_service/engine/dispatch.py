@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import ChildDied
+from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, Suspects
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.pace import Pace
-from encoder_service.engine.suspects import Suspects
-from encoder_service.engine.tally import Computed, Counters
 from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Slot, Workers
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
 
@@ -49,7 +47,7 @@ class Dispatcher:
         longest_pause: float = LONGEST_PAUSE,
         module: str = MODULE,
         on_change: Callable[[int], None] = lambda _: None,
-        on_batch: Callable[[Computed], None] = lambda _: None,
+        on_batch: Callable[[BatchStats], None] = lambda _: None,
         pools: DevicePools | None = None,
     ) -> None:
         self._budget = budget
@@ -76,7 +74,7 @@ class Dispatcher:
         self._pace = Pace()
         self._number = 0
         self._pumping = False
-        self.counters = Counters()
+        self.totals = BatchTotals()
 
     async def start(self) -> None:
         """Starts every worker; raises WorkerError where one cannot."""
@@ -193,7 +191,7 @@ class Dispatcher:
     def _on_death(self, slot: Slot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
         batch = slot.take_all()
-        self.counters.worker_deaths += 1
+        self.totals.worker_deaths += 1
         self._on_change(self.alive)
         self._suspects.blame((unit.key, unit.first_group) for unit in batch)
         for unit in batch:
@@ -242,13 +240,13 @@ class Dispatcher:
     def _count(self, slot: Slot, answer: BatchDone) -> None:
         patches = sum(unit.patches for unit in slot.batch)
         self._pace.learn(patches, asyncio.get_running_loop().time() - slot.began)
-        self.counters.vit_calls += 1
-        self.counters.vit_patches += patches
-        self.counters.graph_calls += answer.replayed
-        self.counters.preprocess_seconds += answer.preprocess_seconds
-        self.counters.vit_seconds += answer.vit_seconds
+        self.totals.vit_calls += 1
+        self.totals.vit_patches += patches
+        self.totals.graph_calls += answer.replayed
+        self.totals.preprocess_seconds += answer.preprocess_seconds
+        self.totals.vit_seconds += answer.vit_seconds
         fill = patches / max(patches, self._budget)
-        self._on_batch(Computed(len(slot.batch), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
+        self._on_batch(BatchStats(len(slot.batch), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
 
     def _split(self, batch: list[Unit]) -> None:
         """Units of a failed batch run once more, each alone; one that was alone has failed for good."""

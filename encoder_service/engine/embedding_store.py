@@ -93,12 +93,12 @@ class EmbeddingStore:
         entry = self._entries.get(key)
         return entry is not None and entry.salt == salt_hash(salt)
 
-    def peek(self, key: bytes, salt: str) -> Entry | None:
-        """As `find`, without counting as use."""
+    def find(self, key: bytes, salt: str) -> Entry | None:
+        """The entry of a key, if it was made under this salt. Asking changes nothing."""
         return self._entries[key] if self.has(key, salt) else None
 
-    def find(self, key: bytes, salt: str) -> Entry | None:
-        """The entry of a key, if it was made under this salt; it becomes the most recently used."""
+    def use(self, key: bytes, salt: str) -> Entry | None:
+        """As `find`; the entry becomes the most recently used."""
         if not self.has(key, salt):
             return None
         self._entries.move_to_end(key)

@@ -156,7 +156,7 @@ class Encoder:
 
     def _look_up(self, ticket: Ticket, item: Item, key: bytes) -> None:
         """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""
-        entry = self._store.find(key, item.salt)
+        entry = self._store.use(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
             self.counts["hits"] += ticket.rows
             self._store.pin(entry.allocation)

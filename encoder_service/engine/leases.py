@@ -1,10 +1,5 @@
 """Leases: rows that a reader outside this process copies, out of the store's arena or a device pool, and how long they
-stay where they are.
-
-The stream that offers a run of rows takes a lease on their allocation for the length of a `with` block. It ends early
-when the reader says so, when the reader's connection ends, or when its time is over; the stream, told by `ended`, then
-leaves the block. A worker's death ends the leases on its pool. Whatever ends a lease first clears its number on
-the board, and only then takes the pin off: a reader that comes too late sees that it does.
+stay where they are. The stream that offers rows takes one for the length of a `with` block; `ended` tells it to leave.
 """
 
 from __future__ import annotations
@@ -112,7 +107,9 @@ class Leases:
     def _end(self, lease: Lease) -> bool:
         if self._held.pop(lease.name, None) is None:
             return False
-        self._board.clear(lease.slot)  # before the pin: nothing may be written there while the number stands
+        # The number goes before the pin: nothing may be written there while it stands, so that a reader that comes too
+        # late sees that it does.
+        self._board.clear(lease.slot)
         self._unpin(lease.allocation)
         lease.ended.set()
         return True

@@ -1,8 +1,4 @@
-"""One item's work for the device workers: cut at frame groups, queued as its frames come, told of as its rows land.
-
-A video's first groups are computed while its later frames are still being decoded, and their rows may leave while later
-groups are being computed.
-"""
+"""One item's work for the device workers: cut at frame groups, queued as its frames come, told of as its rows land."""
 
 from __future__ import annotations
 

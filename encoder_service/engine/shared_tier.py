@@ -1,9 +1,7 @@
 """The shared tier: rows in a Redis or Valkey server that all replicas ask before they compute.
 
-An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`). The header is written last, so
-that an item is either whole or not there. Beside it lies, for as long as some replica computes the item, a lock with
-that replica's token and an expiry: the others wait for the rows within a bound, then compute for themselves. So a lost
-replica, a lost server or a lost key cost time, never an item.
+An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`). Beside it lies, while a replica
+computes the item, a lock. A lost replica, a lost server or a lost key cost time, never an item.
 """
 
 from __future__ import annotations
@@ -46,7 +44,8 @@ class TierMiss(Exception):
 
 
 class TierLock:
-    """A replica's lock to compute an item. `found` is set where another replica has put it into the tier."""
+    """What `SharedTier.lock` gives: `found` is set where another replica has put the item into the tier. Who holds the
+    lock sets `entry` once it has computed."""
 
     def __init__(self, found: Header | None) -> None:
         self.found = found
@@ -160,7 +159,8 @@ class SharedTier:
         assert not self._unlocking, "a lock is being given back"
 
     async def _lock_or_find(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
-        """Waits until an item is in the tier, or its lock is ours, or it is not worth waiting any more."""
+        """The item's header once it is in the tier, or that its lock is ours, with an expiry should we
+        be lost. Neither, where it is not worth waiting any more."""
         pause, end = _FIRST_PAUSE, time.monotonic() + self._wait
         expiry = max(1, round(1000 * self._wait))
 
@@ -209,7 +209,7 @@ class SharedTier:
         while True:
             key, salt, token = await self._queue.get()
             try:
-                entry = self._store.peek(key, salt)
+                entry = self._store.find(key, salt)
                 if entry is not None and await self._write(entry, salt):
                     self.counts["written"] += 1
                 else:
@@ -218,7 +218,7 @@ class SharedTier:
                 self._unlock_soon(key, token)
 
     async def _write(self, entry: Entry, salt: str) -> bool:
-        """Writes an entry, chunk by chunk and the header last. The entry is pinned meanwhile."""
+        """Writes an entry, which is pinned meanwhile. The header comes last, so that an item is whole or not there."""
         header, name = entry.header, _rows_name(entry.header.key)
 
         async def put(server: Any) -> bool:

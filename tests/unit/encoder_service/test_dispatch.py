@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import Unavailable
 from common.processes import Child
+from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.engine.tally import Computed
 from encoder_service.engine.workers import WorkerError
 from encoder_service.worker.messages import BatchDone, Failed
 from tests.unit.encoder_service.fakes import BEGIN, DONE, FakeChild, marks, submit, turns
@@ -28,7 +28,7 @@ async def test_what_comes_together_goes_together_and_what_comes_later_waits(star
     await turns()
     assert all(unit.done.done() for unit in units)
     assert marks(worker) == [[0, 1, 2], [9]]
-    assert (dispatcher.counters.vit_calls, dispatcher.counters.vit_patches) == (1, 30)
+    assert (dispatcher.totals.vit_calls, dispatcher.totals.vit_patches) == (1, 30)
 
 
 async def test_who_waits_while_others_go_is_counted_and_goes_before_any_priority_in_the_end(start):
@@ -69,7 +69,7 @@ async def test_a_worker_on_a_gpu_gets_its_next_batch_while_it_computes_once_that
         worker.say(DONE)
         await turns()
     assert all(unit.done.done() for unit in units)
-    assert (dispatcher.running, dispatcher.counters.vit_calls) == ([], 3)
+    assert (dispatcher.running, dispatcher.totals.vit_calls) == ([], 3)
 
 
 async def test_a_batch_that_was_sent_ahead_goes_elsewhere_with_the_other_when_its_worker_dies(start):
@@ -219,13 +219,13 @@ async def test_the_time_to_finish_is_unknown_until_a_batch_was_computed(start):
 
 
 async def test_each_batch_is_reported_with_its_fill(start):
-    reports: list[Computed] = []
+    reports: list[BatchStats] = []
     dispatcher, (worker,), _ = await start(on_batch=reports.append)
     units = [submit(dispatcher, bytes([at])) for at in range(3)]
     await turns()
     worker.say(BatchDone(not_finite=[], preprocess_seconds=0.5, vit_seconds=2.0))
     await asyncio.gather(*(unit.done for unit in units))
-    assert reports == [Computed(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
+    assert reports == [BatchStats(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
 
 
 async def test_a_worker_is_not_hung_where_its_service_stood_still(start):

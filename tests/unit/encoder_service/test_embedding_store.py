@@ -39,7 +39,7 @@ async def put(store: EmbeddingStore, key: bytes, tokens: int, salt: str = "") ->
 async def test_the_least_recently_used_goes_first(store):
     for key in (b"a", b"b", b"c"):
         await put(store, key, 5)
-    store.find(b"a", "")
+    store.use(b"a", "")
     await put(store, b"d", 5)
     assert [key for key in (b"a", b"b", b"c", b"d") if store.has(key, "")] == [b"a", b"c", b"d"]
 
@@ -54,9 +54,9 @@ async def test_asking_whether_a_key_is_here_does_not_use_it(store):
 
 async def test_an_entry_is_its_tenants_alone(store):
     await put(store, b"a", 1, salt="mine")
-    assert store.find(b"a", "mine") is not None
-    assert store.find(b"a", "theirs") is None
-    assert store.find(b"a", "") is None
+    assert store.use(b"a", "mine") is not None
+    assert store.use(b"a", "theirs") is None
+    assert store.use(b"a", "") is None
 
 
 async def test_rows_that_never_fit_are_refused(store):
@@ -74,7 +74,7 @@ async def test_what_is_pinned_stays_and_others_wait_for_it(store):
         await asyncio.sleep(0)
         assert not waiting.done()
         assert not small.done(), "first come, first served"
-        assert store.find(b"a", "") is entry
+        assert store.use(b"a", "") is entry
         assert bytes(data[:4]) == b"rows"
     store.abandon(await waiting)
     store.abandon(await small)
@@ -87,7 +87,7 @@ async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
     with store.pinned(pinned.allocation):
         waiting = asyncio.create_task(store.allocate(8))
         await asyncio.sleep(0)
-        assert store.find(b"b", "") is other
+        assert store.use(b"b", "") is other
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
     assert store.has(b"a", "")
@@ -245,7 +245,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=reading, number=st.integers(1, 30))
     def read(self, number):
-        entry = self.store.find(number.to_bytes(32, "big"), "")
+        entry = self.store.use(number.to_bytes(32, "big"), "")
         if entry is None:
             return multiple()
         self.store.pin(entry.allocation)

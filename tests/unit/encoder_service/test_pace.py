@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.engine.pace import Pace
+from encoder_service.engine.batch_history import Pace
 
 
 def test_nothing_is_expected_before_the_first_batch():
