@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors
-from common.grpc_calls import from_plain_status
+from common.grpc_status import from_plain_status
 from twinlens.v1 import media_pb2
 
 OPTIONS = (

@@ -124,9 +124,9 @@ class GrpcServer:
         self._budget = RequestBudget(
             config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
         )
-        self._frame = CallInterceptor(config.token(), config.max_concurrent_calls, self._budget)
+        self._interceptor = CallInterceptor(config.token(), config.max_concurrent_calls, self._budget)
         self.server = grpc.aio.server(
-            interceptors=[self._frame],
+            interceptors=[self._interceptor],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # what is sent is ours
@@ -150,7 +150,7 @@ class GrpcServer:
 
     def watch(self, on_error: Callable[[str], None]) -> None:
         """Has `on_error` told the reason of each call that ends in an error."""
-        self._frame.on_error = on_error
+        self._interceptor.on_error = on_error
 
     async def bind(self) -> None:
         """Opens the port and answers health checks (NOT_SERVING). Raises OSError where the port cannot be had."""
@@ -213,7 +213,7 @@ class GrpcServer:
     @property
     def open_calls(self) -> int:
         """Calls under way, health checks excepted."""
-        return self._frame.open_calls
+        return self._interceptor.open_calls
 
     @property
     def stopping(self) -> bool:
@@ -226,12 +226,12 @@ class GrpcServer:
 
         It is not gRPC that refuses and ends: it cancels calls without a word of why.
         """
-        _log.info("draining", grace_seconds=self._config.grace_seconds, open_calls=self._frame.open_calls)
-        self._frame.closed = True
+        _log.info("draining", grace_seconds=self._config.grace_seconds, open_calls=self._interceptor.open_calls)
+        self._interceptor.closed = True
         await self._health.enter_graceful_shutdown()
         if not await self._emptied(self._config.grace_seconds):
-            _log.warning("ending calls", open_calls=self._frame.open_calls)
-            self._frame.end_all(Unavailable("the service stops and has ended this call", reason="CALL_ENDED"))
+            _log.warning("ending calls", open_calls=self._interceptor.open_calls)
+            self._interceptor.end_all(Unavailable("the service stops and has ended this call", reason="CALL_ENDED"))
             await self._emptied(_ENDING_SECONDS)
         await self.server.stop(_LAST_WORDS_SECONDS)
 
@@ -239,8 +239,8 @@ class GrpcServer:
         """No call is open any more, within this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._frame.empty()
-        return not self._frame.open_calls
+                await self._interceptor.empty()
+        return not self._interceptor.open_calls
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self._config

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
-from common.grpc_calls import plain_status
+from common.grpc_status import plain_status
 from common.media.convert import KEY_BYTES, read_media
 from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
 from encoder_service.item import Item

@@ -12,8 +12,8 @@ import grpc
 
 from common import tasks
 from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unauthenticated, Unavailable
-from common.grpc_calls import from_plain_status
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
+from common.grpc_status import from_plain_status
 from common.media.convert import read_header, verify_checksum
 from common.media.item import Header, Modality
 from common.row_frames import RowsFrame, unpack

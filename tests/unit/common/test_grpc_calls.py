@@ -13,11 +13,13 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common import errors, grpc_calls, tracing
+from common import errors, tracing
 from common.errors import OUTCOMES, TwinlensError
-from common.grpc_calls import CallInterceptor, fail, from_plain_status
+from common.grpc_calls import CallInterceptor
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
+from common.grpc_status import fail, from_plain_status
+from common.request_budget import RequestBudget
 from tests.waiting import until
 from twinlens import v1
 
@@ -58,9 +60,9 @@ class Serving:
     """A server with a frame, its scripted servicer, and a channel to it."""
 
     def __init__(self, token: str = "", max_calls: int = 1024) -> None:
-        self.frame = CallInterceptor(token, max_calls)
+        self.interceptor = CallInterceptor(token, max_calls)
         self.servicer = Scripted()
-        self.server = grpc.aio.server(interceptors=[self.frame])
+        self.server = grpc.aio.server(interceptors=[self.interceptor])
         v1.add_LlmServiceServicer_to_server(self.servicer, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
@@ -72,7 +74,7 @@ class Serving:
 
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
-        await asyncio.to_thread(until, lambda: self.frame.open_calls == 0, "every call is counted off")
+        await asyncio.to_thread(until, lambda: self.interceptor.open_calls == 0, "every call is counted off")
         await self.server.stop(None)
 
 
@@ -180,7 +182,7 @@ async def test_a_caller_who_does_not_read_on_keeps_no_place_once_the_call_has_en
         await asyncio.to_thread(until, lambda: tasks, "it is under way")
         assert tasks[0] is not None
         tasks[0].cancel()
-        await asyncio.wait_for(serving.frame.empty(), 60)
+        await asyncio.wait_for(serving.interceptor.empty(), 60)
         assert serving.servicer.closed.is_set()
         error = await failure(call)
         assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")
@@ -231,7 +233,7 @@ async def test_a_caller_who_goes_away_while_a_message_is_on_its_way_is_no_failur
             call.cancel()
             await serving.servicer.closed.wait()
             serving.servicer.closed.clear()
-        await asyncio.to_thread(until, lambda: serving.frame.open_calls == 0, "every call is counted off")
+        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 0, "every call is counted off")
     said = capsys.readouterr().out
     assert said.count("outcome=CANCELLED") == 60
     assert "failed" not in said
@@ -246,7 +248,7 @@ async def test_more_calls_than_allowed_are_refused_with_a_hint_until_one_ends() 
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details(error)["RetryInfo"].retry_delay.ToMilliseconds() > 0
         calls[0].cancel()
-        await asyncio.to_thread(until, lambda: serving.frame.open_calls == 1, "the first has ended")
+        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 1, "the first has ended")
         assert (await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())).model == "tiny"
         calls[1].cancel()
 
@@ -338,7 +340,7 @@ async def test_refused_strangers_are_counted_and_logged_without_filling_the_log(
 ) -> None:
     async with Serving(TOKEN) as serving:
         reasons: list[str] = []
-        serving.frame.on_error = reasons.append
+        serving.interceptor.on_error = reasons.append
         for _ in range(20):
             await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest(), metadata=bearer("open")))
         assert reasons == ["UNAUTHENTICATED"] * 20
@@ -351,12 +353,12 @@ async def test_refused_strangers_are_counted_and_logged_without_filling_the_log(
 async def test_the_reason_of_each_failed_call_is_told_once() -> None:
     async with Serving(max_calls=1) as serving:
         reasons: list[str] = []
-        serving.frame.on_error = reasons.append
+        serving.interceptor.on_error = reasons.append
         holding = serving.stub.Generate(v1.GenerateRequest(model="silent"))
         await holding.read()
         await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
         holding.cancel()
-        await asyncio.to_thread(until, lambda: serving.frame.open_calls == 0, "it has ended")
+        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 0, "it has ended")
         assert await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())
         serving.servicer.act = raising(RuntimeError("oh"))
         await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
@@ -404,18 +406,35 @@ async def test_a_port_that_is_taken_is_an_oserror() -> None:
     await first.drain()
 
 
-async def test_a_failed_call_is_over_though_its_status_waits_behind_what_is_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_failed_call_is_over_though_its_status_waits_behind_what_is_not_read() -> None:
     """Whatever it fails with."""
 
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(grpc_calls, "_LAST_WORD", 0.01)
     context: Any = SimpleNamespace(abort=never)
     with pytest.raises(asyncio.CancelledError):
-        await fail(context, errors.DeadlineExceeded("too late"))
+        await fail(context, errors.DeadlineExceeded("too late"), sent_within=0.01)
+
+
+async def test_what_a_health_check_brought_is_let_go_of() -> None:
+    budget = RequestBudget(64 << 20, 20 << 20)
+    interceptor = CallInterceptor("", budget=budget)
+
+    async def check(_request: bytes, _context: object) -> None:
+        assert budget.held == 5
+
+    async def find(_: object) -> Any:
+        return grpc.unary_unary_rpc_method_handler(check, bytes, bytes)  # type: ignore[arg-type]
+
+    async def read() -> bytes:
+        return b"12345"
+
+    called = SimpleNamespace(method="/grpc.health.v1.Health/Check", invocation_metadata=())
+    handler = await interceptor.intercept_service(find, called)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(read=read, peer=lambda: "unix:", invocation_metadata=lambda: ())
+    await handler.stream_stream(None, context)
+    assert budget.held == 0
 
 
 class Late:
