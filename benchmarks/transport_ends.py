@@ -34,7 +34,7 @@ from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.parallel_streams import open_parts
+from llm_service.encoders.parallel_streams import open_parallel
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem
@@ -157,7 +157,7 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
         with ExitStack() as first, ExitStack() as others:
             stream = first.enter_context(peer.encode(item, asking))
             header = await stream.header()
-            parts = await open_parts(peer, item, asking, header, LAYOUT.row_bytes, others)
+            parts = await open_parallel(peer, item, asking, header, LAYOUT.row_bytes, others)
             if parts is not None:
                 first.close()
             landed = 0

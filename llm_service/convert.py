@@ -90,16 +90,16 @@ class Requests:
         return MediaItem(media.modality, media.source, media.options, media.mime_type, field, index)
 
     def _check_media(self, media: list[MediaItem]) -> None:
-        for kind, most in (("image", self._config.max_images), ("video", self._config.max_videos)):
-            if sum(item.modality == kind for item in media) > most:
-                raise _too_many_items(most, kind)
+        for kind, limit in (("image", self._config.max_images), ("video", self._config.max_videos)):
+            if sum(item.modality == kind for item in media) > limit:
+                raise _too_many_items(limit, kind)
 
     def _check_parts(self, chat: llm_pb2.ChatInput) -> None:
         """A flood of messages or parts is only counted: each costs microseconds of the event loop."""
-        most = self._config.max_parts
-        if len(chat.messages) > most or sum(len(message.parts) for message in chat.messages) > most:
+        limit = self._config.max_parts
+        if len(chat.messages) > limit or sum(len(message.parts) for message in chat.messages) > limit:
             raise InvalidInput(
-                f"a conversation may have {most} messages, and {most} parts",
+                f"a conversation may have {limit} messages, and {limit} parts",
                 reason="TOO_MANY_PARTS",
                 field="chat.messages",
             )
@@ -127,5 +127,5 @@ def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:
     return {(name,): counts.get(number, 0) for number, name in names.items() if number}
 
 
-def _too_many_items(most: int, kind: str) -> InvalidInput:
-    return InvalidInput(f"a request may hold {most} {kind}s", reason="TOO_MANY_ITEMS", field="media")
+def _too_many_items(limit: int, kind: str) -> InvalidInput:
+    return InvalidInput(f"a request may hold {limit} {kind}s", reason="TOO_MANY_ITEMS", field="media")

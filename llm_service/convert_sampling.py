@@ -75,11 +75,11 @@ class SamplingReader:
         kind = message.WhichOneof("structured")
         if kind is None:
             return None
-        field, most = f"sampling.{kind}", self._config.max_structure_bytes
-        flood = message.choice.ByteSize() > most  # told before a list of millions is made of them
+        field, limit = f"sampling.{kind}", self._config.max_structure_bytes
+        flood = message.choice.ByteSize() > limit  # told before a list of millions is made of them
         options = [] if flood else list(message.choice.options)
         text = json.dumps(options) if kind == "choice" else str(getattr(message, kind))
-        if flood or len(text.encode()) > most:
+        if flood or len(text.encode()) > limit:
             raise InvalidInput(f"the {kind} is too long", reason="STRUCTURE_TOO_LARGE", field=field)
         if not text or (kind == "choice" and not all(options or [""])):
             raise InvalidInput(f"the {kind} is empty", reason="BAD_STRUCTURE", field=field)

@@ -15,9 +15,9 @@ from common.metrics import Metrics, gauge, total
 from llm_service import convert
 
 if TYPE_CHECKING:
-    from llm_service.encoders.encoder_cache import RowStore
+    from llm_service.encoders.encoder_cache import EncoderCache
     from llm_service.encoders.pool import EncoderPool
-    from llm_service.encoders.receiver import Landing
+    from llm_service.encoders.receiver import RowReceiver
     from llm_service.engine.front import EngineFront
     from llm_service.generation.generator import Generator
 
@@ -62,12 +62,17 @@ class Meters:
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
     def watch(
-        self, generator: Generator, engine: EngineFront, rows: RowStore, landing: Landing, pool: EncoderPool
+        self,
+        generator: Generator,
+        engine: EngineFront,
+        encoder_cache: EncoderCache,
+        receiver: RowReceiver,
+        pool: EncoderPool,
     ) -> None:
         """Has every scrape read queues, totals and caches."""
         self._metrics.read(lambda: _engine(engine))
         self._metrics.read(lambda: _requests(generator))
-        self._metrics.read(lambda: _media(rows, landing, pool))
+        self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
 
 
 class RequestMeter:
@@ -137,14 +142,14 @@ def _requests(generator: Generator) -> Iterator[Metric]:
     yield total("requests_refused", "requests refused at once, since too much was under way", admission.refused)
 
 
-def _media(rows: RowStore, landing: Landing, pool: EncoderPool) -> Iterator[Metric]:
-    yield gauge("row_cache_bytes", "bytes of embedding rows held", rows.used_bytes)
-    yield gauge("row_cache_capacity_bytes", "the budget for them", rows.capacity_bytes)
-    yield total("row_cache_hits", "items whose rows were here already", rows.counters.hits)
-    received = convert.by_transport(rows.counters.by_transport)
+def _media(encoder_cache: EncoderCache, receiver: RowReceiver, pool: EncoderPool) -> Iterator[Metric]:
+    yield gauge("row_cache_bytes", "bytes of embedding rows held", encoder_cache.used_bytes)
+    yield gauge("row_cache_capacity_bytes", "the budget for them", encoder_cache.capacity_bytes)
+    yield total("row_cache_hits", "items whose rows were here already", encoder_cache.counters.hits)
+    received = convert.by_transport(encoder_cache.counters.by_transport)
     yield total("rows_received", "embedding rows received", received, ["transport"])
-    yield total("encode_attempts", "streams opened at encoders", landing.counters.attempts)
-    yield total("encode_retries", "streams that took the place of one that broke", landing.counters.retries)
-    known = landing.counters.headers_known
+    yield total("encode_attempts", "streams opened at encoders", receiver.counters.attempts)
+    yield total("encode_retries", "streams that took the place of one that broke", receiver.counters.retries)
+    known = receiver.counters.headers_known
     yield total("headers_known", "items laid out by a header from before, without asking an encoder", known)
     yield gauge("encoders_usable", "encoders that answer and fit", sum(peer.usable for peer in pool.peers))

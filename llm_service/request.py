@@ -136,13 +136,13 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class PromptLayout:
     """A prompt in its final form: token ids, media spans, and where each token is in time, height and width.
 
-    `positions` is int32 [3, tokens], C-contiguous, as bytes; `delta` is added to a token's index past the prompt.
+    `positions` is int32 [3, tokens], C-contiguous, as bytes; `mrope_delta` is added to a token's index past the prompt.
     """
 
     ids: list[int]
     spans: list[Span] = field(default_factory=list)
     positions: bytes = b""
-    delta: int = 0
+    mrope_delta: int = 0

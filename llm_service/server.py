@@ -15,10 +15,10 @@ from common.metrics import Metrics
 from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.encoders.encoder_cache import RowStore
+from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.receiver import Landing
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.engine.mirrors import Mirrors
 from llm_service.engine.reserve import MODULE
@@ -35,7 +35,7 @@ from llm_service.models.registry import DECODERS
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import end_tokens
-from llm_service.servicer import LlmServicer, Parts
+from llm_service.servicer import Components, LlmServicer
 from llm_service.settings import EngineSettings
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
@@ -68,28 +68,28 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         frame = GrpcServer(config, [SERVICE])
         running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))
-        rows = RowStore(
+        encoder_cache = EncoderCache(
             config.row_cache_bytes,
             layout,
             keeps=sessions.keeps,
             on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
         )
-        running.callback(rows.close)
+        running.callback(encoder_cache.close)
         engine = EngineFront(
             settings,
-            rows.buffer.fd,
+            encoder_cache.buffer.fd,
             frame.report,
             start_seconds=config.start_seconds,
             step_seconds=config.step_seconds,
             standby=config.spare_engine,
             module=engine_module,
         )
-        engine.mirrors.on_lost = rows.lose_mirrors
+        engine.mirrors.on_lost = encoder_cache.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None
         pool = EncoderPool(
             config.encoders, _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config).merge, mirrors)
         )
-        landing = Landing(pool, rows, config.encoder_wait_seconds)
+        receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
         prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
         admission = Admission(
             max_requests=config.max_requests,
@@ -110,11 +110,11 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.watch_requests(lambda: frame.inflight_bytes)
         compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        generator = Generator(prompts, compiler, landing, engine, prefixes, admission, sessions, meters)
-        running.push_async_callback(_prove_idle, generator, rows)
-        meters.watch(generator, engine, rows, landing, pool)
+        generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters)
+        running.push_async_callback(_prove_idle, generator, encoder_cache)
+        meters.watch(generator, engine, encoder_cache, receiver, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
-        parts = Parts(
+        components = Components(
             config,
             model,
             text.architecture,
@@ -124,11 +124,11 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             prompts,
             generator,
             engine,
-            rows,
-            landing,
+            encoder_cache,
+            receiver,
             pool,
         )
-        add_LlmServiceServicer_to_server(LlmServicer(parts), frame.server)
+        add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
         await frame.bind()
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
@@ -149,16 +149,16 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         await frame.wait()
 
 
-async def _prove_idle(generator: Generator, rows: RowStore) -> None:
+async def _prove_idle(generator: Generator, encoder_cache: EncoderCache) -> None:
     """Says so where something is still held when every request is over: that is a defect, and the service ends anyway.
 
     Nothing is said where the grace time ended before the last request did.
     """
     if generator.open_requests:
         return
-    await rows.settle()
+    await encoder_cache.drain()
     try:
-        rows.check_integrity(idle=True)
+        encoder_cache.check_integrity(idle=True)
         generator.sessions.check_integrity()
     except AssertionError as error:
         _log.error("something is still held at the end", cause=str(error))
@@ -192,8 +192,8 @@ def _structure_limits(config: LlmConfig) -> StructureLimits:
 
 def _session_limits(config: LlmConfig) -> SessionLimits:
     return SessionLimits(
-        most=config.max_sessions,
-        most_per_tenant=config.max_tenant_sessions,
+        max_sessions=config.max_sessions,
+        max_per_tenant=config.max_tenant_sessions,
         seconds=config.session_seconds,
         row_bytes_per_tenant=int(config.row_cache_bytes * config.session_share),
     )

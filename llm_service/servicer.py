@@ -12,9 +12,9 @@ import grpc
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
-from llm_service.encoders.encoder_cache import RowStore
+from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.receiver import Landing
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.generation.events import Begun, Delta, Ended, PromptScores
 from llm_service.generation.generator import Generator
@@ -33,13 +33,13 @@ _REASONS = {
     "structure": llm_pb2.FINISH_REASON_STRUCTURE,
 }
 
-_MOST_NAMES = 1024
+_MAX_NAMES = 1024
 
 Context = grpc.aio.ServicerContext
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """What the servicer speaks for. `longest` are the tokens of a context, as long as the engine has not said how many
     there is memory for."""
 
@@ -52,36 +52,36 @@ class Parts:
     prompts: PromptBuilder
     generator: Generator
     engine: EngineFront
-    rows: RowStore
-    landing: Landing
+    encoder_cache: EncoderCache
+    receiver: RowReceiver
     pool: EncoderPool
 
 
 class LlmServicer(LlmServiceServicer):
     """Answers for one model."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, components: Components) -> None:
+        self._components = components
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: Context[llm_pb2.GenerateRequest, llm_pb2.GenerateResponse]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
         """Streams a generation."""
-        parts = self._parts
-        limit = parts.engine.ready.context if parts.engine.ready else parts.longest
-        read = parts.requests.read(request, context.time_remaining(), limit, context.peer())
+        components = self._components
+        limit = components.engine.ready.context if components.engine.ready else components.longest
+        read = components.requests.read(request, context.time_remaining(), limit, context.peer())
         del request  # the bytes of its media are in the nouns
         begun: Begun | None = None
-        async with aclosing(parts.generator.generate(read)) as events:
+        async with aclosing(components.generator.generate(read)) as events:
             async for event in events:
                 match event:
                     case Begun():
                         begun = event
                         yield llm_pb2.GenerateResponse(started=_started(read.id, event))
                     case PromptScores():
-                        yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, parts.prompts.texts))
+                        yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
-                        yield llm_pb2.GenerateResponse(delta=_delta(event, parts.prompts.texts))
+                        yield llm_pb2.GenerateResponse(delta=_delta(event, components.prompts.texts))
                     case Ended():
                         assert begun is not None
                         yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
@@ -90,30 +90,30 @@ class LlmServicer(LlmServiceServicer):
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
     ) -> llm_pb2.AbortResponse:
         """Ends requests by name."""
-        if len(request.request_ids) > _MOST_NAMES:
-            raise InvalidInput(f"more than {_MOST_NAMES} names", reason="TOO_MANY_NAMES", field="request_ids")
-        abort, salt = self._parts.generator.abort, request.cache_salt
+        if len(request.request_ids) > _MAX_NAMES:
+            raise InvalidInput(f"more than {_MAX_NAMES} names", reason="TOO_MANY_NAMES", field="request_ids")
+        abort, salt = self._components.generator.abort, request.cache_salt
         return llm_pb2.AbortResponse(aborted=sum(abort(name, salt) for name in set(request.request_ids)))
 
     async def Tokenize(
         self, request: llm_pb2.TokenizeRequest, context: Context[llm_pb2.TokenizeRequest, llm_pb2.TokenizeResponse]
     ) -> llm_pb2.TokenizeResponse:
         """Gives token ids without generating."""
-        prompts = self._parts.prompts
+        prompts = self._components.prompts
         match request.WhichOneof("input"):
             case "text":
-                if len(request.text.encode()) > self._parts.config.max_prompt_bytes:
+                if len(request.text.encode()) > self._components.config.max_prompt_bytes:
                     raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
                 ids = await asyncio.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
             case "chat":
                 media: list[MediaItem] = []
-                chat = self._parts.requests.chat(request.chat, media)
+                chat = self._components.requests.chat(request.chat, media)
                 if media:
                     raise InvalidInput(
                         "media have no tokens before they are encoded", reason="MEDIA_IN_TOKENIZE", field=media[0].field
                     )
                 pieces = await asyncio.to_thread(prompts.pieces, chat, ())
-                ids = (await asyncio.to_thread(prompts.lay, pieces, ())).ids
+                ids = (await asyncio.to_thread(prompts.layout, pieces, ())).ids
             case _:
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
         return llm_pb2.TokenizeResponse(ids=ids)
@@ -124,15 +124,15 @@ class LlmServicer(LlmServiceServicer):
         context: Context[llm_pb2.LlmServiceGetInfoRequest, llm_pb2.LlmServiceGetInfoResponse],
     ) -> llm_pb2.LlmServiceGetInfoResponse:
         """Describes the service."""
-        parts, ready = self._parts, self._parts.engine.ready
+        components, ready = self._components, self._components.engine.ready
         return llm_pb2.LlmServiceGetInfoResponse(
             version=__version__,
-            model=parts.model,
-            architecture=parts.architecture,
-            encoder_digest=parts.digest,
+            model=components.model,
+            architecture=components.architecture,
+            encoder_digest=components.digest,
             context_tokens=ready.context if ready else 0,
-            vocab_size=parts.prompts.vocab_size,
-            tensor_parallel=parts.config.tp,
+            vocab_size=components.prompts.vocab_size,
+            tensor_parallel=components.config.tp,
             devices=ready.devices if ready else [],
         )
 
@@ -142,9 +142,9 @@ class LlmServicer(LlmServiceServicer):
         context: Context[llm_pb2.LlmServiceGetLoadRequest, llm_pb2.LlmServiceGetLoadResponse],
     ) -> llm_pb2.LlmServiceGetLoadResponse:
         """Reports queues and counters."""
-        parts = self._parts
-        state, outcomes = await parts.engine.state(), parts.generator.outcomes
-        preparing = parts.generator.open_requests - parts.engine.requests
+        components = self._components
+        state, outcomes = await components.engine.state(), components.generator.outcomes
+        preparing = components.generator.open_requests - components.engine.requests
         return llm_pb2.LlmServiceGetLoadResponse(
             waiting=state.waiting + max(0, preparing),
             running=state.running,
@@ -155,26 +155,26 @@ class LlmServicer(LlmServiceServicer):
             generated_tokens=state.generated_tokens,
             preemptions=state.preemptions,
             steps=state.steps,
-            rows_received=parts.rows.counters.received,
-            rows_shared=parts.rows.counters.by_transport[TRANSPORT_SHARED_MEMORY],
-            rows_mirrored=parts.rows.counters.by_transport[TRANSPORT_CUDA_IPC],
-            encode_attempts=parts.landing.counters.attempts,
-            encode_retries=parts.landing.counters.retries,
-            items_covered=parts.landing.counters.covered,
-            headers_known=parts.landing.counters.headers_known,
-            row_hits=parts.rows.counters.hits,
-            row_bytes=parts.rows.used_bytes,
-            row_capacity_bytes=parts.rows.capacity_bytes,
+            rows_received=components.encoder_cache.counters.received,
+            rows_shared=components.encoder_cache.counters.by_transport[TRANSPORT_SHARED_MEMORY],
+            rows_mirrored=components.encoder_cache.counters.by_transport[TRANSPORT_CUDA_IPC],
+            encode_attempts=components.receiver.counters.attempts,
+            encode_retries=components.receiver.counters.retries,
+            items_covered=components.receiver.counters.covered,
+            headers_known=components.receiver.counters.headers_known,
+            row_hits=components.encoder_cache.counters.hits,
+            row_bytes=components.encoder_cache.used_bytes,
+            row_capacity_bytes=components.encoder_cache.capacity_bytes,
             finished_requests=outcomes["finished"],
             failed_requests=outcomes["failed"],
-            refused_requests=parts.generator.admission.refused,
-            waiting_tokens=parts.generator.admission.waiting_tokens,
+            refused_requests=components.generator.admission.refused,
+            waiting_tokens=components.generator.admission.waiting_tokens,
             kv_blocks_cached=state.kv_blocks_cached,
             prefix_query_tokens=state.prefix_query_tokens,
             graph_steps=state.graph_steps,
-            sessions=len(parts.generator.sessions),
+            sessions=len(components.generator.sessions),
             cancelled_requests=outcomes["cancelled"],
-            stage_totals=_timings(parts.generator.stage_totals),
+            stage_totals=_timings(components.generator.stage_totals),
             encoders=[
                 llm_pb2.EncoderStatus(
                     address=peer.address,
@@ -184,7 +184,7 @@ class LlmServicer(LlmServiceServicer):
                     cuda_ipc=peer.device is not None and bool(peer.device.devices),
                     failures=peer.breaker.failures,
                 )
-                for peer in parts.pool.peers
+                for peer in components.pool.peers
             ],
         )
 
@@ -194,8 +194,8 @@ class LlmServicer(LlmServiceServicer):
         context: Context[llm_pb2.LlmServiceFlushCacheRequest, llm_pb2.LlmServiceFlushCacheResponse],
     ) -> llm_pb2.LlmServiceFlushCacheResponse:
         """Empties both caches of what no request uses."""
-        blocks = await self._parts.engine.flush()
-        return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._parts.rows.flush())
+        blocks = await self._components.engine.flush()
+        return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
 
 
 def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
@@ -208,10 +208,10 @@ def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
             key=span.header.key,
             cached=span.header.cached,
         )
-        for span in event.laid.spans
+        for span in event.layout.spans
     ]
     return llm_pb2.GenerateStarted(
-        prompt_tokens=len(event.laid.ids), cached_tokens=event.cached, spans=spans, request_id=request_id
+        prompt_tokens=len(event.layout.ids), cached_tokens=event.cached, spans=spans, request_id=request_id
     )
 
 
@@ -246,7 +246,7 @@ def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprobs], texts: Toke
 
 def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
     usage = llm_pb2.Usage(
-        prompt_tokens=len(begun.laid.ids), cached_tokens=begun.cached, completion_tokens=event.completion_tokens
+        prompt_tokens=len(begun.layout.ids), cached_tokens=begun.cached, completion_tokens=event.completion_tokens
     )
     return llm_pb2.GenerateFinished(
         index=event.choice,

@@ -116,6 +116,6 @@ class Quarantine:
         record = self._records.get(identity)
         return record.deaths if record is not None and record.until > self._clock() else 0
 
-    def holds(self, identity: bytes) -> bool:
+    def is_quarantined(self, identity: bytes) -> bool:
         """Whether the item is to be refused."""
         return self.deaths(identity) >= DEATHS

@@ -21,7 +21,7 @@ _ENCODE = "/twinlens.v1.EncoderService/Encode"
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Connection:
     """One connection, and how many streams are open on it."""
 
     channel: grpc.aio.Channel
@@ -29,7 +29,7 @@ class _Lane:
     open: int = 0
 
 
-class Lanes:
+class Connections:
     """At least one long-lived connection to the encoder at `address`, whose certificate must have `name`.
 
     Raises OSError where the files of a certificate cannot be read.
@@ -37,11 +37,11 @@ class Lanes:
 
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
         self._metadata = security.metadata
-        self._lanes = [_lane(open_channel(address, security, name=name)) for _ in range(count)]
-        self.stub = EncoderServiceStub(self._lanes[0].channel)
+        self._connections = [_connection(open_channel(address, security, name=name)) for _ in range(count)]
+        self.stub = EncoderServiceStub(self._connections[0].channel)
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._connections)
 
     @contextmanager
     def encode(self, request: bytes, timeout: float) -> Iterator[Call]:
@@ -50,24 +50,24 @@ class Lanes:
 
         Raises Unavailable where the connections are being closed: streams that are open may go on, no other begins.
         """
-        lane = min(self._lanes, key=lambda lane: lane.open)
+        connection = min(self._connections, key=lambda connection: connection.open)
         try:
             metadata = (*self._metadata, *tracing.outgoing(), (STATED, str(len(request))))
-            call: Call = lane.encode(request, timeout=timeout, metadata=metadata)
+            call: Call = connection.encode(request, timeout=timeout, metadata=metadata)
         except grpc.aio.UsageError as error:
             raise Unavailable("the encoder could not be reached", reason=UNREACHABLE) from error
-        lane.open += 1
+        connection.open += 1
         try:
             yield call
         finally:
-            lane.open -= 1
+            connection.open -= 1
             call.cancel()
 
     async def close(self, grace: float | None) -> None:
         """Closes all connections; calls under way have `grace` seconds to end."""
-        await asyncio.gather(*(lane.channel.close(grace) for lane in self._lanes))
+        await asyncio.gather(*(connection.channel.close(grace) for connection in self._connections))
 
 
-def _lane(channel: grpc.aio.Channel) -> _Lane:
+def _connection(channel: grpc.aio.Channel) -> _Connection:
     encode: Any = channel.unary_stream(_ENCODE, response_deserializer=read_event)
-    return _Lane(channel, encode)
+    return _Connection(channel, encode)

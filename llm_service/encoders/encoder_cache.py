@@ -17,11 +17,11 @@ from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header
 from common.wire import RowLayout
 
-Watcher = Callable[["RowEntry"], None]
+Watcher = Callable[["CacheEntry"], None]
 
 
 @dataclass(slots=True, eq=False)
-class RowEntry:
+class CacheEntry:
     """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
     place where it is `mirrored`; `error` says why no more will come; `stood_at` is where the item stood in the request
     that asked for it first."""
@@ -62,7 +62,7 @@ class RowEntry:
 
 
 @dataclass(slots=True)
-class RowCounters:
+class CacheCounters:
     """Totals since start."""
 
     received: int = 0
@@ -70,7 +70,7 @@ class RowCounters:
     by_transport: Counter[int] = field(default_factory=Counter)
 
 
-class RowStore:
+class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
     Those that `keeps` names are the last to make room for others. `on_place` is told of each place that is given to
     new rows, before anybody else is."""
@@ -85,9 +85,9 @@ class RowStore:
     ) -> None:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
         self.layout = layout
-        self.counters = RowCounters()
+        self.counters = CacheCounters()
         self._ranges = RangeAllocator(capacity)
-        self._entries: dict[bytes, RowEntry] = {}
+        self._entries: dict[bytes, CacheEntry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._keeps = keeps
         self._on_place = on_place
@@ -109,7 +109,7 @@ class RowStore:
         """Whether the rows of an item are here or on their way."""
         return key in self._entries
 
-    async def acquire(self, headers: Sequence[Header]) -> list[RowEntry]:
+    async def acquire(self, headers: Sequence[Header]) -> list[CacheEntry]:
         """The entries of a request's items, in order; waits until all fit at once.
 
         One that is new has no filler yet: the caller starts it. Raises InvalidInput where they can never fit.
@@ -123,7 +123,7 @@ class RowStore:
                 await self._freed.wait()
         return entries
 
-    def acquire_now(self, headers: Sequence[Header]) -> list[RowEntry] | None:
+    def acquire_now(self, headers: Sequence[Header]) -> list[CacheEntry] | None:
         """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody."""
         self.check_size(headers)
         return None if headers and self._turn.locked() else self._try_acquire(headers)
@@ -138,14 +138,14 @@ class RowStore:
                 field="media",
             )
 
-    def _try_acquire(self, headers: Sequence[Header]) -> list[RowEntry] | None:
-        taken: list[RowEntry] = []
+    def _try_acquire(self, headers: Sequence[Header]) -> list[CacheEntry] | None:
+        taken: list[CacheEntry] = []
         for header in headers:
             entry = self._entries.get(header.key)
             if entry is not None:
                 self._idle.pop(header.key, None)
             elif place := self._make_room(self._size(header)):
-                entry = self._entries[header.key] = RowEntry(header, place)
+                entry = self._entries[header.key] = CacheEntry(header, place)
                 self._on_place(place)
             else:
                 for earlier in taken:
@@ -163,10 +163,10 @@ class RowStore:
         if not self._ranges.could_allocate(size, kept):
             return None
         while (place := self._ranges.allocate(size)) is None:
-            self._drop(self._entries[self._coldest()])
+            self._drop(self._entries[self._victim()])
         return place
 
-    def _coldest(self) -> bytes:
+    def _victim(self) -> bytes:
         """The longest unused entry that is not to be kept; where all are, the longest unused one."""
         return next((key for key in self._idle if not self._keeps(key)), next(iter(self._idle)))
 
@@ -174,7 +174,7 @@ class RowStore:
         """Bytes that an entry takes, as the arena rounds them up."""
         return max(1, -(-header.tokens * self.layout.row_bytes // ALIGNMENT)) * ALIGNMENT
 
-    def release(self, entry: RowEntry) -> None:
+    def release(self, entry: CacheEntry) -> None:
         """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""
         entry.refs -= 1
         if entry.refs:
@@ -187,12 +187,12 @@ class RowStore:
             self._drop(entry)
         self._freed.set()
 
-    def forget(self, entry: RowEntry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
         if self._entries.get(entry.header.key) is entry:
             del self._entries[entry.header.key]
 
-    def _drop(self, entry: RowEntry) -> None:
+    def _drop(self, entry: CacheEntry) -> None:
         if self._entries.get(entry.header.key) is entry:
             self._idle.pop(entry.header.key, None)
             self.forget(entry)
@@ -207,23 +207,23 @@ class RowStore:
         self._ranges.free(place)
         self._freed.set()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Returns when nobody writes any more to places that were given up."""
         while self._leaving:
             await asyncio.wait(self._leaving)
 
-    def place(self, entry: RowEntry) -> memoryview:
+    def place(self, entry: CacheEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""
         begin = entry.place.offset
         return self.buffer.view[begin : begin + entry.header.tokens * self.layout.row_bytes]
 
-    def advance(self, entry: RowEntry, rows: int, transport: int) -> None:
+    def advance(self, entry: CacheEntry, rows: int, transport: int) -> None:
         """Says that `rows` more rows of an entry are in their place, and how they came."""
         self.counters.received += rows
         self.counters.by_transport[transport] += rows
         entry.advance(rows)
 
-    def mirror(self, entry: RowEntry) -> None:
+    def mirror(self, entry: CacheEntry) -> None:
         """Rows of an entry may land in the ranks' mirrors, and not in the arena, from now on."""
         entry.mirrored = True
 

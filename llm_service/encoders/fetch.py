@@ -18,15 +18,15 @@ from common import log, tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from common.media.item import Header, Key, Url
 from llm_service.encoders.breaker import RetryBudget
-from llm_service.encoders.encoder_cache import RowEntry, RowStore
-from llm_service.encoders.header_cache import Known, KnownHeaders
+from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
+from llm_service.encoders.header_cache import HeaderCache, KnownHeader
 from llm_service.encoders.identity import Identity, given_by
-from llm_service.encoders.parallel_streams import Parts, open_parts
+from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.encoders.wait_queue import Place
+from llm_service.encoders.wait_queue import Waiter
 from llm_service.request import MediaItem, Request
 
 _log = log.get("fetch")
@@ -52,7 +52,7 @@ class Links:
 
     pool: EncoderPool
     patience: float
-    known: KnownHeaders = field(default_factory=KnownHeaders)
+    header_cache: HeaderCache = field(default_factory=HeaderCache)
     budget: RetryBudget = field(default_factory=RetryBudget)
     counters: LinkCounters = field(default_factory=LinkCounters)
 
@@ -65,7 +65,7 @@ class Fetch:
     """
 
     def __init__(
-        self, links: Links, item: MediaItem, identity: Identity, request: Request, known: Known | None
+        self, links: Links, item: MediaItem, identity: Identity, request: Request, known: KnownHeader | None
     ) -> None:
         self.item = item
         self.header = None if known is None else known.header
@@ -83,10 +83,10 @@ class Fetch:
         self._refusal: Exhausted | None = None
         self._failures = 0
         self._peer: Peer | None = None
-        self._stream: EncodeStream | Parts | None = None
+        self._stream: EncodeStream | ParallelStreams | None = None
         self._opened = 0.0
         self._holds = ExitStack()
-        self._place = Place(links.pool.line, request.priority)
+        self._waiter = Waiter(links.pool.wait_queue, request.priority)
 
     @property
     def has_content(self) -> bool:
@@ -95,10 +95,10 @@ class Fetch:
 
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
-        known = None if self.header is None else Known(self.header, self._affinity)
+        known = None if self.header is None else KnownHeader(self.header, self._affinity)
         return Fetch(self._links, self.item, self._identity, self._request, known)
 
-    async def introduce(self) -> Header:
+    async def fetch_header(self) -> Header:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
 
         Raises the item's error, or what kept every encoder from answering.
@@ -110,22 +110,22 @@ class Fetch:
         assert self.header is not None
         return self.header
 
-    async def bring(self, store: RowStore, entry: RowEntry) -> None:
+    async def bring(self, cache: EncoderCache, entry: CacheEntry) -> None:
         """Lands the rows of an entry that are missing; raises what kept them from coming."""
         self._patient_until = monotonic() + self._links.patience  # not this request's time alone: others may share them
 
         async def receive() -> None:
             if self._stream is None:
                 await self._open(entry.landed)
-            await self._part(entry.landed, store.layout.row_bytes)
+            await self._parallelise(entry.landed, cache.layout.row_bytes)
             assert self._stream is not None
             began = time.perf_counter()
             try:
                 with tracing.span("landing", rows=entry.header.tokens - entry.landed):
-                    mirror = MirrorPlace(entry.place.offset, lambda: store.mirror(entry))
-                    async with aclosing(self._stream.rows(store.place(entry), mirror)) as runs:
+                    mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
+                    async with aclosing(self._stream.rows(cache.place(entry), mirror)) as runs:
                         async for rows, transport in runs:
-                            store.advance(entry, rows, transport)
+                            cache.advance(entry, rows, transport)
             except TwinlensError:  # once all rows are here, how the stream ends is of no account
                 if not entry.complete:
                     raise
@@ -142,7 +142,7 @@ class Fetch:
         """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
         can come between."""
         self._hang_up()
-        self._place.leave()
+        self._waiter.leave()
 
     def _hang_up(self) -> None:
         self._stream = None
@@ -170,22 +170,22 @@ class Fetch:
         if not asking.attempt:
             links.budget.earn()
         self._opened = peer.breaker.now()
-        self._place.asks()
+        self._waiter.asks()
         with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
             self._stream = self._holds.enter_context(peer.encode(self._item(), asking))
             header = await self._stream.header()
-        self._place.leave()
+        self._waiter.leave()
         self._compare(header)
         self.header = header
-        links.known.remember(self._names(header), header, self._salt, affinity)
+        links.header_cache.remember(self._names(header), header, self._salt, affinity)
 
-    async def _part(self, first: int, row_bytes: int) -> None:
+    async def _parallelise(self, first: int, row_bytes: int) -> None:
         """Has several streams bring the rows from `first` on in place of the one that is open, where that is better."""
         assert self._peer is not None
         assert self.header is not None
         with ExitStack() as parts:
             asking = dataclasses.replace(self._asking, first=first, broke=self._failures > 0)
-            opened = await open_parts(self._peer, self.item, asking, self.header, row_bytes, parts)
+            opened = await open_parallel(self._peer, self.item, asking, self.header, row_bytes, parts)
             if opened is not None:
                 self._holds.close()
                 self._stream, self._holds = opened, parts.pop_all()
@@ -209,7 +209,7 @@ class Fetch:
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder speaks of another item")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
-            self._links.known.forget(self._names(self.header), self.header, self._salt)
+            self._links.header_cache.forget(self._names(self.header), self.header, self._salt)
             if self._identity.key is None:
                 raise Unavailable(
                     "an address gives other media than before", reason=MEDIA_CHANGED, field=self.item.field
@@ -252,7 +252,7 @@ class Fetch:
             return [peer for peer in self._may_have() if peer.usable]
 
         try:
-            await self._place.wait(usable, self._patient_until)
+            await self._waiter.wait(usable, self._patient_until)
         except TimeoutError:
             full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self.item.field)
             raise self._refusal or full from None

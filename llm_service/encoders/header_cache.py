@@ -13,24 +13,24 @@ _REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownHeader:
     """A header, and the affinity by which the encoder that sent it was chosen: it, if any, has the rows."""
 
     header: Header
     affinity: bytes
 
 
-class KnownHeaders:
+class HeaderCache:
     """Headers by content key, the longest unused forgotten first.
 
     A key stands for content, options and tenant; but a caller may state any key, so the tenant is compared as well.
     """
 
-    def __init__(self, most: int = _REMEMBERED) -> None:
-        self._most = most
-        self._known: OrderedDict[tuple[bytes, str, Modality], Known] = OrderedDict()
+    def __init__(self, max_entries: int = _REMEMBERED) -> None:
+        self._max_entries = max_entries
+        self._known: OrderedDict[tuple[bytes, str, Modality], KnownHeader] = OrderedDict()
 
-    def find(self, name: bytes | None, salt: str, modality: Modality) -> Known | None:
+    def find(self, name: bytes | None, salt: str, modality: Modality) -> KnownHeader | None:
         """What is known of an item that was seen under this salt."""
         place = (name or b"", salt, modality)
         if (known := self._known.get(place)) is not None:
@@ -39,11 +39,11 @@ class KnownHeaders:
 
     def remember(self, names: Collection[bytes], header: Header, salt: str, affinity: bytes) -> None:
         """Keeps a header that an encoder has sent, under its key and other names."""
-        known = Known(dataclasses.replace(header, cached=False), affinity)
+        known = KnownHeader(dataclasses.replace(header, cached=False), affinity)
         for name in names:
             self._known[name, salt, header.modality] = known
             self._known.move_to_end((name, salt, header.modality))
-        while len(self._known) > self._most:
+        while len(self._known) > self._max_entries:
             self._known.popitem(last=False)
 
     def forget(self, names: Collection[bytes], header: Header, salt: str) -> None:

@@ -20,7 +20,7 @@ from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem
 
 
-class Parts:
+class ParallelStreams:
     """Streams of one item whose stretches follow each other; it has what `EncodeStream` has for who reads rows."""
 
     def __init__(self, streams: Sequence[EncodeStream], stretches: Sequence[tuple[int, int]]) -> None:
@@ -79,9 +79,9 @@ class Parts:
         return whole
 
 
-async def open_parts(
+async def open_parallel(
     peer: Peer, item: MediaItem, asking: Asking, header: Header, row_bytes: int, holds: ExitStack
-) -> Parts | None:
+) -> ParallelStreams | None:
     """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them,
     and `holds` is to be closed.
 
@@ -109,7 +109,7 @@ async def open_parts(
         return None
     if any(each.result().tokens != header.tokens for each in found):
         return None
-    return Parts(streams, stretches)
+    return ParallelStreams(streams, stretches)
 
 
 def _stretches(first: int, tokens: int, count: int) -> list[tuple[int, int]]:

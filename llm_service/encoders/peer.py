@@ -17,7 +17,7 @@ from common.media.convert import write_media
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
-from llm_service.encoders.connections import Lanes
+from llm_service.encoders.connections import Connections
 from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
@@ -109,7 +109,7 @@ class Peer:
         self._on_room = on_room
         self._inline = Inline(settings.layout.dtype)
         self._metadata = settings.security.metadata
-        self._lanes = Lanes(address, name, settings.security, settings.connections)
+        self._connections = Connections(address, name, settings.security, settings.connections)
 
     @property
     def usable(self) -> bool:
@@ -145,10 +145,10 @@ class Peer:
     async def _check(self) -> Verdict:
         began = time.monotonic()
         try:
-            info: Any = await self._lanes.stub.GetInfo(
+            info: Any = await self._connections.stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
-            load: Any = await self._lanes.stub.GetLoad(
+            load: Any = await self._connections.stub.GetLoad(
                 encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
@@ -235,7 +235,7 @@ class Peer:
 
     def parts(self, size: int) -> int:
         """By how many streams at a time so many bytes of an item's rows come best; where memory is shared, by one."""
-        return max(1, min(size // self._settings.part_bytes, len(self._lanes))) if self.region is None else 1
+        return max(1, min(size // self._settings.part_bytes, len(self._connections))) if self.region is None else 1
 
     @contextmanager
     def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:
@@ -257,7 +257,7 @@ class Peer:
             transport.prove(request.host)
         body = request.SerializeToString()
         del request  # its item may be large, and the stream long
-        with self._lanes.encode(body, settings.timeout) as call:
+        with self._connections.encode(body, settings.timeout) as call:
             del body
             stream = EncodeStream(
                 call,
@@ -282,6 +282,6 @@ class Peer:
     async def close(self, grace: float | None = None) -> None:
         """Closes the connections; calls under way have `grace` seconds to end."""
         try:
-            await self._lanes.close(grace)
+            await self._connections.close(grace)
         finally:
             self._unmap()

@@ -16,7 +16,7 @@ from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.resolver import Resolver
-from llm_service.encoders.wait_queue import Line
+from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")
 _CROWDED_CALLS = 8
@@ -32,7 +32,7 @@ class EncoderPool:
     def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
         self.settings = settings
         self.quarantine = Quarantine()
-        self.line = Line()
+        self.wait_queue = WaitQueue()
         self._retiring: set[asyncio.Task[None]] = set()
         self._sources = Resolver(addresses)
         self._configured = bool(addresses)
@@ -79,7 +79,7 @@ class EncoderPool:
     def _add(self, address: str, name: str) -> None:
         """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
         try:
-            peer = Peer(address, name, self.settings, self.quarantine, self.line.opened)
+            peer = Peer(address, name, self.settings, self.quarantine, self.wait_queue.opened)
         except OSError as error:
             _log.error("an encoder cannot be spoken to", address=address, cause=str(error))
             return
@@ -102,7 +102,7 @@ class EncoderPool:
         suspects = [peer.health for peer in self.peers if peer.health.is_suspected_with(identity)]
         if len(suspects) + self.quarantine.deaths(identity) >= DEATHS:
             await asyncio.gather(*(health.judged() for health in suspects))
-        return self.quarantine.holds(identity)
+        return self.quarantine.is_quarantined(identity)
 
     async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Peer:
         """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,

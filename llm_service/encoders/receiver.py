@@ -15,22 +15,24 @@ from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
 from common.media.item import Header
 from llm_service.encoders.breaker import RetryBudget
-from llm_service.encoders.encoder_cache import RowEntry, RowStore
+from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
-from llm_service.encoders.header_cache import Known
+from llm_service.encoders.header_cache import KnownHeader
 from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
 
 
-class Landing:
-    """Fills entries of the row store from encoders. `patience` is how long an item waits for room at full encoders,
+class RowReceiver:
+    """Fills entries of the encoder cache from encoders. `patience` is how long an item waits for room at full encoders,
     `budget` what bounds retries."""
 
-    def __init__(self, pool: EncoderPool, store: RowStore, patience: float, budget: RetryBudget | None = None) -> None:
+    def __init__(
+        self, pool: EncoderPool, cache: EncoderCache, patience: float, budget: RetryBudget | None = None
+    ) -> None:
         self._links = Links(pool, patience, budget=budget or RetryBudget())
-        self._store = store
-        self._others: dict[RowEntry, Fetch | None] = {}
+        self._cache = cache
+        self._others: dict[CacheEntry, Fetch | None] = {}
         """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
 
     @property
@@ -40,21 +42,21 @@ class Landing:
 
     def has_rows(self, fetch: Fetch) -> bool:
         """Whether the rows of an item are here or on their way."""
-        return fetch.header is not None and self._store.knows(fetch.header.key)
+        return fetch.header is not None and self._cache.knows(fetch.header.key)
 
     def check_size(self, fetches: Sequence[Fetch]) -> None:
         """Raises InvalidInput where the rows of these items could never be here together."""
-        self._store.check_size(headers(fetches))
+        self._cache.check_size(headers(fetches))
 
     def row_bytes(self, header: Header) -> int:
         """Bytes of an item's rows."""
-        return header.tokens * self._store.layout.row_bytes
+        return header.tokens * self._cache.layout.row_bytes
 
-    def release(self, entry: RowEntry) -> None:
+    def release(self, entry: CacheEntry) -> None:
         """Gives an entry back; where nobody else waits for its rows, they are no longer fetched."""
-        self._store.release(entry)
+        self._cache.release(entry)
 
-    async def acquire(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
+    async def acquire(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
         """Entries for these items of one request, whose rows land in the background; waits until all have room.
 
         The fetches are used up. The caller owns the entries and releases each once.
@@ -74,7 +76,7 @@ class Landing:
                     self._others[entry] = fetch.renewed()
         return entries
 
-    def _start_filler(self, entry: RowEntry, fetch: Fetch) -> asyncio.Task[None]:
+    def _start_filler(self, entry: CacheEntry, fetch: Fetch) -> asyncio.Task[None]:
         """The task that lands an entry's rows; its stream is closed even where it is cancelled before it has begun."""
         filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
         if not fetch.has_content:
@@ -87,14 +89,14 @@ class Landing:
         filler.add_done_callback(ended)
         return filler
 
-    async def introduce(self, request: Request) -> list[Fetch]:
+    async def fetch_headers(self, request: Request) -> list[Fetch]:
         """A fetch for each item, its header known; a stream is open for those whose header had to be asked for.
 
         The caller hands them to `acquire`, or to `close`. Raises the error of the first item that fails.
         """
         fetches: list[Fetch | None] = [None] * len(request.media)
 
-        async def introduce(item: MediaItem) -> None:
+        async def fetch_header(item: MediaItem) -> None:
             began = time.perf_counter()
             identity = await identify(item, self._links.pool.settings.digest, request.salt)
             ended = time.perf_counter()
@@ -102,12 +104,12 @@ class Landing:
             known = self._recall(item, identity, request.salt)
             fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
             fetch.seconds["hash"] = ended - began
-            await fetch.introduce()
+            await fetch.fetch_header()
 
         try:
             async with asyncio.TaskGroup() as group:
                 for item in request.media:
-                    group.create_task(introduce(item))
+                    group.create_task(fetch_header(item))
         except BaseException as error:
             self.close([fetch for fetch in fetches if fetch is not None])
             if isinstance(error, ExceptionGroup):
@@ -115,46 +117,46 @@ class Landing:
             raise
         return [fetch for fetch in fetches if fetch is not None]
 
-    def _recall(self, item: MediaItem, identity: Identity, salt: str) -> Known | None:
+    def _recall(self, item: MediaItem, identity: Identity, salt: str) -> KnownHeader | None:
         """What is known of an item from before. What an address gave is believed only where an encoder has said so of
         this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
         give something else by then."""
-        known = self._links.known.find(identity.recalled, salt, item.modality)
-        if known is None or (identity.key is None and not self._store.knows(known.header.key)):
+        known = self._links.header_cache.find(identity.recalled, salt, item.modality)
+        if known is None or (identity.key is None and not self._cache.knows(known.header.key)):
             return None
         return known
 
-    async def _room(self, fetches: Sequence[Fetch]) -> list[RowEntry]:
+    async def _room(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
         wanted = headers(fetches)
-        if (entries := self._store.acquire_now(wanted)) is not None:
+        if (entries := self._cache.acquire_now(wanted)) is not None:
             return entries
         self.close(fetches)
-        return await self._store.acquire(wanted)
+        return await self._cache.acquire(wanted)
 
-    async def _fill(self, entry: RowEntry, fetch: Fetch) -> None:
+    async def _fill(self, entry: CacheEntry, fetch: Fetch) -> None:
         """Lands every row of an entry, or says why not."""
         try:
             await self._bring(entry, fetch)
         except TwinlensError as error:
-            self._store.forget(entry)
+            self._cache.forget(entry)
             entry.fail(error)
         finally:
             if not entry.complete and entry.error is None:  # nobody may wait for rows that no task brings
-                self._store.forget(entry)
+                self._cache.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
-    async def _bring(self, entry: RowEntry, fetch: Fetch) -> None:
+    async def _bring(self, entry: CacheEntry, fetch: Fetch) -> None:
         """By this fetch or, where its key or address has failed, by that of one who has come with the content."""
         try:
-            await fetch.bring(self._store, entry)
+            await fetch.bring(self._cache, entry)
         except TwinlensError as error:
             if not _is_of_the_source(error) or (other := self._others.get(entry)) is None:
                 raise
             fetch.close()
             with contextlib.closing(other):
-                await other.bring(self._store, entry)
+                await other.bring(self._cache, entry)
             fetch.seconds |= other.seconds
 
     def close(self, fetches: Iterable[Fetch]) -> None:
@@ -170,5 +172,5 @@ def _is_of_the_source(error: TwinlensError) -> bool:
 
 
 def headers(fetches: Sequence[Fetch]) -> list[Header]:
-    """The headers of items that were introduced."""
+    """The headers of items that are known."""
     return [fetch.header for fetch in fetches if fetch.header is not None]

@@ -18,7 +18,7 @@ from common.media.convert import read_header, verify_checksum
 from common.media.item import Header, Modality
 from common.row_frames import RowsFrame, unpack
 from common.wire import RowLayout
-from llm_service.encoders.transports.base import MirrorPlace, Run, Transport
+from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
 from twinlens.v1 import encoder_pb2
 
 Event = encoder_pb2.EncodeResponse | RowsFrame
@@ -124,7 +124,7 @@ class EncodeStream:
         if expected != end:
             raise Unavailable("the encoder ended the stream before the last row")
 
-    def _transport(self, run: Run) -> Transport:
+    def _transport(self, run: ArrivedRows) -> Transport:
         for transport in self._transports:
             if transport.takes(run):
                 return transport
@@ -156,17 +156,17 @@ class EncodeStream:
             yield event
 
 
-def _run(event: Event) -> Run | None:
+def _run(event: Event) -> ArrivedRows | None:
     if isinstance(event, RowsFrame):
-        return Run(event.first, event.count, event)
+        return ArrivedRows(event.first, event.count, event)
     if event.WhichOneof("event") != "rows":
         return None
     rows = event.rows
     if rows.WhichOneof("payload") == "handle":
         verify_checksum(rows)  # a damaged handle may point at the rows of another item
-        return Run(rows.first_row, rows.count, rows.handle)
+        return ArrivedRows(rows.first_row, rows.count, rows.handle)
     frame = RowsFrame(rows.item, rows.first_row, rows.count, rows.data, rows.crc32c)
-    return Run(frame.first, frame.count, frame)
+    return ArrivedRows(frame.first, frame.count, frame)
 
 
 def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:

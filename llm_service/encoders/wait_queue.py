@@ -31,7 +31,7 @@ class MayBeFull(Protocol):
         ...
 
 
-class Line:
+class WaitQueue:
     """All who wait. `opened` is to be called when room may have come somewhere; `asking` says that the first one has
     been sent and may still be refused, `may_go` that it could be sent by now, and has only not woken up yet."""
 
@@ -75,42 +75,42 @@ class Line:
         self._led = False
 
 
-class Place:
-    """One item's place in a line, which it takes when it has to wait first. Whoever makes it leaves it."""
+class Waiter:
+    """One item's turn in the queue, which it takes when it has to wait first. Whoever makes it leaves it."""
 
-    def __init__(self, line: Line, priority: int) -> None:
-        self._line = line
+    def __init__(self, queue: WaitQueue, priority: int) -> None:
+        self._queue = queue
         self._priority = priority
         self._first = False
         self._passing: asyncio.TimerHandle | None = None
 
     async def wait(self, encoders: Callable[[], Sequence[MayBeFull]], until: float) -> None:
-        """Returns when one of the encoders may have room, which is mostly at once, and the first in line, if there is
-        one, is not on its way there.
+        """Returns when one of the encoders may have room, which is mostly at once, and the first in the queue, if
+        there is one, is not on its way there.
 
         Raises TimeoutError at `until`, in monotonic seconds. Who is refused again waits again, and is still the first.
         """
-        line = self._line
+        queue = self._queue
         self._stop_passing()
-        if not (line.asking or line.may_go()) and not _are_full(encoders()):
+        if not (queue.asking or queue.may_go()) and not _are_full(encoders()):
             return
         async with asyncio.timeout_at(until):
             if not self._first:
-                await line.come_first(self._priority)
+                await queue.come_first(self._priority)
                 self._first = True
-            line.may_go = lambda: not _are_full(encoders())
+            queue.may_go = lambda: not _are_full(encoders())
             try:
                 while _are_full(asked := encoders()):
-                    line.room.clear()
+                    queue.room.clear()
                     soonest = min(encoder.full_until for encoder in asked)
-                    await _first_of(line.room, soonest - monotonic())
+                    await _first_of(queue.room, soonest - monotonic())
             finally:
-                line.may_go = _nobody
+                queue.may_go = _nobody
 
     def asks(self) -> None:
         """The item is being sent: unless it is refused at once, the next one's turn comes."""
         if self._first and self._passing is None:
-            self._line.asking = True
+            self._queue.asking = True
             self._passing = asyncio.get_running_loop().call_later(_PASS_ON_SECONDS, self.leave)
 
     def leave(self) -> None:
@@ -118,13 +118,13 @@ class Place:
         self._stop_passing()
         if self._first:
             self._first = False
-            self._line.pass_on()
+            self._queue.pass_on()
 
     def _stop_passing(self) -> None:
         if self._passing is not None:
             self._passing.cancel()
             self._passing = None
-            self._line.asking = False
+            self._queue.asking = False
 
 
 def _nobody() -> bool:

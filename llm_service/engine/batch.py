@@ -44,7 +44,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
         end = begin + count
         rows.extend(_rows(sequence, count, at, row_bytes))
         if count == 1 and begin >= sequence.prompt_tokens:
-            positions.one(begin + sequence.delta)
+            positions.one(begin + sequence.mrope_delta)
             token_ids.append(sequence.tokens[begin])
         else:
             positions.window(_positions(sequence, count))
@@ -95,7 +95,7 @@ def _positions(sequence: Sequence, count: int) -> np.ndarray:
     begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
     if end <= sequence.prompt_tokens:
         return sequence.positions[:, begin:end]
-    past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.delta)
+    past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.mrope_delta)
     tail = np.broadcast_to(past, (3, len(past)))
     return np.concatenate([sequence.positions[:, begin:], tail], axis=1)
 

@@ -31,7 +31,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     id: int
     token_ids: bytes
     positions: bytes
-    delta: int
+    mrope_delta: int
     items: list[ItemRows]
     sampling: Sampling
     salt: str

@@ -66,8 +66,8 @@ class Sequence:
     `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
     `placeholder_draw` of its step. Only the methods change a sequence, and of these none that answers a question.
 
-    `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + delta in all three. `order`
-    ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
+    `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
+    `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
     tokens that end it.
     `first_choice` is the one that computes the shared prompt. The prompt's first `num_scored_tokens` have been scored
     by steps up to the last one planned, or need no score. `media_end` is one past the last place of a media row;
@@ -80,7 +80,7 @@ class Sequence:
     prompt_tokens: int
     tokens: array[int]
     positions: np.ndarray
-    delta: int
+    mrope_delta: int
     items: list[Item]
     sampling: Sampling
     seed: int
@@ -125,7 +125,7 @@ class Sequence:
                 prompt_tokens=len(prompt),
                 tokens=array("i", prompt),
                 positions=positions,
-                delta=add.delta,
+                mrope_delta=add.mrope_delta,
                 items=items,
                 sampling=sampling,
                 root=root_identity(add.salt),

@@ -13,7 +13,7 @@ from common.errors import Exhausted
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class AdmissionTicket:
     """One request's place, taken with `Admission.enter` and given back with `leave`; `tokens` count while it waits."""
 
     _admission: Admission
@@ -60,7 +60,7 @@ class Admission:
         """Requests that wait no longer."""
         return self.open - self.waiting
 
-    def enter(self) -> Place:
+    def enter(self) -> AdmissionTicket:
         """A place for a new request; raises Exhausted where there is none."""
         if self.open >= self.max_requests:
             self.refused += 1
@@ -70,4 +70,4 @@ class Admission:
             raise Exhausted("too many requests are waiting", reason="TOO_MANY_WAITING")
         self.open += 1
         self.waiting += 1
-        return Place(self)
+        return AdmissionTicket(self)

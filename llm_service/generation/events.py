@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_service.plan import TokenLogprobs
-from llm_service.request import Laid
+from llm_service.request import PromptLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache."""
 
-    laid: Laid
+    layout: PromptLayout
     cached: int
 
 

@@ -13,11 +13,11 @@ import msgspec
 
 from common import tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
-from llm_service.encoders.receiver import Landing
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Add, Prefilled, Scored, Started
 from llm_service.engine.ticket import Ticket
-from llm_service.generation.admission import Admission, Place
+from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.generation.job import Job, Stages, aborted
 from llm_service.generation.media_rows import MediaRows
@@ -27,7 +27,7 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer
-from llm_service.request import Laid, Request
+from llm_service.request import PromptLayout, Request
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Generator:
         self,
         prompts: PromptBuilder,
         compiler: Compiler,
-        landing: Landing,
+        receiver: RowReceiver,
         engine: EngineFront,
         prefixes: Prefixes,
         admission: Admission,
@@ -54,7 +54,7 @@ class Generator:
         meters: Meters,
     ) -> None:
         self._prompts = prompts
-        self._landing = landing
+        self._receiver = receiver
         self._engine = engine
         self._prefixes = prefixes
         self._compiler = compiler
@@ -81,9 +81,9 @@ class Generator:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
-        place = self._enter()
+        admission = self._enter()
         meter = self._meters.request()
-        job = Job(asyncio.current_task(), place, request.salt)
+        job = Job(asyncio.current_task(), admission, request.salt)
         self._open.setdefault(request.id, []).append(job)
         outcome = "failed"
         try:
@@ -102,7 +102,7 @@ class Generator:
             job.task.uncancel()
             raise aborted() from None
         finally:
-            place.leave()
+            admission.leave()
             meter.end(outcome, job.stages.all)
             self.outcomes[outcome] += 1
             self.stage_totals.update(job.stages.all)
@@ -111,7 +111,7 @@ class Generator:
             if not self._open[request.id]:
                 del self._open[request.id]
 
-    def _enter(self) -> Place:
+    def _enter(self) -> AdmissionTicket:
         try:
             return self.admission.enter()
         except Exhausted:
@@ -124,23 +124,23 @@ class Generator:
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
         stages.mark("prompt")
-        media = MediaRows(self._landing, request)
+        media = MediaRows(self._receiver, request)
         try:
-            headers = await media.introduce()
+            headers = await media.fetch_headers()
             stages.mark("encode_header")
-            laid = await asyncio.to_thread(self._prompts.lay, pieces, headers)
-            self._check_length(laid)
-            job.place.measure(len(laid.ids))
+            layout = await asyncio.to_thread(self._prompts.layout, pieces, headers)
+            self._check_length(layout)
+            job.admission.measure(len(layout.ids))
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
-            await media.take(() if scored else self._prefixes.covered(laid, request.salt))
-            self._check_length(laid)  # once more: the engine may be another one by now, with less room
-            ticket = job.ticket = self._submit(request, laid, media, self._warm(request, laid))
+            await media.take(() if scored else self._prefixes.covered(layout, request.salt))
+            self._check_length(layout)  # once more: the engine may be another one by now, with less room
+            ticket = job.ticket = self._submit(request, layout, media, self._keep_for_session(request, layout))
         except BaseException:
             media.abandon()
             raise
-        media.follow(self._engine, ticket, laid, lambda: stages.mark("rows"))
+        media.follow(self._engine, ticket, layout, lambda: stages.mark("rows"))
         try:
-            async with aclosing(self._follow(request, laid, media, ticket, stages)) as events:
+            async with aclosing(self._follow(request, layout, media, ticket, stages)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -155,34 +155,34 @@ class Generator:
         sampling = msgspec.structs.replace(request.sampling, grammar=made.grammar, grammar_bytes=made.bytes)
         return replace(request, sampling=sampling)
 
-    def _check_length(self, laid: Laid) -> None:
-        if not laid.ids:
+    def _check_length(self, layout: PromptLayout) -> None:
+        if not layout.ids:
             raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
         ready = self._engine.ready
-        if ready is not None and len(laid.ids) >= ready.context:
+        if ready is not None and len(layout.ids) >= ready.context:
             raise InvalidInput(
-                f"the prompt has {len(laid.ids)} tokens; the context holds {ready.context}, output included",
+                f"the prompt has {len(layout.ids)} tokens; the context holds {ready.context}, output included",
                 reason="PROMPT_TOO_LONG",
                 field="input",
             )
 
-    def _warm(self, request: Request, laid: Laid) -> int:
+    def _keep_for_session(self, request: Request, layout: PromptLayout) -> int:
         """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
-            for span in laid.spans:
-                self.sessions.keep(session, span.header.key, self._landing.row_bytes(span.header))
+            for span in layout.spans:
+                self.sessions.keep(session, span.header.key, self._receiver.row_bytes(span.header))
         self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 
-    def _submit(self, request: Request, laid: Laid, media: MediaRows, session: int) -> Ticket:
+    def _submit(self, request: Request, layout: PromptLayout, media: MediaRows, session: int) -> Ticket:
         """Hands the request to the engine, which from then on says when rows may be released."""
         add = Add(
             id=self._engine.next_id(),
-            token_ids=array("i", laid.ids).tobytes(),
-            positions=laid.positions,
-            delta=laid.delta,
-            items=media.items(laid),
+            token_ids=array("i", layout.ids).tobytes(),
+            positions=layout.positions,
+            mrope_delta=layout.mrope_delta,
+            items=media.items(layout),
             sampling=request.sampling,
             salt=request.salt,
             priority=request.priority,
@@ -192,7 +192,7 @@ class Generator:
         return self._engine.submit(add, media.release)
 
     async def _follow(
-        self, request: Request, laid: Laid, media: MediaRows, ticket: Ticket, stages: Stages
+        self, request: Request, layout: PromptLayout, media: MediaRows, ticket: Ticket, stages: Stages
     ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
         sampling, tokenizer = request.sampling, self._prompts.tokenizer
@@ -202,21 +202,21 @@ class Generator:
             for event in await ticket.next():
                 if isinstance(event, Started):
                     stages.mark("queue")
-                    yield Begun(laid, event.cached)
+                    yield Begun(layout, event.cached)
                     continue
                 if isinstance(event, Prefilled):
                     stages.prefilled(event)
                     continue
                 if isinstance(event, Scored):
                     end = event.first + len(event.logprobs)
-                    yield PromptScores(event.first, laid.ids[event.first : end], event.logprobs)
+                    yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
                     continue
                 choice = open_choices.get(event.choice)
                 if choice is None:
                     continue  # computed before the engine heard that its stop text had come
                 if not choice.tokens:
                     stages.mark("first_token")
-                    self._prefixes.remember(laid, request.salt)
+                    self._prefixes.remember(layout, request.salt)
                 choice.tokens += 1
                 text = choice.text.push(event.token)
                 if event.ended:

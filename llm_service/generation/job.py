@@ -10,7 +10,7 @@ from common import tracing
 from common.errors import Cancelled
 from llm_service.engine.messages import Prefilled
 from llm_service.engine.ticket import Ticket
-from llm_service.generation.admission import Place
+from llm_service.generation.admission import AdmissionTicket
 from llm_service.generation.events import Begun, Delta, Ended, Event
 from llm_service.meters import RequestMeter
 
@@ -55,7 +55,7 @@ class Job:
     """A request under way: the task that serves it, its tenant's salt and, as soon as the engine has it, its ticket."""
 
     task: asyncio.Task[object] | None
-    place: Place
+    admission: AdmissionTicket
     salt: str = ""
     ticket: Ticket | None = None
     aborted: bool = False
@@ -65,8 +65,8 @@ class Job:
         """Takes note of what is told to the caller."""
         match event:
             case Begun():
-                self.place.start()
-                meter.prompt(len(event.laid.ids))
+                self.admission.start()
+                meter.prompt(len(event.layout.ids))
             case Delta():
                 meter.token(event.choice)
             case Ended():

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from common import tasks
 from common.errors import TwinlensError
 from common.media.item import Header
-from llm_service.encoders.encoder_cache import RowEntry, Watcher
+from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
-from llm_service.encoders.receiver import Landing, headers
+from llm_service.encoders.receiver import RowReceiver, headers
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, ItemRows
 from llm_service.engine.ticket import Ticket
-from llm_service.request import Laid, Request
+from llm_service.request import PromptLayout, Request
 
 
 class MediaRows:
@@ -29,20 +29,20 @@ class MediaRows:
     Entries come back with `release`; streams with `leave`, or with the last reference to what they bring.
     """
 
-    def __init__(self, landing: Landing, request: Request) -> None:
-        self._landing = landing
+    def __init__(self, receiver: RowReceiver, request: Request) -> None:
+        self._receiver = receiver
         self._request = request
         self._fetches: list[Fetch] = []
-        self._entries: dict[int, RowEntry] = {}
+        self._entries: dict[int, CacheEntry] = {}
         self._used: list[Fetch] = []
         self._taken = self._released = self._left = False
-        self._watched: list[tuple[RowEntry, Watcher]] = []
+        self._watched: list[tuple[CacheEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
-    async def introduce(self) -> list[Header]:
+    async def fetch_headers(self) -> list[Header]:
         """The headers of all items, in order; raises the error of the first item that has none."""
         if self._request.media:
-            self._fetches = await self._landing.introduce(self._request)
+            self._fetches = await self._receiver.fetch_headers(self._request)
             self._used.extend(self._fetches)
         return headers(self._fetches)
 
@@ -51,27 +51,29 @@ class MediaRows:
 
         Raises InvalidInput where the rows of all items could never be here together.
         """
-        self._landing.check_size(self._fetches)
-        covered = {item for item in covered if not self._landing.has_rows(self._fetches[item])}
-        self._landing.close([self._fetches[item] for item in covered])
-        self._landing.counters.covered += len(covered)
+        self._receiver.check_size(self._fetches)
+        covered = {item for item in covered if not self._receiver.has_rows(self._fetches[item])}
+        self._receiver.close([self._fetches[item] for item in covered])
+        self._receiver.counters.covered += len(covered)
         self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
 
-    def items(self, laid: Laid) -> list[ItemRows]:
+    def items(self, layout: PromptLayout) -> list[ItemRows]:
         """What the engine is told of each span."""
         return [
             ItemRows(span.header.key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
-            for span, (place, landed) in zip(laid.spans, self._places(laid), strict=True)
+            for span, (place, landed) in zip(layout.spans, self._places(layout), strict=True)
         ]
 
-    def follow(self, engine: EngineFront, ticket: Ticket, laid: Laid, on_complete: Callable[[], None]) -> None:
+    def follow(
+        self, engine: EngineFront, ticket: Ticket, layout: PromptLayout, on_complete: Callable[[], None]
+    ) -> None:
         """Passes every landing on to the engine, places what it asks for, and fails the request with its item."""
 
         def watch() -> None:
-            for number, span in enumerate(laid.spans):
+            for number, span in enumerate(layout.spans):
                 if (entry := self._entries.get(span.item)) is not None:
-                    tell = self._watcher(engine, ticket, laid, number, on_complete)
+                    tell = self._watcher(engine, ticket, layout, number, on_complete)
                     entry.watchers.append(tell)
                     self._watched.append((entry, tell))
                     tell(entry)
@@ -82,7 +84,7 @@ class MediaRows:
             except TwinlensError as error:
                 ticket.fail(error)
                 return
-            engine.placed(ticket.id, self._places(laid))
+            engine.placed(ticket.id, self._places(layout))
             watch()
 
         def wanted() -> None:
@@ -94,11 +96,11 @@ class MediaRows:
         ticket.on_rows_needed = wanted
 
     def _watcher(
-        self, engine: EngineFront, ticket: Ticket, laid: Laid, number: int, on_complete: Callable[[], None]
+        self, engine: EngineFront, ticket: Ticket, layout: PromptLayout, number: int, on_complete: Callable[[], None]
     ) -> Watcher:
-        field = self._request.media[laid.spans[number].item].field
+        field = self._request.media[layout.spans[number].item].field
 
-        def tell(entry: RowEntry) -> None:
+        def tell(entry: CacheEntry) -> None:
             if entry.error is not None:
                 ticket.fail(entry.error_at(field))
                 return
@@ -108,15 +110,15 @@ class MediaRows:
 
         return tell
 
-    def _places(self, laid: Laid) -> list[tuple[int, int]]:
+    def _places(self, layout: PromptLayout) -> list[tuple[int, int]]:
         """(offset, rows that have landed) of each span's item."""
-        entries = [self._entries.get(span.item) for span in laid.spans]
+        entries = [self._entries.get(span.item) for span in layout.spans]
         return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed) for entry in entries]
 
     async def _place(self) -> None:
         """Takes places for all items together; the engine has forgotten those that it knew."""
         self._unwatch()
-        self._landing.counters.covered -= len(self._fetches) - len(self._entries)
+        self._receiver.counters.covered -= len(self._fetches) - len(self._entries)
         self._give_back()
         self._fetches = [fetch.renewed() for fetch in self._fetches]
         self._used.extend(self._fetches)
@@ -125,12 +127,12 @@ class MediaRows:
             self._give_back()
 
     async def _acquire(self, items: list[int]) -> None:
-        entries = await self._landing.acquire([self._fetches[item] for item in items])
+        entries = await self._receiver.acquire([self._fetches[item] for item in items])
         self._entries |= dict(zip(items, entries, strict=True))
 
     def _give_back(self) -> None:
         while self._entries:
-            self._landing.release(self._entries.popitem()[1])
+            self._receiver.release(self._entries.popitem()[1])
 
     def _unwatch(self) -> None:
         for entry, tell in self._watched:
@@ -146,7 +148,7 @@ class MediaRows:
         """Gives everything back where the engine was never given the request."""
         self.release()
         if not self._taken:  # else their streams belong to what they fill
-            self._landing.close(self._fetches)
+            self._receiver.close(self._fetches)
 
     async def leave(self) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from common.identity import framed
-from llm_service.request import Laid, Span
+from llm_service.request import PromptLayout, Span
 
 _REMEMBERED = 16_384
 
@@ -21,39 +21,39 @@ class Prefixes:
     """Prefixes by a hash over tokens, media and tenant, the longest unused forgotten first. `block_size` is the
     engine's, since only whole blocks are found again; 0 where nothing is."""
 
-    def __init__(self, block_size: int, most: int = _REMEMBERED) -> None:
+    def __init__(self, block_size: int, max_entries: int = _REMEMBERED) -> None:
         self._block_size = block_size
-        self._most = most
+        self._max_entries = max_entries
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
-    def covered(self, laid: Laid, salt: str) -> set[int]:
+    def covered(self, layout: PromptLayout, salt: str) -> set[int]:
         """The items whose spans the engine has probably computed: those before the first that it has not."""
         found: set[int] = set()
         size = self._block_size
-        reach = (len(laid.ids) - 1) // size * size if size else 0
-        for span, prefix in _prefixes(laid, salt):
+        reach = (len(layout.ids) - 1) // size * size if size else 0
+        for span, prefix in _prefixes(layout, salt):
             if span.end > reach or prefix not in self._known:
                 break
             self._known.move_to_end(prefix)
             found.add(span.item)
         return found
 
-    def remember(self, laid: Laid, salt: str) -> None:
+    def remember(self, layout: PromptLayout, salt: str) -> None:
         """The engine has computed this prompt."""
         if not self._block_size:
             return
-        for _, prefix in _prefixes(laid, salt):
+        for _, prefix in _prefixes(layout, salt):
             self._known[prefix] = None
             self._known.move_to_end(prefix)
-        while len(self._known) > self._most:
+        while len(self._known) > self._max_entries:
             self._known.popitem(last=False)
 
 
-def _prefixes(laid: Laid, salt: str) -> Iterator[tuple[Span, bytes]]:
+def _prefixes(layout: PromptLayout, salt: str) -> Iterator[tuple[Span, bytes]]:
     """Each span with the hash of everything up to its end."""
     digest, begin = hashlib.sha256(framed(salt.encode())), 0
-    for span in laid.spans:
-        tokens = array("i", laid.ids[begin : span.end]).tobytes()
+    for span in layout.spans:
+        tokens = array("i", layout.ids[begin : span.end]).tobytes()
         digest.update(framed(tokens, span.header.key))
         begin = span.end
         yield span, digest.digest()

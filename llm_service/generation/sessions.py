@@ -1,4 +1,4 @@
-"""Conversations that are kept warm: what their turns used is given up later than everything else.
+"""Conversations that are kept: what their turns used is given up later than everything else.
 
 A session is a name within a tenant's salt. It owns nothing and reserves nothing: it only says what should go last, to
 the row store (which asks `keeps`) and to the engine (which is told a session's number with each of its requests, and
@@ -31,8 +31,8 @@ class Session:
 class SessionLimits:
     """Sessions in all and of one tenant; seconds from a session's last turn to its end; bytes of rows of one tenant."""
 
-    most: int
-    most_per_tenant: int
+    max_sessions: int
+    max_per_tenant: int
     seconds: float
     row_bytes_per_tenant: int
 
@@ -67,9 +67,9 @@ class Sessions:
         self._sessions.move_to_end((tenant, name))
         own = self._by_tenant[tenant]
         own.move_to_end(name)
-        if len(own) > self._limits.most_per_tenant:
+        if len(own) > self._limits.max_per_tenant:
             self._end(next(iter(own.values())))
-        if len(self._sessions) > self._limits.most:
+        if len(self._sessions) > self._limits.max_sessions:
             self._end(next(iter(self._sessions.values())))
         return session
 
@@ -133,5 +133,5 @@ class Sessions:
         for tenant, own in self._by_tenant.items():
             sizes = {key: size for each in own.values() for key, size in each.keys.items()}
             assert self._bytes[tenant] == sum(sizes.values()) <= self._limits.row_bytes_per_tenant
-            assert len(own) <= self._limits.most_per_tenant
-        assert len(sessions) <= self._limits.most
+            assert len(own) <= self._limits.max_per_tenant
+        assert len(sessions) <= self._limits.max_sessions

@@ -109,8 +109,8 @@ def _answer(structures: Structures, order: Compile) -> Answer:
         return Refused(error.message)
     held = max(0, bytes_in_use() - before)
     del matcher  # which was to be here while its memory was counted
-    if held > order.most_bytes:
-        return Refused(f"the {order.kind} takes more than {order.most_bytes} bytes when it is compiled", too_large=True)
+    if held > order.max_bytes:
+        return Refused(f"the {order.kind} takes more than {order.max_bytes} bytes when it is compiled", too_large=True)
     return Compiled(grammar, held)
 
 

@@ -21,7 +21,7 @@ from common import log
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
-from llm_service.grammar.fair_queue import Lanes
+from llm_service.grammar.fair_queue import FairQueue
 from llm_service.grammar.foresight import StructureLimits, refusal
 from llm_service.grammar.messages import (
     Answer,
@@ -99,7 +99,7 @@ class Compiler:
         self._known: OrderedDict[Name, Answer] = OrderedDict()
         self._known_bytes = 0
         self._asked: dict[Name, _Job] = {}
-        self._lanes: Lanes[Child[FromCompiler] | None] = Lanes(_PROCESSES - 1)
+        self._queue: FairQueue[Child[FromCompiler] | None] = FairQueue(_PROCESSES - 1)
         self._children: set[Child[FromCompiler]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started = False
@@ -198,9 +198,9 @@ class Compiler:
         try:
             outcome, usable = await self._work(child, job.name[1])
         finally:
-            self._lanes.leave(job.caller)
+            self._queue.leave(job.caller)
         if usable:
-            self._lanes.put(child)
+            self._queue.put(child)
         else:
             self._spawn(self._replace(child), "replace a compiler")
         return outcome
@@ -212,11 +212,11 @@ class Compiler:
             for _ in range(_PROCESSES):
                 self._spawn(self._start(), "start a compiler")
         while True:
-            child = await self._lanes.get(job.caller)
+            child = await self._queue.get(job.caller)
             job.begun = True
             if child is not None and not child.has_ended:
                 return child
-            self._lanes.leave(job.caller)
+            self._queue.leave(job.caller)
             if child is None:
                 self._spawn(self._start(), "start a compiler")
                 raise _unavailable()
@@ -254,9 +254,9 @@ class Compiler:
             _log.error("a process that compiles structures could not be started", cause=str(error))
             if child is not None:
                 await self._end(child)
-            self._lanes.put(None)
+            self._queue.put(None)
         else:
-            self._lanes.put(child)
+            self._queue.put(child)
 
     async def _replace(self, child: Child[FromCompiler]) -> None:
         await self._end(child)

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Lanes(Generic[T]):
-    """Things that callers take in turns, each caller's requests in their own order; a caller has at most `most` of them
-    at a time. A thing is here from `put` until `get`."""
+class FairQueue(Generic[T]):
+    """Things that callers take in turns, each caller's requests in their own order; a caller has at most
+    `max_held` of them at a time. A thing is here from `put` until `get`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_held: int) -> None:
+        self._max_held = max_held
         self._here: deque[T] = deque()
-        self._lanes: OrderedDict[str, deque[asyncio.Future[T]]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[asyncio.Future[T]]] = OrderedDict()
         self._held: Counter[str] = Counter()
 
     def put(self, thing: T) -> None:
@@ -27,7 +27,7 @@ class Lanes(Generic[T]):
     async def get(self, caller: str) -> T:
         """One that this caller holds from now on, until `leave`."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._lanes.setdefault(caller, deque()).append(future)
+        self._lines.setdefault(caller, deque()).append(future)
         self._serve()
         try:
             return await future
@@ -46,24 +46,24 @@ class Lanes(Generic[T]):
 
     def _serve(self) -> None:
         while self._here and (caller := self._next()) is not None:
-            future = self._lanes[caller].popleft()
-            self._lanes.move_to_end(caller)
+            future = self._lines[caller].popleft()
+            self._lines.move_to_end(caller)
             self._tidy(caller)
             self._held[caller] += 1
             future.set_result(self._here.popleft())
 
     def _next(self) -> str | None:
         """The caller who has waited longest for a turn, of those who may have one."""
-        for caller in list(self._lanes):
+        for caller in list(self._lines):
             self._tidy(caller)
-            if caller in self._lanes and self._held[caller] < self._most:
+            if caller in self._lines and self._held[caller] < self._max_held:
                 return caller
         return None
 
     def _tidy(self, caller: str) -> None:
-        """Drops those in front who have left, and the lane where nobody is left."""
-        lane = self._lanes[caller]
-        while lane and lane[0].done():
-            lane.popleft()
-        if not lane:
-            del self._lanes[caller]
+        """Drops those in front who have left, and the line where nobody is left."""
+        line = self._lines[caller]
+        while line and line[0].done():
+            line.popleft()
+        if not line:
+            del self._lines[caller]

@@ -23,14 +23,14 @@ _ENDLESS = 1 << 62
 """Sums and products go no further, so that none grows into thousands of digits."""
 
 _REGEX = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d+)(?:,\d*)?\}|(?P<plain>[^\\\[({)]+)|.",
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<minimum>\d+)(?:,\d*)?\}|(?P<plain>[^\\\[({)]+)|.",
     re.DOTALL,
 )
 """A regex, cut at what matters here: groups and counts. Plain signs in a row are one piece; a count is of the last."""
 
 _GRAMMAR = re.compile(
     r'"(?:\\.|[^"\\\n])*+"?|(?://|\#)[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])++)/?|%json\s*(?=(?P<json>\{))'
-    r"|(?P<open>[(\[])|(?P<close>[)\]])|(?:\{|~)\s*(?P<least>\d+)|\w+|.",
+    r"|(?P<open>[(\[])|(?P<close>[)\]])|(?:\{|~)\s*(?P<minimum>\d+)|\w+|.",
     re.DOTALL,
 )
 """A grammar in Lark's form, likewise: a name and a text in quotes are one piece each."""
@@ -127,8 +127,8 @@ def _written_out(pieces: re.Pattern[str], text: str) -> Demand:
                 group = done + last
                 done, last = outer.pop()
                 done, last = done + last, group
-            case "least":
-                last = min(last * max(1, _count(found["least"])), _ENDLESS)
+            case "minimum":
+                last = min(last * max(1, _count(found["minimum"])), _ENDLESS)
             case "plain":
                 done, last = done + last + len(found[0]) - 1, 1
             case "regex" | "json" as kind:
@@ -189,8 +189,8 @@ class _Schema:
         """What it says of its own value."""
         pattern = node.get("pattern")
         text = _written_out(_REGEX, pattern) if isinstance(pattern, str) else _NOTHING
-        least = max(_number(node.get("minLength")), _number(node.get("minProperties")))
-        return Demand(_coefficient(node.get("multipleOf")), text.repeats + least, text.depth)
+        minimum = max(_number(node.get("minLength")), _number(node.get("minProperties")))
+        return Demand(_coefficient(node.get("multipleOf")), text.repeats + minimum, text.depth)
 
     def _inside(self, node: dict[str, Any]) -> Demand:
         """What it says of the values inside its own."""

@@ -20,7 +20,7 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
     kind: str
     text: str
     seconds: float
-    most_bytes: int
+    max_bytes: int
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """From a request's prompt to token ids with media spans.
 
 Laying out takes two steps, since a span's length is known only when its header has come: `pieces` turns the prompt into
-texts, special tokens and slots for media; `lay` fills the slots and tokenizes. Special tokens come from the template or
-from a caller who lays the prompt out himself, never from a chat message's text.
+texts, special tokens and slots for media; `layout` fills the slots and tokenizes. Special tokens come from the
+template or from a caller who lays the prompt out himself, never from a chat message's text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.token_text import TokenTexts
 from llm_service.prompt.tokens import MediaTokens
-from llm_service.request import ChatPrompt, Laid, Run, Span, TextPrompt, TokenPrompt
+from llm_service.request import ChatPrompt, PromptLayout, Run, Span, TextPrompt, TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PromptBuilder:
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
         self._template = ChatTemplate.of(checkpoint)
         self._media = MediaTokens.of(checkpoint.config)
-        self._layout = MediaLayout.of(checkpoint.config)
+        self._media_layout = MediaLayout.of(checkpoint.config)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of a text; special tokens are recognised only where that is allowed."""
@@ -84,7 +84,7 @@ class PromptBuilder:
             pieces.extend([text] if from_caller else self._split(text))
         return pieces
 
-    def lay(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Laid:
+    def layout(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> PromptLayout:
         """The final prompt, when the header of every item is known (in item order)."""
         ids: list[int] = []
         spans: list[Span] = []
@@ -102,12 +102,12 @@ class PromptBuilder:
             else:
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text) if text else ())
-        where, delta = positions(len(ids), spans, self._layout)
-        return Laid(ids, spans, where.tobytes(), delta)
+        where, mrope_delta = positions(len(ids), spans, self._media_layout)
+        return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends the rows of an item's next run."""
-        groups = self._layout.groups(header)
+        groups = self._media_layout.groups(header)
         count = header.tokens // groups
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         run = Run(len(ids), len(earlier) * count, count)
@@ -120,7 +120,7 @@ class PromptBuilder:
         5.17 (before, it took them out)."""
         out: list[Piece] = []
         for piece in pieces:
-            if isinstance(piece, Slot) and self._layout.frames_apart and piece.modality == "video":
+            if isinstance(piece, Slot) and self._media_layout.frames_apart and piece.modality == "video":
                 for seconds in headers[piece.item].timestamps:
                     out.extend((f"<{seconds:.1f} seconds>", self._media.vision_start, piece, self._media.vision_end))
             else:
@@ -177,4 +177,4 @@ class PromptBuilder:
         return ids
 
     def _ids(self, pieces: Sequence[Piece]) -> list[int]:
-        return self.lay(pieces, []).ids
+        return self.layout(pieces, []).ids

@@ -13,13 +13,13 @@ and a token that gives any text has at least one byte."""
 
 
 class Detokenizer:
-    """The text of one choice. After `stopped` is set, no more text comes; before `least` tokens it never is, and a stop
-    text that comes whole before them is text like any other."""
+    """The text of one choice. After `stopped` is set, no more text comes; before `min_tokens` tokens it never is, and a
+    stop text that comes whole before them is text like any other."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._least = least
+        self._min_tokens = min_tokens
         self._tokens = 0
         self._window: list[int] = []
         self._told = 0  # characters of the window's text that are known already, released or held back
@@ -54,8 +54,8 @@ class Detokenizer:
     def _release(self, new: str, *, last: bool = False) -> str:
         text, known = self._held + new, len(self._held)
         self._held = ""
-        ends = self._stop if self._tokens >= self._least else ()
-        # What ends within the text that was held had its chance: it came whole before `least`.
+        ends = self._stop if self._tokens >= self._min_tokens else ()
+        # What ends within the text that was held had its chance: it came whole before `min_tokens`.
         places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in ends)
         at, found = min((place for place in places if place[0] >= 0), default=(-1, ""))
         if found:

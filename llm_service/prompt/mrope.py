@@ -46,7 +46,7 @@ class MediaLayout:
 
 
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
-    """int32 [3, length] and the delta that turns a later token's index into its position.
+    """int32 [3, length] and the mrope_delta that turns a later token's index into its position.
 
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
     >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], MediaLayout(2, False, 0.0))[0].tolist()

@@ -24,7 +24,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import ChatPrompt, Laid, MediaItem, Message, Sampling
+from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, Sampling
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.model_runner import ModelRunner
 from tests import reference
@@ -36,7 +36,7 @@ Part = str | Image.Image | reference.Video
 class Prompt:
     """A laid-out prompt and the rows [tokens, levels, width] of its items; `inputs` is what the reference takes."""
 
-    laid: Laid
+    layout: PromptLayout
     rows: list[torch.Tensor]
     inputs: dict[str, torch.Tensor]
     salt: str = ""
@@ -70,7 +70,7 @@ def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder |
     items = iter(MediaItem(header.modality, Key(b""), index=n) for n, header in enumerate(headers))
     message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
     pieces = builder.pieces(ChatPrompt((message,)), [header.modality for header in headers])
-    return Prompt(builder.lay(pieces, headers), rows, inputs)
+    return Prompt(builder.layout(pieces, headers), rows, inputs)
 
 
 def _kind(part: Part) -> str:
@@ -146,7 +146,7 @@ class LocalEngine:
     def submit(self, prompt: Prompt, sampling: Sampling) -> int:
         """Puts a prompt's rows into the arena and its request into the scheduler; the request's id."""
         items = []
-        for span in prompt.laid.spans:
+        for span in prompt.layout.spans:
             offset = self._land(span.header.key, prompt.rows[span.item])
             runs = [(run.start, run.first_row, run.count) for run in span.runs]
             items.append(ItemRows(span.header.key, offset, runs, span.header.tokens))
@@ -154,9 +154,9 @@ class LocalEngine:
         self.scheduler.add(
             Add(
                 id=self._ids,
-                token_ids=array("i", prompt.laid.ids).tobytes(),
-                positions=prompt.laid.positions,
-                delta=prompt.laid.delta,
+                token_ids=array("i", prompt.layout.ids).tobytes(),
+                positions=prompt.layout.positions,
+                mrope_delta=prompt.layout.mrope_delta,
                 items=items,
                 sampling=sampling,
                 salt=prompt.salt,

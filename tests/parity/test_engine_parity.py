@@ -51,7 +51,7 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
     sampling = Sampling(max_tokens=40, ignore_eos=True, **KINDS[kind])
     alone = [LocalEngine(directory).run([prompt], sampling)[0].tokens for prompt in prompts]
     assert len({tuple(said) for said in alone}) == len(alone), "the prompts prove nothing"
-    longest = max(len(prompt.laid.ids) for prompt in prompts)
+    longest = max(len(prompt.layout.ids) for prompt in prompts)
     settings: list[dict[str, Any]] = [
         {"overlap": True},
         {"overlap": True, "step_tokens": 16, "max_running": 8},
@@ -75,7 +75,7 @@ def test_a_prompt_whose_cached_tail_was_evicted_up_to_inside_a_picture_goes_on_w
     (alone,) = LocalEngine(directory).run([prompt], sampling)
     engine = LocalEngine(directory, blocks=200, block_size=1, prefix_cache=True, overlap=overlap)
     engine.run([prompt], sampling)
-    manager, span = engine.scheduler.blocks, prompt.laid.spans[1]
+    manager, span = engine.scheduler.blocks, prompt.layout.spans[1]
     assert span.end - span.start > 4
     for kept in (span.end - 1, span.start + 3, span.start + 1, span.start):
         taken = BlockTable()
@@ -95,7 +95,7 @@ def test_prompt_logprobs_are_the_references_however_prefill_is_cut_or_cached(
     engine.run(prompts, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
     for prompt, outcome in zip(prompts, engine.run(prompts, asked), strict=True):
         logits = reference.reference_logits(directory, prompt.inputs).double().log_softmax(-1)
-        ids = torch.tensor(prompt.laid.ids)
+        ids = torch.tensor(prompt.layout.ids)
         wanted = logits[:-1].gather(1, ids[1:, None])[:, 0]
         given = torch.tensor([each.chosen for each in outcome.prompt], dtype=torch.float64)
         assert outcome.cached == 0

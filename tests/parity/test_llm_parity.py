@@ -69,10 +69,10 @@ def expected(directory: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_have_the_references_ids_and_positions(prompts: dict[str, Prompt], name: str) -> None:
     prompt = prompts[name]
-    assert prompt.laid.ids == prompt.inputs["input_ids"][0].tolist()
-    ours = np.frombuffer(prompt.laid.positions, np.int32).reshape(3, -1)
+    assert prompt.layout.ids == prompt.inputs["input_ids"][0].tolist()
+    ours = np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1)
     assert np.array_equal(ours, prompt.inputs["position_ids"][:, 0].numpy())
-    assert prompt.laid.delta == int(prompt.inputs["rope_deltas"])
+    assert prompt.layout.mrope_delta == int(prompt.inputs["rope_deltas"])
 
 
 def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(
@@ -101,7 +101,7 @@ def test_preemption_and_cached_prefixes_change_no_token(
     directory: Path, prompts: dict[str, Prompt], expected: dict[str, list[int]]
 ) -> None:
     asked, right = list(prompts.values()), list(expected.values())
-    longest = max(len(prompt.laid.ids) for prompt in asked)
+    longest = max(len(prompt.layout.ids) for prompt in asked)
     tight = LocalEngine(directory, blocks=(longest + 64) // 16 + 6, step_tokens=64, prefix_cache=True)
     assert [outcome.tokens for outcome in tight.run(asked, GREEDY)] == right
     assert tight.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
@@ -110,7 +110,7 @@ def test_preemption_and_cached_prefixes_change_no_token(
     roomy.run(asked, GREEDY)
     again = roomy.run(asked, GREEDY)
     assert [outcome.tokens for outcome in again] == right
-    assert all(outcome.cached >= len(p.laid.ids) - 17 for outcome, p in zip(again, asked, strict=True))
+    assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(again, asked, strict=True))
 
 
 def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
@@ -120,9 +120,9 @@ def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     base = make_prompt(directory, [image, question])
     swapped = make_prompt(directory, [other, question])
     engine.run([base], GREEDY)
-    assert engine.run([base], GREEDY)[0].cached > base.laid.spans[0].end
-    assert engine.run([swapped], GREEDY)[0].cached <= base.laid.spans[0].start
-    assert engine.run([make_prompt(directory, ["Well?", image])], GREEDY)[0].cached < base.laid.spans[0].end
+    assert engine.run([base], GREEDY)[0].cached > base.layout.spans[0].end
+    assert engine.run([swapped], GREEDY)[0].cached <= base.layout.spans[0].start
+    assert engine.run([make_prompt(directory, ["Well?", image])], GREEDY)[0].cached < base.layout.spans[0].end
     tenant = make_prompt(directory, [image, question])
     tenant.salt = "another tenant"
     assert engine.run([tenant], GREEDY)[0].cached == 0
@@ -157,12 +157,12 @@ def test_half_precision_stays_near_the_reference(
     prompt = prompts["text"]
     expected = reference.reference_logits(directory, prompt.inputs)[-1].float()
     decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
-    config, count = decoder.config, len(prompt.laid.ids)
+    config, count = decoder.config, len(prompt.layout.ids)
     shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
     batch = choose("auto", shape, dtype, torch.device("cpu")).batch([Chunk(0, count, list(range(-(-count // 16))))])
-    positions = torch.from_numpy(np.frombuffer(prompt.laid.positions, np.int32).reshape(3, -1).copy())
+    positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
     with torch.inference_mode():
-        hidden = decoder.embed_tokens(torch.tensor(prompt.laid.ids))
+        hidden = decoder.embed_tokens(torch.tensor(prompt.layout.ids))
         caches = shape.new_cache(dtype, torch.device("cpu"))
         hidden = decoder(hidden, positions, caches, batch, None, torch.tensor([count - 1]))
         given = decoder.logits(hidden)[0]

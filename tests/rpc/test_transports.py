@@ -11,10 +11,10 @@ import pytest
 
 from common.media.item import Modality
 from common.wire import DType, RowLayout
-from llm_service.encoders.encoder_cache import RowStore
+from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.receiver import Landing
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.request import MediaItem, Request, Sampling, TextPrompt
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped
@@ -68,20 +68,20 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
     ours = {"shared_memory": False, "connections": 3, "part_bytes": 16 * layout.row_bytes}
     settings = LinkSettings(digest=info.digest, layout=layout, merge=2, **ours)
     pool = EncoderPool([inline.encoder.address], settings)
-    with closing(RowStore(64 * layout.row_bytes, layout)) as store:
+    with closing(EncoderCache(64 * layout.row_bytes, layout)) as store:
         await pool.start()
         try:
-            landing, before = Landing(pool, store, 5.0), inline.media.get_load()
+            receiver, before = RowReceiver(pool, store, 5.0), inline.media.get_load()
             item = MediaItem(Modality.IMAGE, file, field="picture")
             wanted = Request("parts", TextPrompt("x"), (item,), Sampling(max_tokens=1))
             brought = []
             for _ in range(2):
-                (entry,) = await landing.acquire(await landing.introduce(wanted))
+                (entry,) = await receiver.acquire(await receiver.fetch_headers(wanted))
                 assert entry.filler is not None
                 await entry.filler
                 assert entry.error is None
                 brought.append(bytes(store.place(entry)))
-                landing.release(entry)
+                receiver.release(entry)
                 store.flush()
         finally:
             await pool.stop()

@@ -20,7 +20,7 @@ class MirrorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ArrivedRows:
     """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where those are.
 
     `mirror` is their place in the ranks' mirrors, where rows may land there.
@@ -41,11 +41,11 @@ class Transport(Protocol):
         """Adds to what is told to the encoder what shows that rows can come in this way."""
         ...
 
-    def takes(self, run: Run) -> bool:
+    def takes(self, run: ArrivedRows) -> bool:
         """Whether a run has come in this way."""
         ...
 
-    def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+    def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Copies a run to `target`, which has its size, or to the ranks' mirrors in place of it; yields the bytes that
         are there for good, piece by piece.
 

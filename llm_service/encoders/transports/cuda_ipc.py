@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 
 from common.errors import DataLoss
-from llm_service.encoders.transports.base import MirrorPlace, Run
+from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.shared_memory import Region
 from llm_service.engine.mirrors import Mirrors
 from llm_service.plan import Pulled
@@ -45,14 +45,14 @@ class CudaIpc:
         """States the devices; the grant is the memory's."""
         host.gpu_uuids.extend(self.devices)
 
-    def takes(self, run: Run) -> bool:
+    def takes(self, run: ArrivedRows) -> bool:
         """The run lies in device memory, and the ranks have a place for it."""
         payload = run.payload
         return (
             isinstance(payload, encoder_pb2.RowsHandle) and payload.transport == self.number and run.mirror is not None
         )
 
-    async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """One piece, of which nothing is written to `target`. The lease is looked at after the copy, and given back at
         the end, whatever the end is."""
         handle, place, landed = run.payload, run.mirror, False

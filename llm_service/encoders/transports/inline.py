@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from common.errors import DataLoss
 from common.row_frames import RowsFrame
 from common.wire import DType, all_finite, crc32c
-from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.base import ArrivedRows
 from twinlens.v1 import encoder_pb2
 
 
@@ -22,11 +22,11 @@ class Inline:
     def prove(self, host: encoder_pb2.HostProof) -> None:
         """There is nothing to prove."""
 
-    def takes(self, run: Run) -> bool:
+    def takes(self, run: ArrivedRows) -> bool:
         """The run has its bytes with it."""
         return isinstance(run.payload, RowsFrame)
 
-    async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """One piece: a message is about a megabyte, so this may stay on the event loop.
 
         It is checked for numbers where it has landed: there it is aligned, and still in the cache.

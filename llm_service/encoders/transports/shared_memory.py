@@ -14,7 +14,7 @@ from common.errors import DataLoss
 from common.lease_board import BoardReader
 from common.local_link import RELEASE
 from common.wire import DType
-from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.copier import Copier
 from twinlens.v1 import encoder_pb2
 
@@ -74,7 +74,7 @@ class Region:
         """States the grant that came over the local socket."""
         host.grant = self._grant
 
-    def takes(self, run: Run) -> bool:
+    def takes(self, run: ArrivedRows) -> bool:
         """The run lies in this memory."""
         payload = run.payload
         return isinstance(payload, encoder_pb2.RowsHandle) and (payload.transport, payload.region) == (
@@ -82,7 +82,7 @@ class Region:
             self._name,
         )
 
-    async def read(self, run: Run, target: memoryview) -> AsyncGenerator[int, None]:
+    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Copies in parts, and gives the lease back at the end, whatever the end is."""
         handle = run.payload
         assert isinstance(handle, encoder_pb2.RowsHandle)

@@ -18,10 +18,10 @@ from common.media.identity import content_key
 from common.media.item import Modality, Options
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
-from llm_service.encoders.encoder_cache import RowEntry, RowStore
+from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.receiver import Landing
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.request import MediaItem, Request, Sampling, TextPrompt
 from tests.waiting import until
 from twinlens import v1
@@ -133,22 +133,22 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
 
 @dataclass
 class Bench:
-    """Scripted encoders, a store, and a landing between them."""
+    """Scripted encoders, a store, and a receiver between them."""
 
     encoders: list[ScriptedEncoder]
-    store: RowStore
+    store: EncoderCache
     pool: EncoderPool
-    landing: Landing
+    receiver: RowReceiver
 
     async def usable(self, count: int) -> None:
         await eventually(lambda: sum(peer.usable for peer in self.pool.peers) == count)
 
-    async def land(self, *files: bytes, deadline: float | None = None) -> list[RowEntry]:
+    async def land(self, *files: bytes, deadline: float | None = None) -> list[CacheEntry]:
         return await self.take(request(*files, deadline=deadline))
 
-    async def take(self, wanted: Request) -> list[RowEntry]:
+    async def take(self, wanted: Request) -> list[CacheEntry]:
         """Entries for all items of a request, in order; rows go on landing in the background."""
-        return await self.landing.acquire(await self.landing.introduce(wanted))
+        return await self.receiver.acquire(await self.receiver.fetch_headers(wanted))
 
     async def whole(self, data: bytes) -> bytes:
         """The rows of an item, after its entry is complete; the entry is released."""
@@ -176,7 +176,7 @@ async def eventually(holds: Callable[[], object]) -> None:
     await asyncio.to_thread(until, holds, "what the test waits for")
 
 
-async def settled(entry: RowEntry) -> None:
+async def settled(entry: CacheEntry) -> None:
     await eventually(lambda: entry.error is not None or entry.complete)
 
 
@@ -204,13 +204,13 @@ async def bench(
             encoder.server = server
             await server.start()
             stack.push_async_callback(server.stop, None)
-        store = RowStore(rows * LAYOUT.row_bytes, LAYOUT)
+        store = EncoderCache(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(store.close)
         settings = LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, **options)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
-        yield Bench(list(encoders), store, pool, Landing(pool, store, patience, budget))
+        yield Bench(list(encoders), store, pool, RowReceiver(pool, store, patience, budget))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
         store.check_integrity(idle=True)

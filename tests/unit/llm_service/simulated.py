@@ -115,7 +115,7 @@ class Simulation:
                 id=id,
                 token_ids=array("i", order.prompt).tobytes(),
                 positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
-                delta=0,
+                mrope_delta=0,
                 items=[
                     ItemRows(p.key, NOWHERE if number < nowhere else p.offset, p.placed(), 0)
                     for number, p in enumerate(order.pictures)

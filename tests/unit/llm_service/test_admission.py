@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.errors import Exhausted
-from llm_service.generation.admission import Admission, Place
+from llm_service.generation.admission import Admission, AdmissionTicket
 
 
 def admission(requests: int = 10, waiting: int = 3, tokens: int = 100) -> Admission:
@@ -51,7 +51,7 @@ def test_tokens_that_wait_are_bounded_and_a_large_prompt_is_taken_alone() -> Non
 
 def test_whatever_happens_to_requests_the_counts_are_theirs() -> None:
     rng, bounds = random.Random(5), admission(8, 5, 300)
-    places: list[Place] = []
+    places: list[AdmissionTicket] = []
     for _ in range(3000):
         move = rng.randrange(4)
         try:

@@ -264,7 +264,7 @@ async def test_when_everything_fails_retries_do_not_make_it_worse(fails: Say, en
         items = (b.whole(b"picture %d" % number) for number in range(count))
         ends = await asyncio.gather(*items, return_exceptions=True)
         assert all(isinstance(end, DataLoss | Unavailable) for end in ends)
-        assert b.landing.counters.attempts <= 1.2 * count + 4
+        assert b.receiver.counters.attempts <= 1.2 * count + 4
 
 
 async def test_errors_that_callers_see_are_of_our_tree() -> None:
@@ -305,4 +305,4 @@ async def test_many_who_want_the_same_poison_kill_no_third_encoder_either() -> N
         ends = await asyncio.gather(*(b.whole(b"poison") for _ in range(8)), return_exceptions=True)
         assert {type(end) for end in ends} == {Internal}
         assert sum(bool(encoder.calls) for encoder in b.encoders) == 2
-        assert b.landing.counters.retries <= 8
+        assert b.receiver.counters.retries <= 8

@@ -12,7 +12,7 @@ import pytest
 from common.errors import InvalidInput, Unavailable
 from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
-from llm_service.encoders.encoder_cache import RowEntry, RowStore
+from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 
 LAYOUT = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)  # rows of 64 bytes
 ROWS = 16
@@ -23,24 +23,24 @@ def header(name: str, tokens: int) -> Header:
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[RowStore]:
-    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT)
+async def store() -> AsyncIterator[EncoderCache]:
+    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT)
     yield store
     store.check_integrity(idle=True)
     store.close()
 
 
-def land(store: RowStore, entry: RowEntry, data: bytes) -> None:
+def land(store: EncoderCache, entry: CacheEntry, data: bytes) -> None:
     begin = entry.landed * LAYOUT.row_bytes
     store.place(entry)[begin : begin + len(data)] = data
     store.advance(entry, len(data) // LAYOUT.row_bytes, 1)
 
 
-def fill(store: RowStore, entry: RowEntry, value: int = 1) -> None:
+def fill(store: EncoderCache, entry: CacheEntry, value: int = 1) -> None:
     land(store, entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
 
 
-async def cache(store: RowStore, *names: tuple[str, int]) -> None:
+async def cache(store: EncoderCache, *names: tuple[str, int]) -> None:
     """Leaves whole, unused entries behind."""
     for name, tokens in names:
         (entry,) = await store.acquire([header(name, tokens)])
@@ -48,7 +48,7 @@ async def cache(store: RowStore, *names: tuple[str, int]) -> None:
         store.release(entry)
 
 
-def waiting(store: RowStore, *headers: Header) -> asyncio.Task[list[RowEntry]]:
+def waiting(store: EncoderCache, *headers: Header) -> asyncio.Task[list[CacheEntry]]:
     return asyncio.create_task(store.acquire(headers))
 
 
@@ -58,7 +58,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_landing(store: RowStore) -> None:
+async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_receiver(store: EncoderCache) -> None:
     (entry,) = await store.acquire([header("a", 4)])
     heard: list[int] = []
     entry.watchers.append(lambda entry: heard.append(entry.landed))
@@ -71,7 +71,7 @@ async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_landing(
     store.release(entry)
 
 
-async def test_two_requests_for_one_item_share_its_entry(store: RowStore) -> None:
+async def test_two_requests_for_one_item_share_its_entry(store: EncoderCache) -> None:
     (first,) = await store.acquire([header("a", 4)])
     first.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     second, third = await store.acquire([header("a", 4), header("a", 4)])
@@ -83,7 +83,7 @@ async def test_two_requests_for_one_item_share_its_entry(store: RowStore) -> Non
     first.filler.cancel()
 
 
-async def test_a_whole_entry_is_found_again_after_its_release(store: RowStore) -> None:
+async def test_a_whole_entry_is_found_again_after_its_release(store: EncoderCache) -> None:
     await cache(store, ("a", 4))
     (again,) = await store.acquire([header("a", 4)])
     assert again.complete
@@ -91,7 +91,9 @@ async def test_a_whole_entry_is_found_again_after_its_release(store: RowStore) -
     assert store.knows(again.header.key)
 
 
-async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_and_is_dropped(store: RowStore) -> None:
+async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_and_goes(
+    store: EncoderCache,
+) -> None:
     (entry,) = await store.acquire([header("a", 4)])
     entry.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     land(store, entry, b"\1" * 64)
@@ -102,7 +104,7 @@ async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_a
     assert store.used_bytes == 0
 
 
-async def test_the_longest_unused_entry_makes_room_and_no_other(store: RowStore) -> None:
+async def test_the_longest_unused_entry_makes_room_and_no_other(store: EncoderCache) -> None:
     await cache(store, ("a", 4), ("b", 4), ("c", 8))
     (again,) = await store.acquire([header("a", 4)])
     store.release(again)
@@ -112,7 +114,7 @@ async def test_the_longest_unused_entry_makes_room_and_no_other(store: RowStore)
     store.release(new)
 
 
-async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: RowStore) -> None:
+async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: EncoderCache) -> None:
     (held,) = await store.acquire([header("a", 10)])
     late = waiting(store, header("b", 10))
     await settle()
@@ -124,7 +126,7 @@ async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: 
     store.release(entry)
 
 
-async def test_nothing_is_evicted_in_vain(store: RowStore) -> None:
+async def test_nothing_is_evicted_in_vain(store: EncoderCache) -> None:
     await cache(store, ("a", 4))
     (held,) = await store.acquire([header("b", 4)])
     await cache(store, ("c", 4))
@@ -137,7 +139,7 @@ async def test_nothing_is_evicted_in_vain(store: RowStore) -> None:
     store.release(entry)
 
 
-async def test_those_who_wait_are_served_first_come_first_served(store: RowStore) -> None:
+async def test_those_who_wait_are_served_first_come_first_served(store: EncoderCache) -> None:
     (held,) = await store.acquire([header("a", 10)])
     large = waiting(store, header("large", 16))
     small = waiting(store, header("small", 2))
@@ -151,7 +153,7 @@ async def test_those_who_wait_are_served_first_come_first_served(store: RowStore
     store.release((await small)[0])
 
 
-async def test_who_wants_no_place_waits_for_nobody(store: RowStore) -> None:
+async def test_who_wants_no_place_waits_for_nobody(store: EncoderCache) -> None:
     (held,) = await store.acquire([header("a", 10)])
     large = waiting(store, header("large", 16))
     await settle()
@@ -161,7 +163,7 @@ async def test_who_wants_no_place_waits_for_nobody(store: RowStore) -> None:
     store.release((await large)[0])
 
 
-async def test_one_who_leaves_while_waiting_blocks_nobody(store: RowStore) -> None:
+async def test_one_who_leaves_while_waiting_blocks_nobody(store: EncoderCache) -> None:
     (held,) = await store.acquire([header("a", 10)])
     leaver = waiting(store, header("b", 10))
     after = waiting(store, header("c", 4))
@@ -173,7 +175,7 @@ async def test_one_who_leaves_while_waiting_blocks_nobody(store: RowStore) -> No
         store.release(entry)
 
 
-async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store: RowStore) -> None:
+async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store: EncoderCache) -> None:
     (held,) = await store.acquire([header("a", 6)])
     late = waiting(store, header("b", 8), header("c", 8))
     await settle()
@@ -184,14 +186,14 @@ async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store:
         store.release(entry)
 
 
-async def test_what_can_never_fit_is_refused_at_once(store: RowStore) -> None:
+async def test_what_can_never_fit_is_refused_at_once(store: EncoderCache) -> None:
     with pytest.raises(InvalidInput) as refused:
         await store.acquire([header("a", 9), header("b", 8)])
     assert refused.value.reason == "EMBEDDINGS_TOO_LARGE"
     assert refused.value.retry_after is None
 
 
-async def test_one_item_twice_needs_its_room_once(store: RowStore) -> None:
+async def test_one_item_twice_needs_its_room_once(store: EncoderCache) -> None:
     entries = await store.acquire([header("a", 16), header("a", 16)])
     assert entries[0] is entries[1]
     for entry in entries:
@@ -199,7 +201,7 @@ async def test_one_item_twice_needs_its_room_once(store: RowStore) -> None:
 
 
 async def test_a_cached_item_in_the_middle_of_the_arena_does_not_block_its_own_request_for_ever(
-    store: RowStore,
+    store: EncoderCache,
 ) -> None:
     """Both fit, but not while the cached one cuts the free space in two."""
     await cache(store, ("left", 6), ("middle", 4), ("right", 6))
@@ -211,7 +213,7 @@ async def test_a_cached_item_in_the_middle_of_the_arena_does_not_block_its_own_r
 
 async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for_ever() -> None:
     narrow = RowLayout(levels=1, width=1, dtype=DType.FLOAT32)
-    store = RowStore(256, narrow)
+    store = EncoderCache(256, narrow)
     wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
     with pytest.raises(InvalidInput):
         await asyncio.wait_for(store.acquire(wide), 5)
@@ -219,9 +221,9 @@ async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for
     store.close()
 
 
-async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(store: RowStore) -> None:
+async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(store: EncoderCache) -> None:
     (entry,) = await store.acquire([header("a", 4)])
-    told: list[RowEntry] = []
+    told: list[CacheEntry] = []
     entry.watchers.append(told.append)
     store.forget(entry)
     entry.fail(Unavailable("gone"))
@@ -234,7 +236,7 @@ async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(
     store.release(other)
 
 
-async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(store: RowStore) -> None:
+async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(store: EncoderCache) -> None:
     (entry,) = await store.acquire([header("a", 4)])
     fill(store, entry)
     store.forget(entry)
@@ -244,7 +246,7 @@ async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(store: R
     store.flush()
 
 
-async def test_flush_keeps_what_is_in_use(store: RowStore) -> None:
+async def test_flush_keeps_what_is_in_use(store: EncoderCache) -> None:
     await cache(store, ("a", 4), ("b", 4))
     (held,) = await store.acquire([header("b", 4)])
     assert store.flush() == 4 * 64
@@ -252,7 +254,7 @@ async def test_flush_keeps_what_is_in_use(store: RowStore) -> None:
     store.release(held)
 
 
-async def test_many_requests_over_a_small_arena_all_get_their_turn(store: RowStore) -> None:
+async def test_many_requests_over_a_small_arena_all_get_their_turn(store: EncoderCache) -> None:
     rng = random.Random(3)
     turns = 0
 
@@ -286,7 +288,7 @@ async def test_many_requests_over_a_small_arena_all_get_their_turn(store: RowSto
 
 async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     kept = {header("warm", 4).key}
-    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT, keeps=kept.__contains__)
+    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, keeps=kept.__contains__)
     await cache(store, ("warm", 4), ("cold", 4), ("colder", 4))
     (entry,) = await store.acquire([header("new", 12)])
     assert [store.knows(header(name, 4).key) for name in ("warm", "cold", "colder")] == [True, False, False]
@@ -298,7 +300,7 @@ async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     store.close()
 
 
-async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: RowStore) -> None:
+async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: EncoderCache) -> None:
     """Two items each, any two requests too large for the arena: none waits for ever, and none holds half of its own."""
     rng = random.Random(9)
     served: list[int] = []
@@ -320,14 +322,14 @@ async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: R
 
 async def test_everybody_hears_of_a_place_before_new_rows_can_land_there() -> None:
     told: list[int] = []
-    store = RowStore(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
+    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
     await cache(store, ("a", 8), ("b", 8), ("a", 8), ("c", 8))
     assert told == [0, 8 * LAYOUT.row_bytes, 8 * LAYOUT.row_bytes]
     store.check_integrity(idle=True)
     store.close()
 
 
-async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: RowStore) -> None:
+async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: EncoderCache) -> None:
     """One entry is cache, one is being brought for somebody, and one was never in a mirror."""
     await cache(store, ("here", 4))
     (cached,) = await store.acquire([header("mirrored", 4)])
@@ -336,7 +338,7 @@ async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: RowStore) -
     store.release(cached)
     (awaited,) = await store.acquire([header("awaited", 4)])
     awaited.filler = asyncio.create_task(asyncio.Event().wait())
-    heard: list[RowEntry] = []
+    heard: list[CacheEntry] = []
     awaited.watchers.append(heard.append)
     store.mirror(awaited)
     store.advance(awaited, 2, 3)
@@ -350,7 +352,7 @@ async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: RowStore) -
     store.check_integrity(idle=True)
 
 
-async def filled_by_a_thread(entry: RowEntry) -> asyncio.Event:
+async def filled_by_a_thread(entry: CacheEntry) -> asyncio.Event:
     """Gives an entry a filler that, once cancelled, ends when the event is set: as one that waits for its thread."""
     may_end = asyncio.Event()
 
@@ -365,7 +367,7 @@ async def filled_by_a_thread(entry: RowEntry) -> asyncio.Event:
     return may_end
 
 
-async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: RowStore) -> None:
+async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: EncoderCache) -> None:
     (entry,) = await store.acquire([header("a", ROWS)])
     may_end = await filled_by_a_thread(entry)
     store.release(entry)
@@ -376,14 +378,14 @@ async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_
     store.release((await asyncio.wait_for(next_one, 10))[0])
 
 
-async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: RowStore) -> None:
+async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: EncoderCache) -> None:
     (entry,) = await store.acquire([header("a", ROWS)])
     may_end = await filled_by_a_thread(entry)
     store.release(entry)
-    settling = asyncio.create_task(store.settle())
+    settling = asyncio.create_task(store.drain())
     await settle()
     assert not settling.done()
     may_end.set()
     await asyncio.wait_for(settling, 10)
     store.check_integrity(idle=True)
-    await store.settle()
+    await store.drain()

@@ -36,7 +36,7 @@ from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import Laid, MediaItem, Request, Run, Sampling, Span
+from llm_service.request import MediaItem, PromptLayout, Request, Run, Sampling, Span
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,
@@ -61,16 +61,16 @@ class Prompts:
     def pieces(self, *_: Any) -> list[Any]:
         return []
 
-    def lay(self, _: Any, headers: Sequence[Header]) -> Laid:
+    def layout(self, _: Any, headers: Sequence[Header]) -> PromptLayout:
         spans = [Span(n, header, (Run(n, 0, 1),)) for n, header in enumerate(headers)]
-        return Laid([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
+        return PromptLayout([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
 
 def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10) -> Generator:
     return Generator(
         cast(PromptBuilder, Prompts(tokens, tokenizer)),
         cast(Compiler, None),
-        b.landing,
+        b.receiver,
         engine,
         Prefixes(16),
         Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),

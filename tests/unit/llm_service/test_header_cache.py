@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.media.item import Grid, Header, Modality
-from llm_service.encoders.header_cache import KnownHeaders
+from llm_service.encoders.header_cache import HeaderCache
 
 
 def header(name: bytes, *, cached: bool = False) -> Header:
@@ -11,7 +11,7 @@ def header(name: bytes, *, cached: bool = False) -> Header:
 
 
 def test_a_header_is_found_under_its_own_tenant_and_kind_alone() -> None:
-    known = KnownHeaders()
+    known = HeaderCache()
     known.remember({b"a", b"also a"}, header(b"a", cached=True), "tenant", b"affinity")
     for name in (b"a", b"also a"):
         found = known.find(name, "tenant", Modality.IMAGE)
@@ -25,7 +25,7 @@ def test_a_header_is_found_under_its_own_tenant_and_kind_alone() -> None:
 
 
 def test_the_longest_unused_header_is_forgotten_and_being_seen_again_is_use() -> None:
-    known = KnownHeaders(most=3)
+    known = HeaderCache(max_entries=3)
     for name in (b"a", b"b", b"c"):
         known.remember({name}, header(name), "", name)
     known.find(b"a", "", Modality.IMAGE)

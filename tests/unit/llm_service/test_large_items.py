@@ -18,7 +18,7 @@ async def test_an_item_larger_than_an_encoder_s_messages_is_the_caller_s_fault_a
         with pytest.raises(InvalidInput) as error:
             await b.land(bytes(5 << 20))
         assert (error.value.reason, error.value.field) == ("MEDIA_TOO_LARGE", "here[0]")
-        assert b.landing.counters.attempts == 1
+        assert b.receiver.counters.attempts == 1
         assert all(peer.usable and not peer.breaker.failures for peer in b.pool.peers)
 
 

@@ -27,8 +27,8 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 async def introduced(b: Bench) -> MediaRows:
     """The rows of one picture, always under the same request id."""
-    media = MediaRows(b.landing, request(b"picture"))
-    await media.introduce()
+    media = MediaRows(b.receiver, request(b"picture"))
+    await media.fetch_headers()
     return media
 
 
@@ -51,11 +51,11 @@ async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten(
         media = await introduced(b)
         hashed = media.seconds()["hash"]
         await media.take({0})
-        assert b.landing.counters.covered == 1
+        assert b.receiver.counters.covered == 1
         await media._place()
         await eventually(lambda: "landing" in media.seconds())
         assert media.seconds()["hash"] == hashed > 0
-        assert b.landing.counters.covered == 0
+        assert b.receiver.counters.covered == 0
         media.release()
 
 

@@ -21,25 +21,25 @@ def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0
 
 
 def test_text_counts_on_in_all_three() -> None:
-    where, delta = positions(5, [], PLAIN)
+    where, mrope_delta = positions(5, [], PLAIN)
     assert where.tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert delta == 0
+    assert mrope_delta == 0
 
 
 def test_nothing_has_no_positions() -> None:
-    where, delta = positions(0, [], PLAIN)
+    where, mrope_delta = positions(0, [], PLAIN)
     assert where.shape == (3, 0)
-    assert delta == 0
+    assert mrope_delta == 0
 
 
 def test_a_picture_spreads_over_rows_and_columns_and_text_goes_on_past_the_longer_side() -> None:
-    where, delta = positions(10, [span("image", (1, 4, 6), 2)], PLAIN)
+    where, mrope_delta = positions(10, [span("image", (1, 4, 6), 2)], PLAIN)
     assert where.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
-    assert delta == 7 - 10
+    assert mrope_delta == 7 - 10
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times
 
 
 def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_before() -> None:
-    where, delta = positions(10, [span("video", (2, 4, 4), 1, 6)], MediaLayout(2, True, 0.0))
+    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], MediaLayout(2, True, 0.0))
     assert where[0].tolist() == [0, 1, 1, 1, 1, 3, 4, 4, 4, 4]
     assert where[2].tolist() == [0, 1, 2, 1, 2, 3, 4, 5, 4, 5]
-    assert delta == 6 - 10
+    assert mrope_delta == 6 - 10
 
 
 def test_spans_are_found_in_any_order() -> None:

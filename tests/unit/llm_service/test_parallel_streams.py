@@ -99,7 +99,7 @@ async def test_a_part_that_breaks_is_no_end_and_rows_before_it_are_kept() -> Non
         gates.open(1, 6)
         await settled(entry)
         assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)
-        assert (b.landing.counters.retries, b.store.counters.received) == (1, ROWS)
+        assert (b.receiver.counters.retries, b.store.counters.received) == (1, ROWS)
         b.store.release(entry)
 
 
@@ -139,10 +139,10 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
 
     async with bench(ScriptedEncoder([late]), **BY_PARTS) as b:
         await b.usable(1)
-        fetches = await b.landing.introduce(request(DATA))
+        fetches = await b.receiver.fetch_headers(request(DATA))
         await b.pool._remove(b.pool.peers[0].address, grace=60.0)
         await eventually(lambda: not b.pool.peers)
-        (entry,) = await b.landing.acquire(fetches)
+        (entry,) = await b.receiver.acquire(fetches)
         told.set()
         await settled(entry)
         assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)

@@ -158,7 +158,7 @@ def add(id: int, order: Order) -> Add:
         id=id,
         token_ids=array("i", order.prompt).tobytes(),
         positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
-        delta=0,
+        mrope_delta=0,
         items=[],
         sampling=order.sampling,
         salt="",

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import Forbidden, Internal, InvalidInput, NotFound, Unavailable
 from common.media.item import Key, Modality, Url
-from llm_service.encoders.encoder_cache import RowEntry
+from llm_service.encoders.encoder_cache import CacheEntry
 from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     ROWS,
@@ -185,7 +185,7 @@ async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is
         await settled(entry)
         assert isinstance(entry.error, NotFound)
         b.store.release(entry)
-        assert b.landing._others == {}
+        assert b.receiver._others == {}
 
 
 def by_address(known_key: bytes = b"", url: str = "https://example.org/x") -> Request:
@@ -199,7 +199,7 @@ async def gives_what_is_there(call: Call) -> None:
     await well(call)
 
 
-async def land(b: Bench, wanted: Request) -> RowEntry:
+async def land(b: Bench, wanted: Request) -> CacheEntry:
     """The entry of the one item, its rows all here; released."""
     (entry,) = await b.take(wanted)
     await settled(entry)
@@ -213,7 +213,7 @@ async def test_an_address_whose_key_is_known_asks_no_encoder_while_its_rows_are_
         entry = await land(b, by_address())
         again = await land(b, by_address(entry.header.key))
         assert again is entry
-        assert (len(b.encoders[0].calls), b.landing.counters.headers_known) == (1, 1)
+        assert (len(b.encoders[0].calls), b.receiver.counters.headers_known) == (1, 1)
         await land(b, by_address())
         assert len(b.encoders[0].calls) == 2, "without the key an address is always fetched"
 

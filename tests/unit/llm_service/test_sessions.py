@@ -1,4 +1,4 @@
-"""Conversations that are kept warm, within bounds."""
+"""Conversations that are kept, within bounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Clock:
         return self.now
 
 
-def made(*, most: int = 4, most_per_tenant: int = 3, seconds: float = 10.0, rows: int = 100) -> tuple[Sessions, Clock]:
+def made(*, most: int = 4, max_per_tenant: int = 3, seconds: float = 10.0, rows: int = 100) -> tuple[Sessions, Clock]:
     clock = Clock()
-    return Sessions(SessionLimits(most, most_per_tenant, seconds, rows), clock), clock
+    return Sessions(SessionLimits(most, max_per_tenant, seconds, rows), clock), clock
 
 
 def test_a_session_is_the_same_from_turn_to_turn_and_another_under_another_salt() -> None:
@@ -53,7 +53,7 @@ def test_the_longest_unused_session_gives_way_to_a_new_one() -> None:
 
 
 def test_a_tenant_with_many_sessions_pushes_out_its_own_and_nobody_elses() -> None:
-    sessions, _ = made(most=10, most_per_tenant=2)
+    sessions, _ = made(most=10, max_per_tenant=2)
     other = sessions.use("b", "quiet")
     own = [sessions.use("a", str(n)) for n in range(5)]
     assert sessions.take_ended() == [each.number for each in own[:3]]
@@ -90,7 +90,7 @@ def test_rows_that_two_sessions_use_are_kept_until_both_are_over_and_count_once(
 
 def test_whatever_comes_the_bounds_hold_and_the_counts_are_right() -> None:
     rng = random.Random(3)
-    sessions, clock = made(most=6, most_per_tenant=3, seconds=20.0, rows=100)
+    sessions, clock = made(most=6, max_per_tenant=3, seconds=20.0, rows=100)
     held: list[Session] = []
     for _ in range(4000):
         tenant = rng.choice("abc")

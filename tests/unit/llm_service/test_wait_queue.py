@@ -53,7 +53,7 @@ async def in_order(b: Bench, hall: Hall, count: int) -> list[asyncio.Task[bytes]
     asking: list[asyncio.Task[bytes]] = []
     for number in range(count):
         asking.append(asyncio.create_task(b.whole(b"%d" % number)))
-        await eventually(lambda: len(hall.seated) + len(b.pool.line) == len(asking))
+        await eventually(lambda: len(hall.seated) + len(b.pool.wait_queue) == len(asking))
     return asking
 
 
@@ -132,7 +132,7 @@ async def test_what_is_more_urgent_comes_first() -> None:
         for number in range(2, 6):
             wanted = replace(request(b"%d" % number), priority=number // 4)
             asking.append(asyncio.create_task(b.whole_of(wanted)))
-            await eventually(lambda: len(b.pool.line) == len(asking) - 1)
+            await eventually(lambda: len(b.pool.wait_queue) == len(asking) - 1)
         for _ in asking:
             hall.leave.release()
         await asyncio.gather(*asking)

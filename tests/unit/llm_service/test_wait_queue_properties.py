@@ -9,7 +9,7 @@ from time import monotonic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_service.encoders.wait_queue import Line, Place
+from llm_service.encoders.wait_queue import Waiter, WaitQueue
 
 HINT = 0.001
 
@@ -42,8 +42,8 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def visit(line: Line, doors: list[Door], guest: Guest) -> None:
-    place = Place(line, guest.priority)
+async def visit(line: WaitQueue, doors: list[Door], guest: Guest) -> None:
+    place = Waiter(line, guest.priority)
     try:
         while True:
             await place.wait(lambda: doors, monotonic() + 600)
@@ -74,7 +74,7 @@ guests = st.builds(Guest, st.integers(-1, 1), st.integers(0, 12), st.none() | st
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.lists(guests, max_size=16), st.integers(0, 2))
 def test_everybody_gets_in_or_leaves_and_the_line_ends_empty(seats: list[int], crowd: list[Guest], others: int) -> None:
     async def run() -> None:
-        line, doors = Line(), [Door(count) for count in seats]
+        line, doors = WaitQueue(), [Door(count) for count in seats]
         doors[0].taken = min(others, doors[0].seats)  # by callers of somebody else, who end without a word
         visits = [asyncio.create_task(visit(line, doors, guest)) for guest in crowd]
 

@@ -106,11 +106,11 @@ async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_l
         await b.usable(2)
         first, second = b.encoders
         its_own = first_asked_of(b, first, 2)
-        asking = await b.landing.introduce(request(its_own[0], its_own[0]))  # two streams, one item
+        asking = await b.receiver.fetch_headers(request(its_own[0], its_own[0]))  # two streams, one item
         assert sorted(peer.load for peer in b.pool.peers) == [0, 256 * 256]
         (entry,) = await b.land(its_own[1])
         assert (len(first.calls), len(second.calls)) == (2, 1)
-        b.landing.close(asking)
+        b.receiver.close(asking)
         b.store.release(entry)
         await eventually(lambda: not any(peer.load for peer in b.pool.peers))
 
@@ -124,7 +124,7 @@ async def test_an_encoder_that_is_full_and_names_no_time_is_not_asked_without_en
         await b.usable(2)
         with pytest.raises(Exhausted):
             await b.land(b"picture")
-        assert b.landing.counters.attempts <= 2 * 34, "30 ms lie between one time and the next, within a second"
+        assert b.receiver.counters.attempts <= 2 * 34, "30 ms lie between one time and the next, within a second"
 
 
 async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
@@ -134,7 +134,7 @@ async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
         first.script = [is_full]
         assert await b.whole(b"picture") == content(b"picture")
         assert (len(first.calls), len(second.calls)) == (1, 1)
-        assert b.landing.counters.retries == 0, "being sent away costs no retry"
+        assert b.receiver.counters.retries == 0, "being sent away costs no retry"
 
 
 async def test_an_encoder_whose_leases_run_out_in_the_middle_is_no_broken_one() -> None:
@@ -152,7 +152,7 @@ async def test_an_encoder_whose_leases_run_out_in_the_middle_is_no_broken_one() 
         assert [list(call.request.first_rows) for call in second.calls] == [[RUN]], "what has landed is kept"
         (peer,) = [peer for peer in b.pool.peers if peer.address == first.address]
         assert (peer.full, peer.usable, peer.breaker.failures) == (True, True, 0)
-        assert b.landing.counters.retries == 0
+        assert b.receiver.counters.retries == 0
 
 
 async def test_where_all_encoders_are_full_an_item_waits_for_room() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from llm_service.grammar.fair_queue import Lanes
+from llm_service.grammar.fair_queue import FairQueue
 
 
-def asking(lanes: Lanes[str], caller: str, count: int) -> list[asyncio.Task[str]]:
-    return [asyncio.create_task(lanes.get(caller)) for _ in range(count)]
+def asking(queue: FairQueue[str], caller: str, count: int) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(queue.get(caller)) for _ in range(count)]
 
 
 async def turns() -> None:
@@ -21,12 +21,12 @@ def served(*tasks: list[asyncio.Task[str]]) -> list[int]:
 
 
 async def test_callers_are_served_in_turns_and_each_in_order() -> None:
-    lanes: Lanes[str] = Lanes(most=9)
-    a, b, c = asking(lanes, "a", 3), asking(lanes, "b", 2), asking(lanes, "c", 1)
+    queue: FairQueue[str] = FairQueue(max_held=9)
+    a, b, c = asking(queue, "a", 3), asking(queue, "b", 2), asking(queue, "c", 1)
     await turns()
     seen = []
     for _ in range(6):
-        lanes.put("x")
+        queue.put("x")
         await turns()
         seen.append(served(a, b, c))
     assert seen == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [3, 2, 1]]
@@ -34,32 +34,32 @@ async def test_callers_are_served_in_turns_and_each_in_order() -> None:
 
 
 async def test_who_has_his_share_waits_though_one_is_free() -> None:
-    lanes: Lanes[str] = Lanes(most=1)
+    queue: FairQueue[str] = FairQueue(max_held=1)
     for thing in ("x", "y"):
-        lanes.put(thing)
-    a = asking(lanes, "a", 3)
+        queue.put(thing)
+    a = asking(queue, "a", 3)
     await turns()
     assert served(a) == [1]
-    b = asking(lanes, "b", 1)
+    b = asking(queue, "b", 1)
     await turns()
     assert served(a, b) == [1, 1]
-    lanes.put(await a[0])
-    lanes.leave("a")
+    queue.put(await a[0])
+    queue.leave("a")
     await turns()
     assert served(a) == [2]
 
 
 async def test_who_leaves_is_passed_over_and_what_he_was_given_is_free_again() -> None:
-    lanes: Lanes[str] = Lanes(most=1)
-    a, b = asking(lanes, "a", 2), asking(lanes, "b", 1)
+    queue: FairQueue[str] = FairQueue(max_held=1)
+    a, b = asking(queue, "a", 2), asking(queue, "b", 1)
     await turns()
     a[0].cancel()
     await turns()
-    lanes.put("x")
+    queue.put("x")
     a[1].cancel()  # it is his already, and he has not heard of it
     await turns()
     assert await b[0] == "x"
     assert served(a) == [0]
-    lanes.put("x")
-    lanes.leave("b")
-    assert await lanes.get("a") == "x", "nothing counts as his that he does not hold"
+    queue.put("x")
+    queue.leave("b")
+    assert await queue.get("a") == "x", "nothing counts as his that he does not hold"
