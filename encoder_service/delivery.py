@@ -54,7 +54,7 @@ class Delivery:
             item, mime_type = self._order
             async with (
                 self._encoder.ticket(item, mime_type, rows=not self._request.header_only) as ticket,
-                aclosing(self._told(ticket)) as events,
+                aclosing(self._item_events(ticket)) as events,
             ):
                 async for event in events:
                     yield event
@@ -63,8 +63,8 @@ class Delivery:
             tracing.failed(failure.reason)
             yield encoder_pb2.EncodeResponse(error=convert.error(self._index, failure))
 
-    async def _told(self, ticket: Ticket) -> Events:
-        async with aclosing(self._waiting(self._encoder.resolve(ticket), ticket)) as events:
+    async def _item_events(self, ticket: Ticket) -> Events:
+        async with aclosing(self._progress_until(self._encoder.resolve(ticket), ticket)) as events:
             async for event in events:
                 yield event
         header = await ticket.header()
@@ -86,18 +86,18 @@ class Delivery:
         at, end = convert.stretch(self._request, self._index, tokens)
         spans: list[tuple[str, float, float]] = []
         while at < end:
-            async with aclosing(self._waiting(ticket.more(at), ticket)) as events:
+            async with aclosing(self._progress_until(ticket.more(at), ticket)) as events:
                 async for event in events:
                     yield event
             if (allocation := ticket.allocation) is None:  # the rest has failed since
                 continue
             run, started = RowRun(self._index, allocation, at, min(end, ticket.landed)), time.perf_counter()
-            async with aclosing(self._sent(run)) as messages:
+            async with aclosing(self._run_messages(run)) as messages:
                 async for message in messages:
                     yield message
             spans.append(("transfer", started, time.perf_counter()))
             at = run.end
-        async with aclosing(self._waiting(ticket.ready(), ticket)) as events:
+        async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
             async for event in events:
                 yield event
         self._sending = sum(ended - started for _, started, ended in spans)
@@ -105,13 +105,13 @@ class Delivery:
         tracing.in_turn(ticket.timings, computed - sum(ticket.timings.values()))
         tracing.record(spans)
 
-    async def _sent(self, run: RowRun) -> Events:
+    async def _run_messages(self, run: RowRun) -> Events:
         transport = self._link.choose(self._request.accepts, self._request.host, run)
         async with aclosing(transport.send(run, self._request.host)) as chunks:
             async for chunk in chunks:
                 yield chunk if isinstance(chunk, bytes) else _rows_message(chunk)
 
-    async def _waiting(self, what: Awaitable[object], ticket: Ticket) -> Events:
+    async def _progress_until(self, what: Awaitable[object], ticket: Ticket) -> Events:
         """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
         task = asyncio.ensure_future(what)
         try:

@@ -74,7 +74,7 @@ class EncoderServicer(EncoderServiceServicer):
             ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
-                    with _patience(grpc_calls.current(), served.config.stall_seconds):
+                    with _stall_limit(grpc_calls.current(), served.config.stall_seconds):
                         yield event
         finally:
             self._open_streams -= 1
@@ -215,7 +215,7 @@ class EncoderServicer(EncoderServiceServicer):
 
 
 @contextmanager
-def _patience(call: grpc_calls.Call, seconds: float) -> Iterator[None]:
+def _stall_limit(call: grpc_calls.Call, seconds: float) -> Iterator[None]:
     """Ends a call when its caller takes longer than this to accept a message: rows are pinned for it."""
     stalled = Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
     timer = asyncio.get_running_loop().call_later(seconds, call.end, stalled)

@@ -26,7 +26,7 @@ class Contents:
         self._fetcher = fetcher
         self._limits = media_limits
         self._digest = digest
-        self._downloads: Shared[tuple[str, str, Modality], bytearray] = Shared()
+        self._downloads: SingleFlight[tuple[str, str, Modality], bytearray] = SingleFlight()
 
     def check(self, item: Item, mime_type: str) -> None:
         """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
@@ -73,7 +73,7 @@ class _Work(Generic[T]):
     waiters: int = 0
 
 
-class Shared(Generic[KeyT, T]):
+class SingleFlight(Generic[KeyT, T]):
     """Work that is done once for all who want it at the same time; it is cancelled when the last of them has left."""
 
     def __init__(self) -> None:

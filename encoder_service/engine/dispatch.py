@@ -16,7 +16,7 @@ from common.processes import ChildDied
 from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, Suspects
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Slot, Workers
+from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Workers, WorkerSlot
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
 
 _log = log.get("dispatch")
@@ -173,7 +173,7 @@ class Dispatcher:
             for unit in self._waiting:
                 unit.passed += 1
 
-    def _send(self, slot: Slot, batch: list[Unit]) -> None:
+    def _send(self, slot: WorkerSlot, batch: list[Unit]) -> None:
         assert slot.child is not None
         for unit in batch:
             self._waiting.remove(unit)
@@ -188,7 +188,7 @@ class Dispatcher:
             return self._seconds
         return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)
 
-    def _on_death(self, slot: Slot) -> None:
+    def _on_death(self, slot: WorkerSlot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
         batch = slot.take_all()
         self.totals.worker_deaths += 1
@@ -206,11 +206,11 @@ class Dispatcher:
             self._fail(self._drop_waiting(), _no_worker())
         self._pump_soon()
 
-    def _on_ready(self, _: Slot) -> None:
+    def _on_ready(self, _: WorkerSlot) -> None:
         self._on_change(self.alive)
         self._pump_soon()
 
-    def _on_reply(self, slot: Slot, answer: FromWorker) -> None:
+    def _on_reply(self, slot: WorkerSlot, answer: FromWorker) -> None:
         """A worker has answered; it gets its next batch in the same turn of the loop."""
         match answer:
             case BatchDone():
@@ -237,7 +237,7 @@ class Dispatcher:
             slot.begin(slot.batch, self._limit(slot.batch))
         self._pump()
 
-    def _count(self, slot: Slot, answer: BatchDone) -> None:
+    def _count(self, slot: WorkerSlot, answer: BatchDone) -> None:
         patches = sum(unit.patches for unit in slot.batch)
         self._pace.learn(patches, asyncio.get_running_loop().time() - slot.began)
         self.totals.vit_calls += 1

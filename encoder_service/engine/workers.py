@@ -26,7 +26,7 @@ class WorkerError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class WorkerSlot:
     """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
 
     `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it. One that
@@ -91,7 +91,7 @@ class Slot:
 class Workers:
     """One process for each of `begins`, which runs `module` and inherits the descriptors `fds`. `start` and `stop` are
     the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
-    started, that is tried again after `longest_pause` seconds at most. `stall` is as in `Slot`.
+    started, that is tried again after `longest_pause` seconds at most. `stall` is as in `WorkerSlot`.
 
     `on_reply` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
     when a worker is gone and no longer writes anywhere, `on_ready` when a replacement is ready.
@@ -107,12 +107,14 @@ class Workers:
         stall: float,
         longest_pause: float,
         module: str,
-        on_reply: Callable[[Slot, FromWorker], None],
-        on_death: Callable[[Slot], None],
-        on_ready: Callable[[Slot], None],
+        on_reply: Callable[[WorkerSlot, FromWorker], None],
+        on_death: Callable[[WorkerSlot], None],
+        on_ready: Callable[[WorkerSlot], None],
     ) -> None:
         self.begins = begins
-        self.slots = [Slot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(begins)]
+        self.slots = [
+            WorkerSlot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(begins)
+        ]
         self._fds = fds
         self._pools = pools
         self._start_seconds = start_seconds
@@ -148,16 +150,16 @@ class Workers:
         return sum(slot.child is not None for slot in self.slots)
 
     @property
-    def idle(self) -> list[Slot]:
+    def idle(self) -> list[WorkerSlot]:
         """Workers that wait for a batch."""
         return [slot for slot in self.slots if slot.child is not None and not slot.batch]
 
     @property
-    def looking_ahead(self) -> list[Slot]:
+    def looking_ahead(self) -> list[WorkerSlot]:
         """Workers that compute, and could get another batch ready; the one that began first comes first."""
         return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
-    async def _start(self, slot: Slot) -> None:
+    async def _start(self, slot: WorkerSlot) -> None:
         child: Child[FromWorker] = await Child.start(self._module, receives=FromWorker, fds=self._fds)
         try:
             child.send(self.begins[slot.index])
@@ -180,7 +182,7 @@ class Workers:
         except TimeoutError:
             raise WorkerError(f"a worker has not started within {self._start_seconds:g} seconds") from None
 
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, slot: WorkerSlot) -> None:
         """Reads what a worker says for as long as it lives, and replaces it when it does not."""
         while True:
             assert slot.child is not None
@@ -196,7 +198,7 @@ class Workers:
             self._on_death(slot)
             await self._revive(slot)
 
-    async def _revive(self, slot: Slot) -> None:
+    async def _revive(self, slot: WorkerSlot) -> None:
         pause = 0.0
         while slot.child is None:
             await asyncio.sleep(pause)

@@ -19,7 +19,7 @@ from encoder_service.engine import pieces
 from encoder_service.engine.encode import Encoder
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import BatchFailed
-from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.inline import Inline
 from llm_service.encoders.transports.shared_memory import Region
 from tests.unit.encoder_service.engines import LAYOUT, encoder
@@ -75,7 +75,7 @@ class Bench:
             await self.compute()
             await turns(20)
 
-    async def computed_run(self, events: Events) -> Run:
+    async def computed_run(self, events: Events) -> ArrivedRows:
         """The next run of rows of a stream, for which the worker computes the next frame group."""
         coming = asyncio.create_task(self.run(events))
         await turns(10)
@@ -83,18 +83,18 @@ class Bench:
         await self.compute()
         return await coming
 
-    async def run(self, events: Events) -> Run:
+    async def run(self, events: Events) -> ArrivedRows:
         """The next run of rows of a stream."""
         async for event in events:
             if isinstance(event, bytes):
                 frame = unpack(event)
                 assert isinstance(frame, RowsFrame)
-                return Run(frame.first, frame.count, frame)
+                return ArrivedRows(frame.first, frame.count, frame)
             if event.HasField("rows"):
-                return Run(event.rows.first_row, event.rows.count, event.rows.handle)
+                return ArrivedRows(event.rows.first_row, event.rows.count, event.rows.handle)
         raise AssertionError("the stream ended")
 
-    async def read(self, run: Run) -> bytes:
+    async def read(self, run: ArrivedRows) -> bytes:
         target = bytearray(run.count * LAYOUT.row_bytes)
         assert sum([piece async for piece in self.reader.read(run, memoryview(target))]) == len(target)
         return bytes(target)

@@ -13,7 +13,7 @@ from common.row_frames import RowsFrame
 from common.wire import crc32c
 from encoder_service.delivery import Events
 from llm_service.encoders.stream import _run, read_event
-from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.base import ArrivedRows
 from tests.unit.encoder_service.fakes import turns
 from tests.unit.encoder_service.test_delivery import opened
 from twinlens.v1 import encoder_pb2
@@ -27,7 +27,7 @@ async def handed_over(events: Events) -> bytes:
     raise AssertionError("the stream ended")
 
 
-def read(message: bytes) -> Run | None:
+def read(message: bytes) -> ArrivedRows | None:
     """The run of rows that a reader would copy; None where it would copy none."""
     try:
         run = _run(read_event(message))

@@ -23,7 +23,7 @@ from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
-from llm_service.encoders.transports.base import Run
+from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.shared_memory import Region
 from tests.waiting import until
 from twinlens.v1 import encoder_pb2
@@ -133,7 +133,7 @@ async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int
     pieces: list[int] = []
     async for message in b.link.choose([SHARED], host, b.run(first)).send(b.run(first), host):
         assert isinstance(message, encoder_pb2.EncodeRows)
-        run = Run(message.first_row, message.count, message.handle)
+        run = ArrivedRows(message.first_row, message.count, message.handle)
         assert region.takes(run)
         pieces += [piece async for piece in region.read(run, target)]
     return pieces
@@ -159,7 +159,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
         region, host = await b.mapped()
         stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
-        run = Run(message.first_row, message.count, message.handle)
+        run = ArrivedRows(message.first_row, message.count, message.handle)
         await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
         b.store.buffer.slice(b.entry.span)[:] = bytes(b.entry.span.size)
         with pytest.raises(DataLoss):
@@ -191,7 +191,7 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
         message = await anext(stream)
         await stream.aclose()
         assert b.link.leases == 0
-        run = Run(message.first_row, message.count, message.handle)
+        run = ArrivedRows(message.first_row, message.count, message.handle)
         with pytest.raises(DataLoss):
             await anext(region.read(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
         region.close()
@@ -234,7 +234,7 @@ async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -
         handle = encoder_pb2.RowsHandle()
         handle.CopyFrom(message.handle)
         handle.MergeFrom(encoder_pb2.RowsHandle(**change))
-        run = Run(0, ROWS, handle)
+        run = ArrivedRows(0, ROWS, handle)
         with pytest.raises(DataLoss):
             await anext(region.read(run, memoryview(bytearray(ROWS * LAYOUT.row_bytes))))
         await stream.aclose()
