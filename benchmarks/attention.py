@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from common import allocator
 from common.devices import usable_cores
-from common.kernels.attention_cpu import Attention, Spans
-from common.kernels.jit import use_threads
-from common.panels import wide_vectors
+from llm_service.layers.cpu.jit import use_threads
+from llm_service.layers.cpu.prefill_attention import Attention, Spans
+from llm_service.layers.cpu.selection import wide_vectors
 
 _SHAPES = ((16, 2048), (215, 215), (512, 512), (256, 1280), (512, 4096))
 """Tokens of a chunk, and all that it sees."""

@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from common.kernels.jit import use_threads
 from common.linear import Linear
-from common.panels import wide_vectors
+from llm_service.layers.cpu.jit import use_threads
+from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.linear import PackedLinear
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
@@ -50,10 +51,13 @@ def _through(x: torch.Tensor, layers: list[Linear]) -> None:
 
 
 def _finalized(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
-    layer = Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.panels = panels
+    outputs, inputs = weight.shape
+    layer = PackedLinear(slice(0, inputs), {"all": slice(0, outputs)}, bias=False, dtype=weight.dtype)
     layer.weight.data.copy_(weight)
-    layer.finalize(int8=int8)
+    if panels:
+        layer.finalize(int8=int8)
+    else:
+        Linear.finalize(layer)
     return layer
 
 

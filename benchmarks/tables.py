@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.checkpoint import CACHE
-from common.panels import wide_vectors
+from llm_service.layers.cpu.selection import wide_vectors
 
 _QUIET = 0.1
 """The share of the cores above which others are at work."""

@@ -1,81 +1,113 @@
-"""A linear layer whose weight, on a CPU, is laid out for speed once it is loaded. Elsewhere it is an ordinary one."""
+"""A linear layer whose weight, on a CPU, is laid out as oneDNN wants it once it is loaded. Elsewhere it is an ordinary
+one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.blocked import BlockedWeight, through
-from common.int8 import Int8Weight
-from common.panels import Array, PanelWeight
+_HINT = 8
+"""The number of rows that oneDNN chooses the layout for; other numbers are computed right as well."""
+_PADDED = 4
+"""Fewer than three rows are computed by oneDNN as this many, which is faster."""
+_NONE = ("none", "")
 
 
 class LaidOut(Protocol):
     """A weight [outputs, inputs] in a form of its own."""
-
-    @property
-    def kernel(self) -> str:
-        """The name of our kernel that multiplies with it, as `common.kernels.jit.find` takes it; empty where numba
-        compiles none."""
-        ...
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BlockedWeight:
+    """`blocked` is oneDNN's opaque tensor of a weight [outputs, inputs].
+
+    torch's own products go through MKL, which is slow for a few rows and, on some processors, for many.
+    """
+
+    blocked: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> BlockedWeight | None:
+        """Lays out a weight that is final; None where oneDNN does not take it."""
+        if weight.device.type != "cpu" or not weight.numel() or not _available(weight.dtype):
+            return None
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, _HINT))
+
+    def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], through an activation if one is given."""
+        rows = x.shape[0] if x.dim() == 2 else 0
+        fused = _fused(activation)
+        name, variant = fused or _NONE
+        if rows in (1, 2):
+            x = functional.pad(x, (0, 0, 0, _PADDED - rows))
+        out = torch.ops.mkldnn._linear_pointwise(x, self.blocked, bias, name, [], variant)
+        out = out[:rows] if rows in (1, 2) else out
+        return out if fused else _through(activation, out)
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b; weight [outputs, inputs]. `finalize` is called when the weight is final."""
-
-    panels = False
-    """Whether the weight goes into panels, where there is a kernel for them."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
-        self._laid_out: LaidOut | None = None
+        self.laid_out: LaidOut | None = None
 
-    def finalize(self, *, int8: bool = False) -> None:
-        """Lays the weight out for speed, or rounds it to 8 bits, and lets go of the plain one, which another module may
-        still have. What is finalized stays as it is."""
-        if self._laid_out is not None:
-            return
-        self._laid_out = laid_out(self.weight.detach(), panels=self.panels, int8=int8)
-        if self._laid_out is not None:
+    def finalize(self) -> None:
+        """Lays the weight out for speed, and lets go of the plain one, which another module may still have. What is
+        finalized stays as it is."""
+        if self.laid_out is None:
+            self._replace_weight(BlockedWeight.of(self.weight.detach()))
+
+    def _replace_weight(self, laid_out: LaidOut | None) -> None:
+        self.laid_out = laid_out
+        if laid_out is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
-
-    def kernels(self) -> set[str]:
-        """Names of our kernels that this needs; see `LaidOut`."""
-        return {self._laid_out.kernel} - {""} if self._laid_out is not None else set()
-
-    def array_product(self) -> Callable[[Array], Array] | None:
-        """See `PanelWeight.array_product`; None where the weight is not in panels."""
-        return self._laid_out.array_product(self.bias) if isinstance(self._laid_out, PanelWeight) else None
 
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
         """[…, inputs] → […, outputs], through an activation if one is given: oneDNN applies most in the same pass."""
-        if isinstance(self._laid_out, BlockedWeight):
-            return self._laid_out.product(x, self.bias, activation)
-        if self._laid_out is not None:
-            return through(activation, self._laid_out.product(x, self.bias))
-        return through(activation, functional.linear(x, self.weight, self.bias))
+        if isinstance(self.laid_out, BlockedWeight):
+            return self.laid_out.product(x, self.bias, activation)
+        if self.laid_out is not None:
+            return _through(activation, self.laid_out.product(x, self.bias))
+        return _through(activation, functional.linear(x, self.weight, self.bias))
 
 
-def laid_out(weight: Tensor, *, panels: bool, int8: bool = False) -> LaidOut | None:
-    """A weight that is final in the form that is computed with fastest here; None where that is as it is. With `int8`
-    it is rounded to 8 bits, on any device."""
-    if int8:
-        return (PanelWeight.rounded(weight) if panels else None) or Int8Weight.of(weight)
-    return (PanelWeight.of(weight) if panels else None) or BlockedWeight.of(weight)
-
-
-def finalize_linears(module: nn.Module, *, int8: type[Linear] | None = None) -> None:
-    """Finalizes every `Linear` of a module whose weights are final; the class `int8` is rounded to 8 bits."""
+def finalize_linears(module: nn.Module) -> None:
+    """Finalizes every `Linear` of a module whose weights are final."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.finalize(int8=int8 is not None and isinstance(part, int8))
+            part.finalize()
+
+
+def _through(activation: nn.Module | None, x: Tensor) -> Tensor:
+    """x after an activation, if there is one."""
+    activated: Tensor = x if activation is None else activation(x)
+    return activated
+
+
+def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
+    """oneDNN's name for an activation that it applies in the same pass, and its variant; None where it has none."""
+    if activation is None:
+        return _NONE
+    if isinstance(activation, nn.GELU):
+        return "gelu", activation.approximate
+    return ("swish", "") if isinstance(activation, nn.SiLU) else None
+
+
+def _available(dtype: torch.dtype) -> bool:
+    operators = torch.ops.mkldnn
+    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and operators._is_mkldnn_bf16_supported())

@@ -18,11 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels import int8_gpu, rows_gpu, varlen_attention
+from encoder_service.models import varlen_attention
 from llm_service.layers.attention import kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.paged import _Shape
 from llm_service.layers.attention.tables import TILE
+from llm_service.layers.gpu import int8_kernel as int8_gpu
+from llm_service.layers.gpu import row_kernels as rows_gpu
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")

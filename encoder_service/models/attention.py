@@ -107,7 +107,7 @@ class _TritonSegments:
     """A table of tiles, [T, 3] int32; each segment may end with a tile that is not full."""
 
     def __init__(self, patches: int, longest: int, segments: int, device: torch.device) -> None:
-        from common.kernels import varlen_attention as kernel
+        from encoder_service.models import varlen_attention as kernel
 
         self._kernel = kernel
         self._rows = kernel.tile_rows(longest)

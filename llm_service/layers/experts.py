@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.linear import LaidOut, Linear, laid_out
+from common.linear import LaidOut, Linear
 from llm_service.layers.gate import silu_and_mul
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Stored
+from llm_service.layers.linear import Stored, laid_out
 
 
 class Experts(nn.Module):
@@ -21,7 +21,7 @@ class Experts(nn.Module):
     def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self._inner, self._share = inner, group.share(inner)
-        self._laid_out: list[tuple[LaidOut, LaidOut]] = []
+        self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self._missing = {"gate_up_proj", "down_proj"}
         share = self._share.stop - self._share.start
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
@@ -66,25 +66,21 @@ class Experts(nn.Module):
             return
         every = []
         for weights in zip(*self._weights(), strict=True):
-            gate_up, down = (laid_out(weight, panels=True, int8=int8) for weight in weights)
+            gate_up, down = (laid_out(weight, int8=int8) for weight in weights)
             if gate_up is None or down is None:
                 return
             every.append((gate_up, down))
-        self._laid_out = every
+        self.laid_out = every
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
-
-    def kernels(self) -> set[str]:
-        """Names of our kernels that this needs; see `LaidOut`."""
-        return {weight.kernel for both in self._laid_out for weight in both} - {""}
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         return self.gate_up_proj.detach(), self.down_proj.detach()
 
     def run(self, expert: int, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
-        if self._laid_out:
-            gate_up, down = self._laid_out[expert]
+        if self.laid_out:
+            gate_up, down = self.laid_out[expert]
             return down.product(silu_and_mul(gate_up.product(x)))
         return functional.linear(silu_and_mul(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
 

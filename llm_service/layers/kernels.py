@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.kernels import selection
-from common.panels import wide_vectors
+from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.selection import wide_vectors
 
 _log = log.get("kernels")
 
 
 class RowKernels(Protocol):
-    """`common.kernels.rows_gpu` or `common.kernels.rows_cpu`."""
+    """`llm_service.layers.gpu.row_kernels` or `llm_service.layers.cpu.row_kernels`."""
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor: ...
 
@@ -39,30 +39,29 @@ def row_kernels(x: Tensor) -> RowKernels | None:
     if torch.compiler.is_compiling():
         return None
     if x.device.type == "cuda" and _compiles(x.device):
-        from common.kernels import rows_gpu
+        from llm_service.layers.gpu import row_kernels as rows_gpu
 
         return rows_gpu
     if x.device.type == "cpu" and x.dtype == torch.float32 and selection.is_numba():
-        from common.kernels import rows_cpu
+        from llm_service.layers.cpu import row_kernels as rows_cpu
 
         return rows_cpu
     return None
 
 
 def row_kernel_names(x: Tensor) -> set[str]:
-    """Names of what `row_kernels` for rows of the device and type of x has numba compile, as `common.kernels.jit.find`
-    takes them."""
+    """Names of what `row_kernels` for rows of the device and type of x has numba compile, as `jit.find` takes them."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return set()
     steps = ["rms_norm", "qk_norm_rotary", "silu_and_mul"] if wide_vectors() else ["rms_norm", "qk_norm_rotary"]
-    return {f"common.kernels.rows_cpu:{step}_{rows}" for rows in ("few", "many") for step in steps}
+    return {f"llm_service.layers.cpu.row_kernels:{step}_{rows}" for rows in ("few", "many") for step in steps}
 
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
     """Whether Triton runs here: it comes with torch, and still lacks a C compiler, or a folder that it may write to."""
     try:
-        from common.kernels import rows_gpu
+        from llm_service.layers.gpu import row_kernels as rows_gpu
 
         rows_gpu.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
     except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same

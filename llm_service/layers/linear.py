@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.linear import Linear
-from common.panels import narrowed
+from common.linear import BlockedWeight, LaidOut, Linear
+from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.quantization import Int8Weight, narrowed
 
 
 class Stored(Protocol):
@@ -30,8 +31,6 @@ class PackedLinear(Linear):
     One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
     this rank's ranges of the checkpoint's columns and of each part's rows.
     """
-
-    panels = True
 
     def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
         self.parts = parts
@@ -55,6 +54,11 @@ class PackedLinear(Linear):
     def whole(self) -> bool:
         """Whether all parts of the weight have been read."""
         return not self._missing
+
+    def finalize(self, *, int8: bool = False) -> None:
+        """As `Linear.finalize`; with `int8` the weight is rounded to 8 bits."""
+        if self.laid_out is None:
+            self._replace_weight(laid_out(self.weight.detach(), int8=int8))
 
 
 class VocabularyEmbedding(nn.Module):
@@ -84,6 +88,18 @@ class VocabularyEmbedding(nn.Module):
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         return functional.embedding(token_ids, self.weight).to(self._dtype)
+
+
+def laid_out(weight: Tensor, *, int8: bool = False) -> LaidOut | None:
+    """A weight that is final in the form that is computed with fastest here; None where that is as it is. With `int8`
+    it is rounded to 8 bits, on any device."""
+    if weight.device.type == "cpu" and selection.allows_panels():
+        from llm_service.layers.cpu.panels import PanelWeight  # numba takes its time
+
+        panels = PanelWeight.rounded(weight) if int8 else PanelWeight.of(weight)
+        if panels is not None:
+            return panels
+    return Int8Weight.of(weight) if int8 else BlockedWeight.of(weight)
 
 
 def _length(part: slice) -> int:

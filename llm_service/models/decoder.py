@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.layers.attention.backend import AttentionBatch, NumbaCompiled
+from llm_service.layers.cpu.few_rows import FewRows, Heads
 from llm_service.layers.experts import Experts, SparseMLP
-from llm_service.layers.few_rows import FewRows, Heads, Products
 from llm_service.layers.gate import silu_and_mul
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.kernels import row_kernel_names, row_kernels
@@ -132,10 +132,8 @@ class Layer(nn.Module):
         if not (self._alone and isinstance(mlp, MLP) and self.input_layernorm.weight.dtype == torch.float32):
             return
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
-        qkv, o, gate_up, down = (linear.array_product() for linear in linears)
-        if qkv and o and gate_up and down:
-            products = Products(qkv, o, gate_up, down)
-            self.few_rows = FewRows(products, attention.shape(), (self.input_layernorm, self.post_attention_layernorm))
+        norms = self.input_layernorm, self.post_attention_layernorm
+        self.few_rows = FewRows.of(linears, attention.shape(), norms)
 
     def forward(
         self,
@@ -231,9 +229,12 @@ class Decoder(nn.Module):
                 layer.finalize()
 
     def kernels(self) -> set[str]:
-        """Names of our kernels for CPUs that this needs, as `common.kernels.jit.find` takes them."""
-        products = (part.kernels() for part in self.modules() if isinstance(part, Linear | Experts))
-        return row_kernel_names(self.norm.weight).union(*products)
+        """Names of our kernels for CPUs that this needs, as `llm_service.layers.cpu.jit.find` takes them."""
+        forms: list[object] = [part.laid_out for part in self.modules() if isinstance(part, Linear)]
+        for part in self.modules():
+            forms += [form for both in part.laid_out for form in both] if isinstance(part, Experts) else []
+        compiled = (form.kernels for form in forms if isinstance(form, NumbaCompiled))
+        return row_kernel_names(self.norm.weight).union(*compiled)
 
     def compile_layers(self) -> None:
         """Has torch compile what is before and after attention in each layer, at its next use.

@@ -60,7 +60,10 @@ def load_decoder(
         missing.discard(name)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
-    finalize_linears(decoder, int8=PackedLinear if int8 else None)
+    for part in decoder.modules():
+        if isinstance(part, PackedLinear):
+            part.finalize(int8=int8)
+    finalize_linears(decoder)
     decoder.finalize()
     return decoder.eval()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common import log
-from common.kernels import selection
+from llm_service.layers.cpu import selection
 
 _log = log.get("kernels")
 _PAUSE_SECONDS = 1.0
@@ -59,7 +59,7 @@ class CompilingProcess:
         self._names = names
         self._begun = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "common.kernels.compile", *names],
+            [sys.executable, "-m", "llm_service.layers.cpu.compile", *names],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -85,7 +85,7 @@ class CompilingProcess:
 
 def not_kept(names: Sequence[str]) -> list[str]:
     """Loads kernels into this process; which of them are not on disk."""
-    from common.kernels.jit import find  # numba takes its time
+    from llm_service.layers.cpu.jit import find  # numba takes its time
 
     return [name for name in names if not find(name).load()]
 

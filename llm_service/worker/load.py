@@ -14,9 +14,9 @@ from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
-from common.kernels import selection
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
+from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
@@ -51,7 +51,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     ours = device.type == "cpu" and settings.kernels != "torch"
     if ours:
-        from common.kernels.jit import use_threads  # numba takes its time
+        from llm_service.layers.cpu.jit import use_threads  # numba takes its time
 
         use_threads(torch.get_num_threads())
     elif device.type == "cpu":
@@ -101,7 +101,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
     """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
     `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
-    from common.kernels.jit import find
+    from llm_service.layers.cpu.jit import find
 
     missing = not_kept(names)
     if missing and (wait or any(find(name).folder is None for name in missing)):
@@ -121,7 +121,7 @@ def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:
     """A prompt that the kernels for many rows compute, where there are such."""
     if settings.kernels == "torch":
         return prompt(2, settings.block_size)
-    from common.kernels.rows_cpu import FEW
+    from llm_service.layers.cpu.row_kernels import FEW
 
     return prompt(FEW + 1, settings.block_size)
 

@@ -47,7 +47,7 @@ class ModelRunner:
             self._backend.warm_up(self._caches[0])
 
     def kernels(self) -> list[str]:
-        """Names of our kernels for CPUs that steps use, as `common.kernels.jit.find` takes them."""
+        """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
         attention = self._backend.kernels if isinstance(self._backend, NumbaCompiled) else frozenset()
         return sorted(attention | self._decoder.kernels())
 

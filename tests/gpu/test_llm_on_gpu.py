@@ -13,12 +13,12 @@ import torch
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
-from common.int8 import Int8Weight
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash import find
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
+from llm_service.layers.quantization import Int8Weight
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
 from llm_service.request import Sampling

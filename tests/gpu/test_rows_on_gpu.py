@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from common.kernels import rows_gpu
+from llm_service.layers.gpu import row_kernels as rows_gpu
 from tests import row_cases
 
 pytestmark = pytest.mark.gpu

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from common.kernels.varlen_attention import tile_rows, tiles, varlen_attention
 from common.media.item import Grid
 from encoder_service.models import config, registry
 from encoder_service.models.attention import Sdpa
 from encoder_service.models.choice import BACKENDS, candidates, choose
+from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
 from tests.checkpoints import FAMILIES
 
 pytestmark = pytest.mark.gpu

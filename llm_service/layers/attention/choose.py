@@ -63,8 +63,8 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes in float32"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    from common.panels import wide_vectors
-    from llm_service.layers.attention.numba_backend import NumbaBackend
+    from llm_service.layers.cpu.numba_backend import NumbaBackend
+    from llm_service.layers.cpu.selection import wide_vectors
 
     return NumbaBackend(shape, packs=wide_vectors())
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from common.linear import Linear, finalize_linears
+from common.linear import BlockedWeight, Linear, finalize_linears
+from llm_service.layers.cpu.panels import PanelWeight
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantization import Int8Weight
+
+Kind = TypeVar("Kind", bound=Linear)
 
 
 def filled(inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> Linear:
+    return with_noise(Linear(inputs, outputs, bias=bias, dtype=dtype))
+
+
+def packed(inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> PackedLinear:
+    return with_noise(PackedLinear(slice(0, inputs), {"part": slice(0, outputs)}, bias=bias, dtype=dtype))
+
+
+def with_noise(layer: Kind) -> Kind:
     generator = torch.Generator().manual_seed(0)
-    layer = Linear(inputs, outputs, bias=bias, dtype=dtype)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     return layer
@@ -44,8 +58,7 @@ class Halved(nn.Module):
 def test_an_activation_in_the_same_pass_is_the_same(
     panels: bool, activation: nn.Module, dtype: torch.dtype, tolerance: float
 ) -> None:
-    layer = filled(48, 33, dtype=dtype)
-    layer.panels = panels
+    layer = (packed if panels else filled)(48, 33, dtype=dtype)
     for rows in (1, 2, 17):
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         expected = activation(layer(x).float()).to(dtype)
@@ -62,11 +75,16 @@ def test_a_batch_of_any_shape_is_taken() -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("panels", [False, True])
-def test_a_batch_of_no_rows_gives_none(panels: bool, int8: bool) -> None:
+@pytest.mark.parametrize("form", [BlockedWeight, PanelWeight, Int8Weight])
+def test_a_batch_of_no_rows_gives_none(form: type[BlockedWeight | PanelWeight | Int8Weight]) -> None:
     layer = filled(16, 8)
-    layer.panels = panels
+    layer.laid_out = form.of(layer.weight.detach())
+    assert layer(torch.empty(0, 16)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_batch_of_no_rows_gives_none_of_packed_parts(int8: bool) -> None:
+    layer = packed(16, 8)
     layer.finalize(int8=int8)
     assert layer(torch.empty(0, 16)).shape == (0, 8)
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from common import panels
-from common.kernels import selection
-from common.kernels.jit import find
-from common.panels import PanelWeight
-from llm_service.layers.attention.numba_backend import NumbaBackend
+from llm_service.layers.cpu import panels, selection
+from llm_service.layers.cpu.jit import find
+from llm_service.layers.cpu.numba_backend import NumbaBackend
+from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Layer
 from llm_service.plan import StepPlan, ToRank
@@ -32,7 +31,7 @@ from tests.waiting import until
 
 FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE
 NOTHING = StepPlan(b"", b"", [], [], [])
-WIDE = panels.wide_vectors()
+WIDE = selection.wide_vectors()
 """Panels are right on any processor; packed chunks and gates, which go with them, on those with wide vectors alone."""
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -141,10 +140,10 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
 def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
-    compiling = CompilingProcess(["common.kernels.nowhere:kernel"])
+    compiling = CompilingProcess(["llm_service.layers.cpu.nowhere:kernel"])
     until(lambda: compiling.readiness is not WAITING, "the process has ended")
     assert compiling.readiness is FAILED
-    assert said == ["ModuleNotFoundError: No module named 'common.kernels.nowhere'"]
+    assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
 
 
 def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +163,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeyp
     compiled: list[str] = []
     monkeypatch.setattr(load, "not_kept", lambda names: names)
     kernel = SimpleNamespace(folder=None, compile=lambda: compiled.append("it"))
-    monkeypatch.setattr("common.kernels.jit.find", lambda _: kernel)
+    monkeypatch.setattr("llm_service.layers.cpu.jit.find", lambda _: kernel)
     assert load._begin(["a"], ALONE, wait=False) is None
     assert compiled == ["it"]
     assert selection.is_numba()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import panels
 from common.checkpoint import Checkpoint
 from common.linear import Linear
-from common.panels import PanelWeight
+from llm_service.layers.cpu import panels
+from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder, Layer
 from llm_service.models.loader import load_decoder
@@ -74,7 +74,7 @@ def test_decoders_give_the_same_tokens_on_processors_without_panels(
     with_them = row_cases.greedy_tokens(folder, weights)
     monkeypatch.setattr(panels, "wide_vectors", lambda: False)
     decoder = loaded(folder, weight_dtype=weights)
-    assert not any(isinstance(part._laid_out, PanelWeight) for part in decoder.modules() if isinstance(part, Linear))
+    assert not any(isinstance(part.laid_out, PanelWeight) for part in decoder.modules() if isinstance(part, Linear))
     assert row_cases.greedy_tokens(folder, weights) == with_them
 
 

@@ -35,7 +35,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def leave_plain(patch: pytest.MonkeyPatch) -> None:
-    for kind in (Linear, Experts):
+    for kind in (Linear, PackedLinear, Experts):
         patch.setattr(kind, "finalize", lambda self, **_: None)
 
 

@@ -15,9 +15,9 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.numba_backend import NumbaBackend
 from llm_service.layers.attention.paged import PagedBackend, PagedBatch
 from llm_service.layers.attention.tables import Tables
+from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.plan import Chunk
 from tests.attention_cases import CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention

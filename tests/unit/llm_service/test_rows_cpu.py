@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.kernels import rows_cpu
-from common.kernels.rows_cpu import FEW
 from llm_service.layers import gate, kernels, norm
+from llm_service.layers.cpu import row_kernels as rows_cpu
+from llm_service.layers.cpu.row_kernels import FEW
 from llm_service.models import decoder
 from tests import row_cases
 from tests.checkpoints import Family

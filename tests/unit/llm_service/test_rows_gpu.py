@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from common.kernels import rows_gpu
 from llm_service.layers import gate, norm
+from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.models import decoder
 from tests import row_cases
 from tests.checkpoints import Family

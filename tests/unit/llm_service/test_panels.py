@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from common import panels
-from common.int8 import Int8Weight
-from common.panels import PanelWeight, narrowed
+from llm_service.layers.cpu import panels
+from llm_service.layers.cpu.panels import PanelWeight
+from llm_service.layers.quantization import Int8Weight, narrowed
 
 
 @pytest.fixture(autouse=True)
@@ -160,13 +160,13 @@ def test_rows_that_do_not_fit_are_refused(wrong: torch.Tensor) -> None:
 
 
 def test_the_kernel_is_compiled_once_for_each_type() -> None:
-    from common.kernels import panels_cpu
+    from llm_service.layers.cpu import panel_kernel
 
     for kind, give in KINDS.items():
         laid_out = panelled(give(noise(128, 64)))
         for x, bias in ((noise(1, 64), None), (noise(40, 200)[:, :64], noise(128))):
             laid_out.product(x, bias)
-        stored = [signature[2].dtype.name for signature in panels_cpu._kernel.signatures]
+        stored = [signature[2].dtype.name for signature in panel_kernel._kernel.signatures]
         assert stored.count(kind.__name__) == 1
 
 
@@ -176,6 +176,6 @@ def test_the_kernel_is_compiled_once_for_each_type() -> None:
 def test_tasks_are_small_enough_for_all_threads_and_no_smaller(
     rows: int, panels: int, threads: int, expected: int
 ) -> None:
-    from common.kernels.panels_cpu import _task_rows
+    from llm_service.layers.cpu.panel_kernel import _task_rows
 
     assert _task_rows(rows, panels, threads) == expected

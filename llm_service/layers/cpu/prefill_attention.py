@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels import vectors_cpu
-from common.kernels.jit import Typed, compiled, inner
-from common.kernels.vectors_cpu import FLOAT, LANES, NOTHING, add_products, highest, to_powers
-from common.panels import Array
+from llm_service.layers.cpu import llvm
+from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from llm_service.layers.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64
@@ -188,7 +187,7 @@ def _attend(
 
 
 _pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=vectors_cpu)
+_attend_kernel = compiled(_attend, made_of=llvm)
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
 _list, _table = numba.int64[::1], numba.int64[:, ::1]
 TYPED = {

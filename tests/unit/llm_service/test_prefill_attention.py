@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kernels import attention_cpu
-from common.kernels.attention_cpu import Attention, Spans
-from common.panels import wide_vectors
+from llm_service.layers.cpu import prefill_attention
+from llm_service.layers.cpu.prefill_attention import Attention, Spans
+from llm_service.layers.cpu.selection import wide_vectors
 
 pytestmark = pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
 
@@ -97,5 +97,5 @@ def test_the_kernels_are_compiled_once_for_queries_of_any_layout() -> None:
     wide = noise(5, 9, 16, seed=1)
     for query in (wide[:, :4], wide[:1, :4], wide[:, 2:6], noise(3, 4, 16, seed=1)):
         attend(query, keys, values, np.arange(80), Spans.of([len(query)], [80]))
-    assert len(attention_cpu._attend_kernel.signatures) == 1
-    assert len(attention_cpu._pack_kernel.signatures) == 1
+    assert len(prefill_attention._attend_kernel.signatures) == 1
+    assert len(prefill_attention._pack_kernel.signatures) == 1

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from common.kernels.jit import Typed, compiled
+from llm_service.layers.cpu.jit import Typed, compiled
 
 
 def _product(out: Any, x: Any, weight: Any, scale: Any) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.kernels import vectors_cpu
-from common.kernels.jit import Typed, compiled, inner
-from common.kernels.vectors_cpu import FLOAT, LANES, gate
-from common.panels import Array, wide_vectors
+from llm_service.layers.cpu import llvm
+from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from llm_service.layers.cpu.llvm import FLOAT, LANES, gate
+from llm_service.layers.cpu.selection import wide_vectors
 
 FEW = 32
 """Rows up to which one thread is faster."""
@@ -106,8 +106,8 @@ _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
     compiled(_qk_norm_rotary_many_rows),
 )
-_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=vectors_cpu)
-_silu_and_mul_many = compiled(_silu_and_mul_many_rows, made_of=vectors_cpu)
+_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=llvm)
+_silu_and_mul_many = compiled(_silu_and_mul_many_rows, made_of=llvm)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number
@@ -120,7 +120,7 @@ TYPED = {
     "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
     "silu_and_mul_many": Typed(_silu_and_mul_many, (_rows, _rows)),
 }
-"""Gates are for processors whose vectors are `vectors_cpu`'s."""
+"""Gates are for processors whose vectors are `llvm`'s."""
 
 
 def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
@@ -141,7 +141,7 @@ def qk_norm_rotary_rows(
 
 
 def silu_and_mul_rows(x: Array) -> Array:
-    """`silu_and_mul` of arrays, for processors whose vectors are `vectors_cpu`'s."""
+    """`silu_and_mul` of arrays, for processors whose vectors are `llvm`'s."""
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
     (_silu_and_mul_few if len(x) <= FEW else _silu_and_mul_many)(out, np.ascontiguousarray(x))
     return out

@@ -32,7 +32,7 @@ _WORD, _FLAG, _SINGLE, _BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), i
 _VECTOR, _WHOLE = ir.VectorType(_SINGLE, LANES), ir.VectorType(_FLAG, LANES)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _STORED = {types.float32: 4, types.uint32: 2, types.uint16: 2, types.int8: 1}
-"""Bytes of a weight, by the type of the array that has it (`common.panels`)."""
+"""Bytes of a weight, by the type of the array that has it (see `PanelWeight`)."""
 _TURN = 4
 """Inputs of one turn of a product's loop, which costs instructions of its own."""
 _FOUR = 4
@@ -47,9 +47,9 @@ def _add_products(_: Any, rows: Any, vectors: Any, ahead: Any, stored: Any, _pla
     """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
 
     w is 16 · `vectors`; `rows` and `vectors` are literals, of which the product is at most 24, since the sums stay in
-    registers. `stored` is an array of the type that the weights are stored in (`common.panels`). `places` are (address
-    of out, bytes from one row of it to the next, the same of x, address of weights, address of the weights that come
-    next, bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
+    registers. `stored` is an array of the type that the weights are stored in. `places` are (address of
+    out, bytes from one row of it to the next, the same of x, address of weights, address of the weights that come next,
+    bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
     """
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, ahead)):
         return None  # numba asks again, with what it knows of constants

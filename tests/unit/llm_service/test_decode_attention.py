@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from llm_service.layers.attention import numba_decode
+from llm_service.layers.cpu import decode_attention
 
 SIZE, DIM, WIDEST = 4, 24, 5
 
@@ -17,7 +17,7 @@ SIZE, DIM, WIDEST = 4, 24, 5
 def test_tokens_are_written_and_attended_to(
     lengths: list[int], heads: int, kv_heads: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba_decode.numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
     random = torch.Generator().manual_seed(heads + len(lengths))
     count = len(lengths)
     table = torch.randperm(count * WIDEST, generator=random).view(count, WIDEST).int()
@@ -31,7 +31,7 @@ def test_tokens_are_written_and_attended_to(
         known = [every[table[row].long()].flatten(0, 1)[:length] for every in (expected_keys, expected_values)]
         one = query[row].unsqueeze(1), *(every.transpose(0, 1) for every in known)
         expected[row] = functional.scaled_dot_product_attention(*one, enable_gqa=True).squeeze(1)
-    out = numba_decode.decode(query, key, value, keys, values, table, torch.tensor(lengths, dtype=torch.int32))
+    out = decode_attention.decode(query, key, value, keys, values, table, torch.tensor(lengths, dtype=torch.int32))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys, expected_keys)
     assert torch.equal(values, expected_values)
@@ -44,7 +44,7 @@ def test_tokens_are_written_and_attended_to(
 def test_a_sequence_is_divided_as_little_as_keeps_all_threads_busy(
     sequences: int, kv_heads: int, threads: int, parts: int
 ) -> None:
-    assert numba_decode.parts(sequences, kv_heads, threads) == parts
+    assert decode_attention.parts(sequences, kv_heads, threads) == parts
 
 
 def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
@@ -54,5 +54,5 @@ def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
         heads = torch.zeros(count, 8, DIM)
         query, key, value = heads.split([4, 2, 2], dim=1)
         table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
-        numba_decode.decode(query, key, value, keys, values, table, torch.ones(count, dtype=torch.int32))
-    assert len(numba_decode._kernel.signatures) == 1
+        decode_attention.decode(query, key, value, keys, values, table, torch.ones(count, dtype=torch.int32))
+    assert len(decode_attention._kernel.signatures) == 1

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels import selection
-from common.kernels.attention_cpu import Attention, Spans
-from common.panels import Array
-from llm_service.layers.attention import numba_decode
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape
 from llm_service.layers.attention.plain import PlainBackend
+from llm_service.layers.cpu import decode_attention, prefill_attention, selection
+from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.prefill_attention import Attention, Spans
 from llm_service.plan import Chunk
 
 _CPU = torch.device("cpu")
-_DECODING = frozenset({"llm_service.layers.attention.numba_decode:decode"})
-_CHUNKS = frozenset({"common.kernels.attention_cpu:pack", "common.kernels.attention_cpu:attend"})
+_DECODING = frozenset({f"{decode_attention.__name__}:decode"})
+_CHUNKS = frozenset({f"{prefill_attention.__name__}:{kernel}" for kernel in ("pack", "attend")})
 
 
 class NumbaBackend:
@@ -80,7 +79,7 @@ class _Batch:
         """See `AttentionBatch`."""
         count = len(self.lengths)
         first = query[:count], key[:count], value[:count]
-        decoded = numba_decode.decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
+        decoded = decode_attention.decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

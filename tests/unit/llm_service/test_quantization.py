@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.int8 import Int8Weight
-from common.kernels import int8_cpu, int8_gpu
-from common.linear import Linear, finalize_linears
+from llm_service.layers.cpu import int8_kernel as int8_cpu
+from llm_service.layers.gpu import int8_kernel as int8_gpu
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantization import Int8Weight
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,12 +56,12 @@ def test_the_kernel_for_gpus_gives_the_same(
 
 
 def test_a_layer_is_rounded_when_it_is_finalized_and_lets_go_of_its_weight() -> None:
-    layer = Linear(64, 48)
+    layer = PackedLinear(slice(0, 64), {"part": slice(0, 48)}, bias=True, dtype=torch.float32)
     for parameter in layer.parameters():
         parameter.data.copy_(drawn(*parameter.shape))
     x = drawn(3, 64, seed=2)
     expected = layer(x)
-    finalize_linears(layer, int8=Linear)
+    layer.finalize(int8=True)
     assert layer.weight.numel() == 0
     given = layer(x)
     assert not torch.equal(given, expected)

@@ -1,4 +1,4 @@
-"""A product with a weight in panels (`common.panels`), compiled by numba: of one row or of thousands.
+"""A product with a weight in panels (`llm_service.layers.cpu.panels`), compiled by numba: of one row or of thousands.
 
 Few rows wait for memory: the kernel multiplies with the weights as they are stored, and asks for the next stretch while
 it computes with the last. Many wait for arithmetic: a stretch is made float32 first, in the first-level cache, and all
@@ -13,11 +13,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.kernels import vectors_cpu
-from common.kernels.jit import Typed, compiled, inner
-from common.kernels.vectors_cpu import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
-from common.panels import WIDTH, Array
+from llm_service.layers.cpu import llvm
+from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from llm_service.layers.cpu.llvm import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
 
+WIDTH = 64
+"""Outputs of a panel, whose weights for one input lie side by side."""
 _VECTORS = WIDTH // LANES
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
@@ -119,7 +120,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
         _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=vectors_cpu)
+_kernel = compiled(_product, made_of=llvm)
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))

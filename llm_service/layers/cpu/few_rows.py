@@ -6,29 +6,18 @@ torch's modules, views and operators between them, whose code the weights have p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.kernels import selection
-from common.panels import Array
+from common.linear import Linear
+from llm_service.layers.cpu import row_kernels, selection
+from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.norm import RMSNorm
-
-Product = Callable[[Array], Array]
-"""float32 [m, inputs] → [m, outputs]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Products:
-    """A layer's four."""
-
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +34,40 @@ class Heads:
 class FewRows:
     """A layer whose weights are final, with the norms that come before attention and after it."""
 
-    def __init__(self, products: Products, heads: Heads, norms: tuple[RMSNorm, RMSNorm]) -> None:
-        from common.kernels import rows_cpu
-
-        self._kernels = rows_cpu
-        self._products = products
+    def __init__(
+        self, products: Sequence[Callable[[Array], Array]], heads: Heads, norms: tuple[RMSNorm, RMSNorm]
+    ) -> None:
+        self._qkv, self._o, self._gate_up, self._down = products
         self._heads = heads
-        self._gains = rows_cpu.both_gains(heads.gains, heads.eps, heads.size)
+        self._gains = row_kernels.both_gains(heads.gains, heads.eps, heads.size)
         self._before, self._after = ((norm.weight.numpy(), norm.eps) for norm in norms)
+
+    @classmethod
+    def of(cls, linears: Sequence[Linear], heads: Heads, norms: tuple[RMSNorm, RMSNorm]) -> FewRows | None:
+        """Of a layer's four products, in order; None where one of them has its weight not in panels."""
+        forms = [(linear.laid_out, linear.bias) for linear in linears]
+        products = [form.array_product(bias) for form, bias in forms if isinstance(form, PanelWeight)]
+        return cls(products, heads, norms) if len(products) == len(linears) else None
 
     def takes(self, x: Tensor) -> bool:
         """Whether x [n, hidden] is few rows, and our kernels compute."""
-        return x.shape[0] <= self._kernels.FEW and selection.is_numba()
+        return x.shape[0] <= row_kernels.FEW and selection.is_numba()
 
     def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See `Layer.before`."""
         queries, keys = self._heads.queries, self._heads.keys
-        product = self._products.qkv(self._kernels.rms_norm_rows(x.numpy(), *self._before))
+        product = self._qkv(row_kernels.rms_norm_rows(x.numpy(), *self._before))
         heads = product.reshape(x.shape[0], -1, self._heads.size)
         cosine, sine = rotary
-        rotated = self._kernels.qk_norm_rotary_rows(heads, cosine.numpy(), sine.numpy(), queries, keys, *self._gains)
+        rotated = row_kernels.qk_norm_rotary_rows(heads, cosine.numpy(), sine.numpy(), queries, keys, *self._gains)
         both, value = torch.from_numpy(rotated), torch.from_numpy(heads)[:, queries + keys :]
         return both[:, :queries], both[:, queries:], value
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """See `Layer.after`."""
-        joined = self._products.o(attended.numpy())
+        joined = self._o(attended.numpy())
         np.add(joined, x.numpy(), out=joined)
-        inner = self._products.gate_up(self._kernels.rms_norm_rows(joined, *self._after))
-        out = self._products.down(self._kernels.silu_and_mul_rows(inner))
+        inner = self._gate_up(row_kernels.rms_norm_rows(joined, *self._after))
+        out = self._down(row_kernels.silu_and_mul_rows(inner))
         np.add(out, joined, out=out)
         return torch.from_numpy(out)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from common.devices import cuda_device_count
-from common.kernels.varlen_attention import tile_rows, tiles, varlen_attention
+from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
 
 DEVICE = "cuda" if cuda_device_count() else "cpu"
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

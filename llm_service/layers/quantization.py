@@ -1,4 +1,4 @@
-"""Weights in 8 bits: each output has a scale of its own, symmetric, and activations stay as they are.
+"""Weights in fewer bits: in 8 with a loss, each output with a scale of its own; in 16 where nothing is lost.
 
 A token of one request reads every weight once, so it takes as long as reading takes; a byte in place of two or four is
 that much less to read. Products of many rows are bound by arithmetic: for them the weight is widened first.
@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.kernels import selection
+from llm_service.layers.cpu import selection
 
 _HIGHEST = 127
 _FEW = 16
 """Rows up to which the kernels of few rows are used."""
+_KERNELS = frozenset({"llm_service.layers.cpu.int8_kernel:product"})
+_NARROW = torch.bfloat16, torch.float16
+_AT_ONCE = 64
+"""Rows of a weight that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,9 @@ class Int8Weight:
         return cls(values, scale)
 
     @property
-    def kernel(self) -> str:
-        """See `LaidOut`."""
-        return "common.kernels.int8_cpu:product" if self.values.device.type == "cpu" else ""
+    def kernels(self) -> frozenset[str]:
+        """See `NumbaCompiled`."""
+        return _KERNELS if self.values.device.type == "cpu" else frozenset()
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The weight [outputs, inputs] as it is now."""
@@ -56,11 +60,19 @@ class Int8Weight:
         return (out if bias is None else out + bias).view(*x.shape[:-1], len(self.values))
 
 
+def narrowed(weight: Tensor) -> Tensor:
+    """A float32 weight [n, k] in 16 bits if they have all of its numbers; else, or of another type, as it is."""
+    for dtype in _NARROW if weight.dtype == torch.float32 else ():
+        if all(torch.equal(part.to(dtype).float(), part) for part in weight.split(_AT_ONCE)):
+            return weight.to(dtype)
+    return weight
+
+
 def _few_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     if x.device.type == "cuda":
-        from common.kernels import int8_gpu
+        from llm_service.layers.gpu import int8_kernel as int8_gpu
 
         return int8_gpu.product(x, values, scale)
-    from common.kernels import int8_cpu
+    from llm_service.layers.cpu import int8_kernel as int8_cpu
 
     return int8_cpu.product(x.float(), values, scale).to(x.dtype)

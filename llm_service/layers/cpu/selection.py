@@ -5,6 +5,13 @@ Whoever runs steps changes it between two of them. The rest of the code has numb
 
 from __future__ import annotations
 
+import torch
+
+
+def wide_vectors() -> bool:
+    """Whether this processor has vectors of 16 float32, for which our kernels are written."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
 
 class _State:
     numba = True

@@ -14,13 +14,13 @@ import numba
 import numpy as np
 import pytest
 
-from common.kernels.jit import Typed, compiled, find
+from llm_service.layers.cpu.jit import Typed, compiled, find
 
 _PROGRAM = """
 import numba
 import numpy as np
 import torch
-from common.kernels.jit import use_threads
+from llm_service.layers.cpu.jit import use_threads
 
 torch.set_num_threads(1)
 torch.ones(300, 300) @ torch.ones(300, 300)
@@ -124,8 +124,8 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 def test_several_processes_compile_into_one_folder(folder: Path) -> None:
-    name = "common.kernels.rows_cpu:rms_norm_few"
-    command = [sys.executable, "-m", "common.kernels.compile", name]
+    name = "llm_service.layers.cpu.row_kernels:rms_norm_few"
+    command = [sys.executable, "-m", "llm_service.layers.cpu.compile", name]
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "TWINLENS_PARENT": str(os.getpid())}
     running = [subprocess.Popen(command, env=environ) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]

@@ -13,7 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import event
+
+Array = np.ndarray[Any, Any]
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
@@ -102,7 +105,7 @@ class _Refusal(event.Listener):
 def find(name: str) -> Typed:
     """The kernel of a name, `module:key`, in the table of its module.
 
-    >>> find("common.kernels.rows_cpu:rms_norm_few").kernel.py_func.__name__
+    >>> find("llm_service.layers.cpu.row_kernels:rms_norm_few").kernel.py_func.__name__
     '_rms_norm'
     """
     module, _, key = name.partition(":")

@@ -1,5 +1,5 @@
-"""Compiles kernels and keeps them on disk: `python -m common.kernels.compile MODULE:KEY…`, started by the process that
-wants them, never by hand.
+"""Compiles kernels and keeps them on disk: `python -m llm_service.layers.cpu.compile MODULE:KEY…`, started by the
+process that wants them, never by hand.
 
 It takes only the time that nobody else wants. Of several that keep kernels in one folder one compiles, and the others
 find what it has made. Each kernel is kept when it is there, in one move: one that is killed has lost a kernel at most.
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.kernels.jit import find
 from common.processes import die_with_parent, leave_signals_to_parent
+from llm_service.layers.cpu.jit import find
 
 _NICE = 19
 

@@ -10,31 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.int8 import Int8Weight
-from common.kernels import selection
+from llm_service.layers.cpu import panel_kernel, selection
+from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.panel_kernel import WIDTH
+from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.quantization import Int8Weight, narrowed
 
-WIDTH = 64
-"""Outputs of a panel, whose weights for one input lie side by side."""
 _PAIR = 32
 """Outputs of bfloat16 that lie in one line of a cache, two to a word: the first with the 17th, and so on."""
 _AT_ONCE = 64
 """Panels that are laid out at a time, so that this takes little memory beside the weight's."""
-_NARROW = torch.bfloat16, torch.float16
 _STORED = {torch.bfloat16: np.uint32, torch.float16: np.uint16}
 """The array's type, by which the kernel knows what it holds; other types are themselves."""
-
-Array = np.ndarray[Any, Any]
-
-
-def wide_vectors() -> bool:
-    """Whether this processor has vectors of 16 float32, for which our kernels are written."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +59,9 @@ class PanelWeight:
         return cls(weight.shape[0], _panels(rounded.values), rounded.scale.numpy())
 
     @property
-    def kernel(self) -> str:
-        """See `LaidOut`."""
-        return f"common.kernels.panels_cpu:{self.panels.dtype}"
+    def kernels(self) -> frozenset[str]:
+        """See `NumbaCompiled`."""
+        return frozenset({f"llm_service.layers.cpu.panel_kernel:{self.panels.dtype}"})
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
@@ -80,10 +72,8 @@ class PanelWeight:
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
-        from common.kernels import panels_cpu  # numba takes its time, and an encoder has no panels
-
         added = None if bias is None else bias.numpy()
-        return partial(panels_cpu.product, panels=self.panels, scale=self.scale, bias=added, outputs=self.outputs)
+        return partial(panel_kernel.product, panels=self.panels, scale=self.scale, bias=added, outputs=self.outputs)
 
     def _by_torch(self, x: Array, bias: Tensor | None) -> Tensor:
         """The product while our kernel is not there: some panels at a time are made float32 in memory, for each."""
@@ -100,14 +90,6 @@ class PanelWeight:
 def _fits(weight: Tensor) -> bool:
     """Whether there is a kernel for panels of a weight, here."""
     return weight.device.type == "cpu" and weight.numel() > 0 and wide_vectors() and selection.allows_panels()
-
-
-def narrowed(weight: Tensor) -> Tensor:
-    """A float32 weight [n, k] in 16 bits if they have all of its numbers; else, or of another type, as it is."""
-    for dtype in _NARROW if weight.dtype == torch.float32 else ():
-        if all(torch.equal(part.to(dtype).float(), part) for part in weight.split(WIDTH)):
-            return weight.to(dtype)
-    return weight
 
 
 def _panels(weight: Tensor) -> Array:

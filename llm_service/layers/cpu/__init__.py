@@ -1,0 +1,1 @@
+"""What computes on CPUs: kernels that numba compiles, and weights laid out for them."""
