@@ -64,6 +64,7 @@ def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: st
             parameter.normal_(0, parameter.shape[1] ** -0.5)
         else:
             parameter.fill_(1.0)
+    decoder.finalize()
     shape = CacheShape(config.layers, blocks, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, machine.dtype)
     backend = choose(attention, shape, machine.dtype, machine.device)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llm_service.layers.kernels import RowKernels
-from llm_service.layers.rotary import apply_rotary
+from llm_service.layers.ops import RowOps, apply_rotary
 from llm_service.request import Sampling
 from tests import pictures
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
@@ -20,14 +19,14 @@ HEADS = ((4, 2, 16), (9, 3, 80), (1, 1, 128))
 GATES = (24, 1500)
 
 
-def check_norm(kernels: RowKernels, rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+def check_norm(ops: RowOps, rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     """Of rows that are a part of longer ones."""
     x, gain = _drawn(rows, size + 16, dtype, device)[:, :size], _drawn(1, size, dtype, device, 1)[0]
-    _same(kernels.rms_norm(x, gain, 1e-6), _norm(x, gain))
+    _same(ops.rms_norm(x, gain, 1e-6), _norm(x, gain))
 
 
 def check_qk_norm_rotary(
-    kernels: RowKernels,
+    ops: RowOps,
     queries: int,
     keys: int,
     head: int,
@@ -47,13 +46,13 @@ def check_qk_norm_rotary(
         gains = (_drawn(1, head, dtype, device, 2)[0], _drawn(1, head, dtype, device, 3)[0])
         query, key = _norm(query, gains[0]), _norm(key, gains[1])
     expected = torch.cat([apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)], dim=1)
-    _same(kernels.qk_norm_rotary(x, cosine, sine, queries, keys, gains, 1e-6), expected)
+    _same(ops.qk_norm_rotary(x, cosine, sine, queries, keys, gains, 1e-6), expected)
 
 
-def check_silu_and_mul(kernels: RowKernels, inner: int, dtype: torch.dtype, device: str) -> None:
+def check_silu_and_mul(ops: RowOps, inner: int, dtype: torch.dtype, device: str) -> None:
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
-    _same(kernels.silu_and_mul(x), torch.nn.functional.silu(first) * second)
+    _same(ops.silu_and_mul(x), torch.nn.functional.silu(first) * second)
 
 
 def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:

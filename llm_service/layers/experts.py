@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.linear import LaidOut, Linear
-from llm_service.layers.gate import silu_and_mul
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Stored, laid_out
+from llm_service.layers.ops import TORCH, RowOps
 
 
 class Experts(nn.Module):
@@ -17,6 +17,8 @@ class Experts(nn.Module):
 
     `inner` is this rank's share; gate and up are each split, so that the halves stay side by side.
     """
+
+    ops: RowOps = TORCH
 
     def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Experts(nn.Module):
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
-        inner = silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+        inner = self.ops.silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
     def finalize(self, *, int8: bool = False) -> None:
@@ -81,8 +83,10 @@ class Experts(nn.Module):
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
         if self.laid_out:
             gate_up, down = self.laid_out[expert]
-            return down.product(silu_and_mul(gate_up.product(x)))
-        return functional.linear(silu_and_mul(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
+            return down.product(self.ops.silu_and_mul(gate_up.product(x)))
+        return functional.linear(
+            self.ops.silu_and_mul(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert]
+        )
 
 
 class SparseMLP(nn.Module):

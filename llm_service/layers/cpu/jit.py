@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
@@ -25,11 +25,14 @@ _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: ModuleType | None = None) -> Any:
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
-    One function is compiled one way: what is kept does not say whether it is `parallel`, and is taken for both. numba
-    notices changes of the function's own file, and what is kept bears the sum of the file that else it is `made_of`.
+    numba notices changes of the function's own file. What is kept is named after the rest: whether it is on all
+    threads, and the sum of the file that else it is `made_of`.
     """
+    name = function.__name__ if parallel else f"{function.__name__}_serial"
     if made_of is not None and made_of.__file__ is not None:
-        function.__qualname__ += f"_{zlib.crc32(Path(made_of.__file__).read_bytes()):08x}"
+        name += f"_{zlib.crc32(Path(made_of.__file__).read_bytes()):08x}"
+    function = FunctionType(function.__code__, function.__globals__, function.__name__)
+    function.__qualname__ = name
     options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(**options, cache=True)(function)

@@ -12,12 +12,12 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from llm_service.layers.cpu import llvm
+from llm_service.layers.cpu import llvm, selection
 from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
 from llm_service.layers.cpu.llvm import FLOAT, LANES, gate
 from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.ops import TorchOps
 
 FEW = 32
 """Rows up to which one thread is faster."""
@@ -36,12 +36,6 @@ def _rms_norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
 
 def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
     """float32 out [n, size], x alike, of any strides; gain [size]."""
-    for row in range(x.shape[0]):
-        _rms_norm_row(out[row], x[row], gain, eps)
-
-
-def _rms_norm_many_rows(out: Any, x: Any, gain: Any, eps: Any) -> None:
-    """As `_rms_norm`, on all threads."""
     for row in numba.prange(x.shape[0]):
         _rms_norm_row(out[row], x[row], gain, eps)
 
@@ -69,12 +63,6 @@ def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, qu
 def _qk_norm_rotary(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, dim], gains [2, dim]. Where eps is
     below 0, without a norm."""
-    for row in range(out.shape[0]):
-        _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
-
-
-def _qk_norm_rotary_many_rows(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """As `_qk_norm_rotary`, on all threads."""
     for row in numba.prange(out.shape[0]):
         _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 
@@ -91,23 +79,17 @@ def _silu_and_mul_row(out: Any, x: Any) -> None:
 
 def _silu_and_mul(out: Any, x: Any) -> None:
     """float32 out [n, inner], x [n, 2 · inner], both in order."""
-    for row in range(out.shape[0]):
-        _silu_and_mul_row(out[row], x[row])
-
-
-def _silu_and_mul_many_rows(out: Any, x: Any) -> None:
-    """As `_silu_and_mul`, on all threads."""
     for row in numba.prange(out.shape[0]):
         _silu_and_mul_row(out[row], x[row])
 
 
-_rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm_many_rows)
+_rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm)
 _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
-    compiled(_qk_norm_rotary_many_rows),
+    compiled(_qk_norm_rotary),
 )
 _silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=llvm)
-_silu_and_mul_many = compiled(_silu_and_mul_many_rows, made_of=llvm)
+_silu_and_mul_many = compiled(_silu_and_mul, made_of=llvm)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number
@@ -124,7 +106,7 @@ TYPED = {
 
 
 def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
-    """`rms_norm` of arrays."""
+    """See `RowOps.rms_norm`."""
     out = np.empty(x.shape, np.float32)
     (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, x, gain, np.float32(eps))
     return out
@@ -133,7 +115,7 @@ def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
 def qk_norm_rotary_rows(
     x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float
 ) -> Array:
-    """`qk_norm_rotary` of arrays; gains [2, head_dim], eps below 0 where nothing is normed."""
+    """See `RowOps.qk_norm_rotary`; gains [2, head_dim], eps below 0 where nothing is normed."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
     kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
     kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
@@ -141,37 +123,48 @@ def qk_norm_rotary_rows(
 
 
 def silu_and_mul_rows(x: Array) -> Array:
-    """`silu_and_mul` of arrays, for processors whose vectors are `llvm`'s."""
+    """See `RowOps.silu_and_mul`; for processors whose vectors are `llvm`'s."""
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
     (_silu_and_mul_few if len(x) <= FEW else _silu_and_mul_many)(out, np.ascontiguousarray(x))
     return out
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x float32 [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size]."""
-    return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
+class NumbaOps(TorchOps):
+    """These kernels, while they are selected; else torch's operators."""
 
+    kernels = frozenset(f"{__name__}:{name}" for name in TYPED if wide_vectors() or not name.startswith("silu_and_mul"))
+    """See `NumbaCompiled`."""
 
-def qk_norm_rotary(
-    x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
-) -> Tensor:
-    """The first heads of x float32 [n, queries + keys or more, head_dim], by the angles of each token: [n, queries +
-    keys, head_dim].
+    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """See `RowOps`."""
+        if not selection.is_numba():
+            return super().rms_norm(x, gain, eps)
+        return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
 
-    cosine and sine are [n, 1, head_dim]. With `gains`, [head_dim] for queries and for keys, each head is first normed.
-    """
-    both, least = both_gains(gains, eps, x.shape[2])
-    return torch.from_numpy(qk_norm_rotary_rows(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, least))
+    def qk_norm_rotary(
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        queries: int,
+        keys: int,
+        gains: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        """See `RowOps`."""
+        if not selection.is_numba():
+            return super().qk_norm_rotary(x, cosine, sine, queries, keys, gains, eps)
+        both, given_eps = both_gains(gains, eps, x.shape[2])
+        rotated = qk_norm_rotary_rows(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, given_eps)
+        return torch.from_numpy(rotated)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See `RowOps`."""
+        if not (wide_vectors() and selection.is_numba()):
+            return super().silu_and_mul(x)
+        return torch.from_numpy(silu_and_mul_rows(x.numpy()))
 
 
 def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -> tuple[Array, float]:
     """The last two arguments of `qk_norm_rotary_rows`."""
     return (np.ones((2, head_dim), np.float32), -1.0) if gains is None else (torch.stack(gains).numpy(), eps)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
-    if wide_vectors():
-        return torch.from_numpy(silu_and_mul_rows(x.numpy()))
-    first, second = x.chunk(2, dim=-1)
-    return functional.silu(first).mul_(second)

@@ -7,10 +7,16 @@ difference which of them compute.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from common import log
+
+_log = log.get("kernels")
 
 _HEADS, _GATES = 8, 1024
 """What one program takes: heads of a token; places of a row."""
@@ -92,7 +98,7 @@ def silu_and_mul_kernel(out, x, inner, BLOCK: tl.constexpr):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size]."""
+    """See `RowOps`."""
     n, size = x.shape
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
     norm_kernel[(n,)](
@@ -104,12 +110,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def qk_norm_rotary(
     x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
-    """The first heads of x [n, queries + keys or more, head_dim], by the angles of each token: [n, queries + keys,
-    head_dim].
-
-    cosine and sine are [n, 1, head_dim] in the type of x. With `gains`, [head_dim] for queries and for keys, each head
-    is first normed.
-    """
+    """See `RowOps`."""
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
     query_gain, key_gain = gains or (cosine, cosine)
@@ -134,8 +135,19 @@ def qk_norm_rotary(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+    """See `RowOps`."""
     n, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
     silu_and_mul_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, BLOCK=_GATES, num_warps=4)
     return out
+
+
+@functools.cache
+def run_on(device: torch.device) -> bool:
+    """Whether these run there: Triton comes with torch, and may still lack a C compiler, or a folder to write to."""
+    try:
+        rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
+    except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same
+        _log.warning("our kernels do not run on this device", cause=str(error)[:500])
+        return False
+    return True

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from llm_service.layers.cpu import panels, selection
 from llm_service.layers.cpu.jit import find
+from llm_service.layers.cpu.layer import FewRows
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.decoder import Layer
 from llm_service.plan import StepPlan, ToRank
 from llm_service.request import Sampling
 from llm_service.worker import changeover, load
@@ -202,7 +202,7 @@ def test_tokens_are_the_same_before_after_and_across_the_change(
 ) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: wide)
     if wide and not WIDE:
-        monkeypatch.setattr(Layer, "finalize", lambda _: None)
+        monkeypatch.setattr(FewRows, "of", lambda _: None)
     folder = checkpoints(family)
     ours = spoken(folder, lambda _: True, weights)
     assert spoken(folder, lambda _: False, weights) == ours

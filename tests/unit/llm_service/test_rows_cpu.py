@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_service.layers import gate, kernels, norm
+from common.checkpoint import Checkpoint
+from llm_service.layers.cpu import layer
 from llm_service.layers.cpu import row_kernels as rows_cpu
-from llm_service.layers.cpu.row_kernels import FEW
-from llm_service.models import decoder
+from llm_service.layers.cpu.row_kernels import FEW, NumbaOps
+from llm_service.layers.ops import TorchOps
+from llm_service.models.loader import load_decoder
 from tests import row_cases
 from tests.checkpoints import Family
+
+NUMBA = NumbaOps()
 
 
 @pytest.mark.parametrize(("rows", "size"), [*row_cases.NORMS, (0, 64), (300, 128)])
 def test_a_norm_is_torch_s(rows: int, size: int) -> None:
-    row_cases.check_norm(rows_cpu, rows, size, torch.float32, "cpu")
+    row_cases.check_norm(NUMBA, rows, size, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 33])
@@ -27,23 +31,25 @@ def test_a_norm_is_torch_s(rows: int, size: int) -> None:
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, normed: bool, tokens: int
 ) -> None:
-    row_cases.check_qk_norm_rotary(rows_cpu, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
+    row_cases.check_qk_norm_rotary(NUMBA, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
 
 
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
 def test_a_gate_is_torch_s(inner: int) -> None:
-    row_cases.check_silu_and_mul(rows_cpu, inner, torch.float32, "cpu")
+    row_cases.check_silu_and_mul(NUMBA, inner, torch.float32, "cpu")
 
 
 def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cpu, "wide_vectors", lambda: False)
     monkeypatch.setattr(rows_cpu, "silu_and_mul_rows", None)
-    row_cases.check_silu_and_mul(rows_cpu, 24, torch.float32, "cpu")
+    row_cases.check_silu_and_mul(NUMBA, 24, torch.float32, "cpu")
 
 
-def test_they_are_for_float32_on_a_cpu() -> None:
-    assert kernels.row_kernels(torch.zeros(2)) is rows_cpu
-    assert kernels.row_kernels(torch.zeros(2, dtype=torch.bfloat16)) is None
+def test_they_are_for_float32_on_a_cpu(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    for dtype, expected in ((torch.float32, NumbaOps), (torch.bfloat16, TorchOps)):
+        decoder = load_decoder(Checkpoint(folder), dtype, torch.device("cpu"))
+        assert {type(part.ops) for part in decoder.modules() if hasattr(part, "ops")} == {expected}
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -51,10 +57,9 @@ def test_decoders_give_the_same_tokens_without_them(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    monkeypatch.setattr(decoder.Layer, "finalize", lambda self: None)  # few rows would go another way
+    monkeypatch.setattr(layer.FewRows, "of", lambda _: None)  # few rows would go another way
     with_them = row_cases.greedy_tokens(folder)
-    for module in (gate, norm, decoder):
-        monkeypatch.setattr(module, "row_kernels", lambda x: None)
+    monkeypatch.setattr(layer, "NumbaOps", TorchOps)
     assert row_cases.greedy_tokens(folder) == with_them
 
 
@@ -67,10 +72,10 @@ def test_many_rows_on_all_threads_are_what_few_are_on_one() -> None:
         return torch.cat([kernel(slice(row, row + 1)) for row in range(len(x))])
 
     def qk_norm_rotary(rows: slice) -> torch.Tensor:
-        return rows_cpu.qk_norm_rotary(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
+        return NUMBA.qk_norm_rotary(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
 
     every = slice(None)
     assert torch.equal(few(qk_norm_rotary), qk_norm_rotary(every))
-    assert torch.equal(few(lambda rows: rows_cpu.silu_and_mul(x[rows])), rows_cpu.silu_and_mul(x))
+    assert torch.equal(few(lambda rows: NUMBA.silu_and_mul(x[rows])), NUMBA.silu_and_mul(x))
     wide = torch.ones(8 * 64)
-    assert torch.equal(few(lambda rows: rows_cpu.rms_norm(x[rows], wide, 1e-6)), rows_cpu.rms_norm(x, wide, 1e-6))
+    assert torch.equal(few(lambda rows: NUMBA.rms_norm(x[rows], wide, 1e-6)), NUMBA.rms_norm(x, wide, 1e-6))

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from llm_service.layers import gate, norm
+from llm_service.layers.cpu import layer
 from llm_service.layers.gpu import row_kernels as rows_gpu
-from llm_service.models import decoder
 from tests import row_cases
 from tests.checkpoints import Family
 
@@ -46,13 +45,12 @@ def test_decoders_give_the_same_tokens_with_the_kernels(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    monkeypatch.setattr(decoder.Layer, "finalize", lambda self: None)  # few rows on a CPU would go another way
+    monkeypatch.setattr(layer.FewRows, "of", lambda _: None)  # few rows on a CPU would go another way
     expected = row_cases.greedy_tokens(folder)
     used: set[str] = set()
     for name in ("rms_norm", "qk_norm_rotary", "silu_and_mul"):
         monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
-    for module in (gate, norm, decoder):
-        monkeypatch.setattr(module, "row_kernels", lambda x: rows_gpu)
+    monkeypatch.setattr(layer, "NumbaOps", lambda: rows_gpu)
     assert row_cases.greedy_tokens(folder) == expected
     assert used == {"rms_norm", "qk_norm_rotary", "silu_and_mul"}
 

@@ -1,12 +1,26 @@
-"""Multimodal rotary positions (Qwen2-VL, arXiv 2409.12191): pairs of a head turn by time, height or width.
-
-Qwen2-VL and Qwen2.5-VL give each of the three a run of pairs; Qwen3-VL deals them out in turns: t h w t h w … t t.
-"""
+"""Norms and positions, of which every decoder layer is made."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from llm_service.layers.ops import TORCH, RowOps
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    ops: RowOps = TORCH
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, size] → the same."""
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class MultimodalRotary:
@@ -40,10 +54,3 @@ def axis_of_pairs(sections: tuple[int, int, int], *, interleaved: bool) -> list[
     for axis in (1, 2):
         axes[axis : sections[axis] * 3 : 3] = [axis] * len(axes[axis : sections[axis] * 3 : 3])
     return axes
-
-
-def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns each pair (i, i + head_dim / 2) of x [n, heads, head_dim] by its angle."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cosine + rotated * sine

@@ -1,0 +1,79 @@
+"""The forms of a decoder's layers for CPUs in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.cpu import row_kernels, selection
+from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.panels import PanelWeight
+from llm_service.layers.cpu.row_kernels import NumbaOps
+from llm_service.layers.decoder_layer import MLP, DecoderLayer
+from llm_service.layers.ops import use_ops
+
+
+def finalize(decoder: nn.Module) -> None:
+    """Has a decoder whose weights are final compute with numba's kernels, few rows of dense layers without torch."""
+    use_ops(decoder, NumbaOps())
+    for layer in decoder.modules():
+        if isinstance(layer, DecoderLayer) and (few_rows := FewRows.of(layer)):
+            for half in ("before", "after"):
+                setattr(layer, half, getattr(few_rows, half))
+
+
+class FewRows:
+    """What a dense layer does before and after attention, by the kernels that its modules call, over NumPy's arrays.
+
+    A kernel takes microseconds for a few rows; torch's modules, views and operators between them, whose code the
+    weights have pushed out of the caches, take as long. Many rows go through the layer's modules.
+    """
+
+    def __init__(self, layer: DecoderLayer, products: Sequence[Callable[[Array], Array]]) -> None:
+        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+        self._queries, self._keys, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self._qkv, self._o, self._gate_up, self._down = products
+        self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
+        self._norm_before, self._norm_after = ((norm.weight.numpy(), norm.eps) for norm in norms)
+        self._many_before, self._many_after = layer.before, layer.after
+
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> FewRows | None:
+        """None where sums over ranks, or a router of experts, come between, or a weight does not lie in panels."""
+        attention, mlp = layer.self_attn, layer.mlp
+        if layer.ranks > 1 or not isinstance(mlp, MLP):
+            return None
+        linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+        forms = [(linear.laid_out, linear.bias) for linear in linears]
+        products = [form.array_product(bias) for form, bias in forms if isinstance(form, PanelWeight)]
+        return cls(layer, products) if len(products) == len(linears) else None
+
+    def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DecoderLayer.before`."""
+        if not _takes(x):
+            return self._many_before(x, rotary)
+        product = self._qkv(row_kernels.rms_norm_rows(x.numpy(), *self._norm_before))
+        heads = product.reshape(x.shape[0], -1, self._head_dim)
+        cosine, sine = (table.numpy() for table in rotary)
+        rotated = row_kernels.qk_norm_rotary_rows(heads, cosine, sine, self._queries, self._keys, *self._gains)
+        both, value = torch.from_numpy(rotated), torch.from_numpy(heads)[:, self._queries + self._keys :]
+        return both[:, : self._queries], both[:, self._queries :], value
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """See `DecoderLayer.after`."""
+        if not _takes(x):
+            return self._many_after(x, attended)
+        joined = self._o(attended.numpy())
+        np.add(joined, x.numpy(), out=joined)
+        inner = self._gate_up(row_kernels.rms_norm_rows(joined, *self._norm_after))
+        out = self._down(row_kernels.silu_and_mul_rows(inner))
+        np.add(out, joined, out=out)
+        return torch.from_numpy(out)
+
+
+def _takes(x: Tensor) -> bool:
+    """Whether x [n, hidden] is few rows, and numba's kernels compute."""
+    return x.shape[0] <= row_kernels.FEW and selection.is_numba()

@@ -1,0 +1,89 @@
+"""What a decoder does to its rows between two products, and who does it: torch's operators or a device's kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RowOps(Protocol):
+    """Done by `TorchOps`, by Triton's kernels (`gpu.row_kernels`) or by numba's (`cpu.row_kernels.NumbaOps`)."""
+
+    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size].
+        Computed in float32, returned in the type of x."""
+        ...
+
+    def qk_norm_rotary(
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        queries: int,
+        keys: int,
+        gains: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        """Rotates the first heads of x [n, queries + keys or more, head_dim] by the angles of each token → [n, queries
+        + keys, head_dim].
+
+        cosine and sine are [n, 1, head_dim] in the type of x. With `gains`, [head_dim] for queries and for keys, each
+        head is first normed.
+        """
+        ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+        ...
+
+
+class TorchOps:
+    """Torch's operators, for every device and type; see `RowOps`."""
+
+    def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """[n, size] or [n, heads, size] → the same."""
+        if x.dtype == torch.float32:
+            return functional.rms_norm(x, gain.shape, gain, eps)
+        return gain * functional.rms_norm(x.float(), gain.shape, None, eps).to(x.dtype)
+
+    def qk_norm_rotary(
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        queries: int,
+        keys: int,
+        gains: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        """See `RowOps`."""
+        heads = x[:, : queries + keys]
+        if gains is not None:
+            both = zip(heads.split([queries, keys], dim=1), gains, strict=True)
+            heads = torch.cat([self.rms_norm(part, gain, eps) for part, gain in both], dim=1)
+        return apply_rotary(heads, cosine, sine)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See `RowOps`."""
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+TORCH = TorchOps()
+
+
+def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns each pair (i, i + head_dim / 2) of x [n, heads, head_dim] by its angle."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + rotated * sine
+
+
+def use_ops(module: nn.Module, ops: RowOps) -> None:
+    """Has every part of a module that has `ops` compute with these."""
+    for part in module.modules():
+        if hasattr(part, "ops"):
+            vars(part)["ops"] = ops
