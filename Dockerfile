@@ -1,4 +1,4 @@
-# One image for both services: `python -m encoder_service …`, `python -m llm_service …`, and the `twinlens` command.
+# One image for all: `python -m encoder_service …`, `python -m llm_service …`, `python -m gateway …`, and `twinlens`.
 #
 # What pip installs is decided by its own settings: build arguments for an index, or a pip.conf mounted at
 # /etc/pip.conf. The default torch is whichever those settings offer for this platform.
@@ -13,13 +13,14 @@ WORKDIR /src
 # The dependencies change more rarely than the sources, so they are a layer of their own.
 COPY pyproject.toml constraints.txt ./
 COPY tools/requirements.py tools/
-RUN python3 tools/requirements.py services > requirements.txt \
+RUN python3 tools/requirements.py services gateway > requirements.txt \
  && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --requirement requirements.txt
 COPY README.md LICENSE ./
 COPY twinlens twinlens
 COPY common common
 COPY encoder_service encoder_service
 COPY llm_service llm_service
+COPY gateway gateway
 RUN /opt/twinlens/bin/pip install --no-deps .
 
 FROM ${PYTHON_IMAGE}
@@ -38,5 +39,5 @@ COPY models /srv/models
 ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/tmp/numba
 USER twinlens
 WORKDIR /srv
-EXPOSE 7001 7002
+EXPOSE 7001 7002 8000
 CMD ["twinlens", "--help"]

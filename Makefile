@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(STAMP)  ## start both services, ask about a picture and a video, show the times, stop
 	$(BIN)/python -m tools.demo $(ARGS)
 
-up: $(STAMP)  ## both services in the foreground: MODEL=… ENCODERS=n TP=n
+up: $(STAMP)  ## both services and the gateway in the foreground: MODEL=… ENCODERS=n TP=n
 	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
 
 test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it

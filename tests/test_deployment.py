@@ -15,6 +15,7 @@ from common.config import load
 from common.grpc_server import ServerConfig
 from encoder_service import server as encoder_server
 from encoder_service.config import EncoderConfig
+from gateway.config import GatewayConfig
 from llm_service import server as llm_server
 from llm_service.config import LlmConfig
 from tests.launch import ROOT
@@ -55,7 +56,7 @@ def test_the_encoder_is_taken_apart_in_time() -> None:
     assert encoder_server.LAST_SECONDS + tracing.LAST_SECONDS + 1 + 1 <= MARGIN
 
 
-each_composed = pytest.mark.parametrize("name", COMPOSE["services"])
+each_composed = pytest.mark.parametrize("name", [name for name in COMPOSE["services"] if name != "gateway"])
 each_deployment = pytest.mark.parametrize("name", of_kind("Deployment"))
 
 
@@ -83,6 +84,17 @@ class TestCompose:
         for volume in COMPOSE["services"][name]["volumes"]:
             source, target, *mode = volume.split(":")
             assert (source in COMPOSE["volumes"] and target in made) or mode == ["ro"]
+
+    def test_the_gateway_listens_where_it_is_probed_and_asks_the_llm_service(self) -> None:
+        service = COMPOSE["services"]["gateway"]
+        assert service["command"][:3] == ["python", "-m", "gateway"]
+        config = load(GatewayConfig, "TEST", "", service["command"][3:], {})
+        (published,) = service["ports"]
+        assert port(config.listen) == port(published)
+        assert f"127.0.0.1:{port(config.listen)}/health/ready" in service["healthcheck"]["test"][-1]
+        assert str(port(config.listen)) in re.findall(r"\d+", re.findall("^EXPOSE (.+)$", DOCKERFILE, re.MULTILINE)[0])
+        assert config.llm == (f"dns:///llm:{port(COMPOSE['services']['llm']['ports'][0])}",)
+        assert int(service["stop_grace_period"].removesuffix("s")) >= config.grace_seconds + MARGIN
 
     def test_the_encoders_are_looked_up_by_their_services_name(self) -> None:
         config, _ = configured(COMPOSE["services"]["llm"]["command"])

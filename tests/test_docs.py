@@ -15,6 +15,7 @@ import pytest
 import twinlens
 from common.config import load
 from encoder_service.config import EncoderConfig
+from gateway.config import GatewayConfig
 from llm_service.config import LlmConfig
 from llm_service.grammar import compiler
 from tests.launch import ROOT
@@ -23,7 +24,7 @@ from tests.unit.twinlens.fakes import FakeLlm
 from twinlens.cli import _parser
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("models/*.md")])
-SERVICES: dict[str, type[Any]] = {"encoder_service": EncoderConfig, "llm_service": LlmConfig}
+SERVICES: dict[str, type[Any]] = {"encoder_service": EncoderConfig, "llm_service": LlmConfig, "gateway": GatewayConfig}
 OPTIONS = {
     service: {f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(kind)}
     for service, kind in SERVICES.items()
@@ -66,7 +67,7 @@ def test_every_flag_is_one(page: Path) -> None:
 def test_flags_of_a_services_command_line_are_that_services(page: Path) -> None:
     for block in blocks(page, ""):
         for line in block.replace("\\\n", " ").splitlines():
-            if command := re.search(r"python -m (encoder_service|llm_service)\b(.*)", line):
+            if command := re.search(r"python -m (encoder_service|llm_service|gateway)\b(.*)", line):
                 assert set(FLAG.findall(command[2])) <= set(OPTIONS[command[1]]), line
 
 
@@ -86,7 +87,8 @@ def test_a_value_that_is_named_with_an_option_is_one_that_it_takes(page: Path) -
 
 def _takes(kind: type[Any], flag: str, value: str) -> bool:
     try:
-        load(kind, "TEST", "", ["--model=m", f"{flag}={value}"], {})
+        needed = ["--model=m"] if "model" in kind.__dataclass_fields__ else []
+        load(kind, "TEST", "", [*needed, f"{flag}={value}"], {})
     except SystemExit:
         return False
     return True
@@ -94,7 +96,8 @@ def _takes(kind: type[Any], flag: str, value: str) -> bool:
 
 def test_every_variable_is_one() -> None:
     known = {"TWINLENS_TOKEN", "TWINLENS_LLM_SERVICE_HOST"}  # the client's; one that Kubernetes makes up
-    for prefix, kind in (("TWINLENS_ENCODER", EncoderConfig), ("TWINLENS_LLM", LlmConfig)):
+    prefixes = {"TWINLENS_ENCODER": EncoderConfig, "TWINLENS_LLM": LlmConfig, "TWINLENS_GATEWAY": GatewayConfig}
+    for prefix, kind in prefixes.items():
         known |= {f"{prefix}_{field.name.upper()}" for field in dataclasses.fields(kind)}
     for page in PAGES:
         assert set(re.findall(r"\bTWINLENS_[A-Z_]+[A-Z]\b", page.read_text())) <= known, page.name

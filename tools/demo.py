@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (NotStartedError, TwinlensError) as error:
             print(f"\ndemo: {error}\n\nthe services' last words:\n{_tail(log)}", file=sys.stderr)
             return 1
+    if works:
+        print("\n`make up` serves the same: gRPC on 127.0.0.1:7002, OpenAI's API on http://127.0.0.1:8000/v1")
     print("\nboth services have stopped" if works else "\ndemo: the caches did not do what they should")
     return 0 if works else 1
 

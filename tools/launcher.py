@@ -1,8 +1,8 @@
 """Starts services as child processes, waits until they serve, and stops them.
 
-A service prints `ready grpc=HOST:PORT` on standard output when it serves, and on SIGTERM finishes what it is
-doing and exits with 0. Children run in sessions of their own, so that a Ctrl-C at the terminal reaches only
-the launcher, which then stops them in order.
+A service prints `ready grpc=HOST:PORT`, the gateway `ready http=HOST:PORT`, on standard output when it serves, and on
+SIGTERM finishes what it is doing and exits with 0. Children run in sessions of their own, so that a Ctrl-C at the
+terminal reaches only the launcher, which then stops them in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import IO, Self
 
-_READY = "ready grpc="
+_READY = ("ready grpc=", "ready http=")
 
 
 class NotStartedError(RuntimeError):
@@ -96,7 +96,7 @@ class Service:
         with self._process.stdout as lines:
             for line in lines:
                 if line.startswith(_READY):
-                    self.address = line.removeprefix(_READY).split()[0]
+                    self.address = line.partition("=")[2].split()[0]
                     self._changed()
         self._process.wait()
         self._changed()

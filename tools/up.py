@@ -1,6 +1,6 @@
-"""Both services in the foreground until Ctrl-C, which lets running requests finish.
+"""Both services and the gateway in the foreground until Ctrl-C, which lets running requests finish.
 
-The first encoder listens on port 7001, the LLM service on 7002, further encoders on 7003 and up.
+The first encoder listens on port 7001, the LLM service on 7002, further encoders on 7003 and up, the gateway on 8000.
 """
 
 from __future__ import annotations
@@ -81,15 +81,20 @@ def _client() -> Path:
 
 
 def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """Name, module and flags of each service. The LLM service, last, is stopped before its encoders."""
+    """Name, module and flags of each service. They are stopped from the last on: gateway, LLM service, encoders."""
     model = ["--model", arguments.model]
     encoders = [f"{arguments.host}:{port}" for port in _encoder_ports(arguments.encoders)]
     commands = [
         (f"encoder {number}", "encoder_service", [*model, "--listen", address])
         for number, address in enumerate(encoders, start=1)
     ]
-    flags = ["--listen", f"{arguments.host}:{_LLM_PORT}", "--encoders", ",".join(encoders)]
-    return [*commands, ("LLM", "llm_service", [*model, *flags, *_parallel(arguments.tp)])]
+    llm = f"{arguments.host}:{_LLM_PORT}"
+    flags = ["--listen", llm, "--encoders", ",".join(encoders)]
+    commands.append(("LLM", "llm_service", [*model, *flags, *_parallel(arguments.tp)]))
+    if arguments.http_port:
+        http = f"{arguments.host}:{arguments.http_port}"
+        commands.append(("gateway", "gateway", ["--listen", http, "--llm", llm]))
+    return commands
 
 
 def _parallel(ranks: int) -> list[str]:
@@ -119,6 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=_DEMO_MODEL, help=f"a checkpoint's folder or hub name {default}")
     parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")
     parser.add_argument("--encoders", type=int, default=1, help=f"encoder processes {default}")
+    parser.add_argument("--http-port", type=int, default=8000, help=f"the gateway's port; 0: no gateway {default}")
     parser.add_argument("--tp", type=int, default=1, help=f"tensor-parallel ranks {default}")
     arguments = parser.parse_args(argv)
     if arguments.encoders < 1 or arguments.tp < 1:

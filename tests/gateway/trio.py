@@ -41,13 +41,10 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Trio:
-    """Both services, the gateway, the real client, and the model's name."""
+class Door:
+    """A gateway, and ways to talk to it."""
 
-    services: Pair
     gateway: Service
-    client: openai.OpenAI
-    model: str
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> Reply:
         """One request of its own connection; a body that is not bytes is written as JSON."""
@@ -65,10 +62,6 @@ class Trio:
         """One request without a body."""
         return self.post(path, b"", headers, "GET")
 
-    def chat(self, **fields: Any) -> Reply:
-        """A chat, with these fields beside a question."""
-        return self.post("/v1/chat/completions", {"messages": [said("Hello")], "max_tokens": 4, **fields})
-
     def connect(self) -> socket.socket:
         """A bare connection."""
         host, _, port = self.gateway.address.rpartition(":")
@@ -77,6 +70,19 @@ class Trio:
     def metric(self, name: str) -> float:
         """One of the gateway's own metrics."""
         return scrape(self.gateway.address).get(f"twinlens_gateway_{name}", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trio(Door):
+    """Both services, the gateway, the real client, and the model's name."""
+
+    services: Pair
+    client: openai.OpenAI
+    model: str
+
+    def chat(self, **fields: Any) -> Reply:
+        """A chat, with these fields beside a question."""
+        return self.post("/v1/chat/completions", {"messages": [said("Hello")], "max_tokens": 4, **fields})
 
     def idle(self) -> bool:
         """Nothing is under way anywhere."""
@@ -117,7 +123,7 @@ def fronted(services: Pair, **flags: object) -> Iterator[Trio]:
         openai.OpenAI(base_url=f"http://{door.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
     ):
         model = services.text.get_info().model
-        three = Trio(services, door, client, model)
+        three = Trio(door, services, client, model)
         until(lambda: three.get("/health/ready").status == 200, "the gateway is ready")
         yield three
         until(three.idle, "nothing is held at the end")

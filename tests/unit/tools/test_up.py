@@ -72,9 +72,11 @@ def test_a_second_signal_kills() -> None:
     assert process.returncode == 0
 
 
-def test_the_llm_service_is_given_every_encoder_and_is_stopped_first() -> None:
-    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=2)
-    *encoders, (_, module, flags) = up._commands(arguments)
+def test_the_llm_service_is_given_every_encoder_and_the_gateway_is_stopped_first() -> None:
+    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=2, http_port=8000)
+    *encoders, (_, module, flags), (_, last, flags_of_last) = up._commands(arguments)
+    assert (last, flags_of_last) == ("gateway", ["--listen", "127.0.0.1:8000", "--llm", "127.0.0.1:7002"])
+    assert up._commands(argparse.Namespace(**{**vars(arguments), "http_port": 0}))[-1][1] == "llm_service"
     addresses = [command[2][command[2].index("--listen") + 1] for command in encoders]
     assert addresses == ["127.0.0.1:7001", "127.0.0.1:7003", "127.0.0.1:7004"]
     assert module == "llm_service"

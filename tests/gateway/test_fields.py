@@ -1,0 +1,197 @@
+"""Every field of OpenAI's chat request is served, accepted, or refused by name, as docs/HTTP.md says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from openai.types.chat import completion_create_params as chat_params
+
+from gateway.api.chat import ChatRequest
+from tests.gateway.scripted import Scripted, scripted
+from tests.launch import ROOT
+
+PAGE = (ROOT / "docs/HTTP.md").read_text()
+ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (served|accepted|refused) \|(.*)\|$", re.MULTILINE)
+TABLE = {name: kind for names, kind, _ in ROW.findall(PAGE) for name in re.findall(r"\w+", names)}
+OPENAI = {*chat_params.CompletionCreateParamsBase.__annotations__, "stream"}
+
+SAMPLES: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "another"}],
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "n": 2,
+    "seed": 5,
+    "stop": "x",
+    "max_tokens": 9,
+    "max_completion_tokens": 9,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "response_format": {"type": "json_object"},
+    "prompt_cache_key": "talk",
+    "user": "me",
+    "metadata": {"a": "b"},
+    "safety_identifier": "me",
+    "store": True,
+    "modalities": ["text", "audio"],
+    "service_tier": "flex",
+    "verbosity": "low",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "reasoning_effort": "high",
+    "audio": {"voice": "alloy", "format": "wav"},
+    "moderation": {"model": "m"},
+    "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_options": {},
+    "prompt_cache_retention": "24h",
+    "web_search_options": {},
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "stop_token_ids": [5],
+    "guided_json": {"type": "object"},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "start: 'a'",
+    "structured_outputs": {"regex": "a"},
+    "cache_salt": "mine",
+    "priority": 3,
+}
+IN_THE_ANSWER = {"stream", "stream_options"}
+"""Served by what comes back, not by what the LLM service is asked."""
+TOGETHER = {"top_logprobs": {"logprobs": True, "top_logprobs": 3}}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+QUESTION = [{"role": "user", "content": "What?"}]
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Scripted]:
+    with scripted() as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    body: dict[str, Any]
+    asked: Any
+
+
+def post(door: Scripted, **fields: Any) -> Outcome:
+    door.llm.requests.clear()
+    reply = door.post("/v1/chat/completions", {"messages": QUESTION, **fields}, {"x-request-id": "same"})
+    return Outcome(reply.status, json.loads(reply.body), door.llm.requests[0] if door.llm.requests else None)
+
+
+def test_the_table_has_every_field_of_openais() -> None:
+    assert set(TABLE) >= OPENAI
+
+
+def test_the_table_has_every_field_that_is_taken() -> None:
+    assert set(TABLE) == OPENAI | set(ChatRequest.model_fields)
+
+
+def test_every_field_is_tried() -> None:
+    assert set(TABLE) == {*SAMPLES, *IN_THE_ANSWER, *TOGETHER, "mm_processor_kwargs"}
+
+
+@pytest.mark.parametrize("field", [name for name, kind in TABLE.items() if kind == "served" and name in SAMPLES])
+def test_a_field_that_is_served_reaches_the_llm_service(door: Scripted, field: str) -> None:
+    plain, with_field = post(door), post(door, **{field: SAMPLES[field]})
+    assert (plain.status, with_field.status) == (200, 200), with_field.body
+    assert plain.asked != with_field.asked
+
+
+@pytest.mark.parametrize("field", [name for name, kind in TABLE.items() if kind == "accepted"])
+def test_a_field_that_is_accepted_changes_nothing(door: Scripted, field: str) -> None:
+    plain, with_field = post(door), post(door, **{field: SAMPLES[field]})
+    assert with_field.status == 200, with_field.body
+    assert plain.asked == with_field.asked
+
+
+@pytest.mark.parametrize("field", [name for name, kind in TABLE.items() if kind == "refused"])
+def test_a_field_that_is_refused_is_refused_by_name(door: Scripted, field: str) -> None:
+    outcome = post(door, **{field: SAMPLES[field]})
+    error = outcome.body["error"]
+    assert (outcome.status, error["code"], error["param"], outcome.asked) == (400, "FIELD_NOT_SERVED", field, None)
+
+
+@pytest.mark.parametrize("field", ChatRequest.without_effect)
+def test_what_is_done_anyway_may_be_asked_for(door: Scripted, field: str) -> None:
+    plain = post(door)
+    for value in ChatRequest.without_effect[field]:
+        outcome = post(door, **{field: value})
+        assert outcome.status == 200, outcome.body
+        assert outcome.asked == plain.asked
+
+
+def test_a_field_that_is_null_counts_as_not_given(door: Scripted) -> None:
+    plain, nulls = post(door), post(door, **dict.fromkeys(TABLE.keys() - {"messages"}))
+    assert nulls.status == 200, nulls.body
+    assert plain.asked == nulls.asked
+
+
+def test_a_field_that_nobody_knows_is_refused_by_name(door: Scripted) -> None:
+    assert post(door, add_magic=True).body["error"]["param"] == "add_magic"
+
+
+def test_fields_that_go_together(door: Scripted) -> None:
+    assert post(door, **TOGETHER["top_logprobs"]).asked.sampling.logprobs == 3
+    for pair in (
+        {"top_logprobs": 3},
+        {"max_tokens": 1, "max_completion_tokens": 1},
+        {"stream_options": {"include_usage": True}},
+        {"guided_regex": "a", "guided_choice": ["a"]},
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema"}},
+    ):
+        outcome = post(door, **pair)
+        assert (outcome.status, outcome.body["error"]["code"]) == (400, "BAD_FIELD"), pair
+
+
+def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scripted) -> None:
+    parts = [PICTURE, {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]
+    settings = {"min_pixels": 4096, "max_pixels": 8192, "fps": 1.5, "max_frames": 8}
+    outcome = post(door, messages=[{"role": "user", "content": parts}], mm_processor_kwargs=settings)
+    picture, video = (part.media for part in outcome.asked.chat.messages[0].parts)
+    assert {field.name: value for field, value in video.options.ListFields()} == settings
+    assert {field.name for field, _ in picture.options.ListFields()} == {"min_pixels", "max_pixels"}
+    assert video.url == "https://example.org/a.mp4"
+
+
+def test_reasons_on_the_page_are_those_that_the_gateway_gives() -> None:
+    sources = [path.read_text() for path in (ROOT / "gateway").rglob("*.py")]
+    words = {
+        keyword.value.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "reason" and isinstance(keyword.value, ast.Constant)
+    }
+    listed = set(re.findall(r"^\| \d+ \| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
+    known = set(re.findall(r"^\| [A-Z_]+ \| `([A-Z_]+)` \|", (ROOT / "docs/API.md").read_text(), re.MULTILINE))
+    assert words <= listed | known
+    assert listed <= words | {"NOT_FOUND", "METHOD_NOT_ALLOWED"}
+
+
+def test_metrics_on_the_page_are_those_that_are_there(door: Scripted) -> None:
+    table = PAGE.partition("| `twinlens_gateway_…` | |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {name.removesuffix("_total") for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    text = door.get("/metrics").body.decode()
+    there = set(re.findall(r"^# TYPE twinlens_gateway_(\w+) ", text, re.MULTILINE))
+    assert named == {name.removesuffix("_total") for name in there if not name.endswith("_created")}

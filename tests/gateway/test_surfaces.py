@@ -1,0 +1,127 @@
+"""Completions, models, tokens, health, metrics, the release."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.trio import Trio, image, said
+from tests.rpc.pairs import answer, asked
+from twinlens import __version__, v1
+
+
+def by_grpc(door: Trio, prompt: v1.TextInput | v1.TokensInput, **sampling: Any) -> Any:
+    params = v1.SamplingParams(**{"max_tokens": 6, "temperature": 0.0, **sampling})
+    return answer(door.services.text, asked(prompt, params))
+
+
+def by_http(door: Trio, prompt: Any, **fields: Any) -> Any:
+    return door.client.completions.create(
+        **{"model": door.model, "prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
+    )
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [5, 6, 7]], ids=["a text", "token ids"])
+def test_a_completion_has_the_same_words_and_counts_as_by_grpc(door: Trio, prompt: Any) -> None:
+    form = v1.TextInput(prompt=prompt) if isinstance(prompt, str) else v1.TokensInput(ids=prompt)
+    theirs, ours = by_grpc(door, form), by_http(door, prompt)
+    assert (ours.choices[0].text, ours.choices[0].finish_reason) == (theirs.text, "length")
+    assert ours.usage.prompt_tokens == theirs.usage.prompt_tokens
+    assert ours.usage.completion_tokens == theirs.usage.completion_tokens
+    chunks = list(by_http(door, prompt, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == theirs.text
+    assert chunks[-1].usage.completion_tokens == theirs.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_several_prompts_are_answered_in_order_of_their_choices(door: Trio, stream: bool) -> None:
+    prompts = ["One", "Two", "Three"]
+    fields: dict[str, Any] = {"n": 2, "temperature": 1.3, "seed": 4}
+    expected = [
+        choice.text for each in prompts for choice in by_grpc(door, v1.TextInput(prompt=each), **fields).choices
+    ]
+    if stream:
+        found = [""] * 6
+        for chunk in by_http(door, prompts, stream=True, **fields):
+            found[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        whole = by_http(door, prompts, **fields)
+        found = [choice.text for choice in whole.choices]
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3, 4, 5]
+        assert whole.usage.completion_tokens == 36
+    assert found == expected
+
+
+def test_lists_of_token_ids_are_several_prompts(door: Trio) -> None:
+    whole = by_http(door, [[5, 6, 7], [8, 9]])
+    assert [choice.text for choice in whole.choices] == [
+        by_grpc(door, v1.TokensInput(ids=ids)).text for ids in ([5, 6, 7], [8, 9])
+    ]
+
+
+def test_scores_of_a_completion_have_offsets(door: Trio) -> None:
+    theirs = by_grpc(door, v1.TextInput(prompt="Hello"), logprobs=2).choices[0].logprobs
+    scores = by_http(door, "Hello", logprobs=2).choices[0].logprobs
+    assert scores.tokens == [each.text for each in theirs]
+    assert scores.token_logprobs == [each.logprob for each in theirs]
+    assert scores.text_offset[:3] == [0, len(theirs[0].text), len(theirs[0].text + theirs[1].text)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": []}, "prompt", "TOO_MANY_PROMPTS"),
+        ({"prompt": ["x"] * 65}, "prompt", "TOO_MANY_PROMPTS"),
+        ({"prompt": [[5], "x"]}, "prompt[1]", "BAD_FIELD"),
+        ({"prompt": {"a": 1}}, "prompt", "BAD_FIELD"),
+        ({"prompt": "x", "echo": True}, "echo", "FIELD_NOT_SERVED"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "FIELD_NOT_SERVED"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "FIELD_NOT_SERVED"),
+        ({"prompt": ["x", ""]}, "text.prompt", "EMPTY_PROMPT"),
+    ],
+)
+def test_a_completion_that_cannot_be_served_is_refused(
+    door: Trio, fields: dict[str, Any], param: str, code: str
+) -> None:
+    reply = door.post("/v1/completions", fields)
+    assert reply.status == 400
+    assert reply.error["code"] == code
+    if code != "EMPTY_PROMPT":
+        assert reply.error["param"] == param
+
+
+def test_models_are_listed_by_the_name_that_requests_may_give(door: Trio) -> None:
+    (model,) = door.client.models.list().data
+    assert (model.id, model.owned_by) == (door.model, "twinlens")
+    assert door.client.models.retrieve(door.model) == model
+
+
+def test_tokens_are_those_of_the_llm_service(door: Trio) -> None:
+    ids = door.services.text.tokenize("Hello <|im_end|>", allow_special=True)
+    reply = json.loads(door.post("/tokenize", {"prompt": "Hello <|im_end|>"}).body)
+    assert reply == {"count": len(ids), "max_model_len": 4096, "tokens": ids}
+    chat = json.loads(door.post("/tokenize", {"messages": [said("Hello")]}).body)
+    assert (
+        chat["count"]
+        == door.client.chat.completions.create(
+            model=door.model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
+        ).usage.prompt_tokens
+    )  # type: ignore[union-attr]
+    refused = door.post("/tokenize", {"messages": [said(image())]})
+    assert (refused.status, refused.error["code"]) == (400, "MEDIA_IN_TOKENIZE")
+    assert door.post("/tokenize", {}).error["code"] == "BAD_FIELD"
+
+
+def test_health_and_the_release(door: Trio) -> None:
+    assert (door.get("/health/live").status, door.get("/health/ready").status) == (200, 200)
+    assert json.loads(door.get("/version").body) == {"version": __version__}
+
+
+def test_requests_are_counted(door: Trio) -> None:
+    name = 'requests_total{status="200",surface="models"}'
+    before = door.metric(name)
+    door.get("/v1/models")
+    assert door.metric(name) == before + 1
+    assert door.metric("llm_services_usable") == 1
