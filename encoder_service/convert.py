@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_status import plain_status
-from common.media.convert import KEY_BYTES, read_media
-from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
+from common.media.convert import KEY_BYTES, MODALITIES, read_media
+from common.media.item import Embedding, Encoded, Key, Media, Url
 from encoder_service.item import Item
 from encoder_service.media.limits import MediaLimits
+from encoder_service.media.modalities import SPECS
 from twinlens.v1 import encoder_pb2, media_pb2
 
 _MOST_KEYS = _MOST_LEASES = 1024
@@ -22,23 +23,17 @@ _MOST_WAYS = 64
 Order = tuple[Item, str] | TwinlensError
 """An item that is asked for, with the MIME type that was stated; or why it cannot be."""
 
-SERVED = (Modality.IMAGE, Modality.VIDEO)
-
 
 def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
     """Raises InvalidInput for no items, or too many of a kind. A flood of them is only counted."""
     if not items:
         raise InvalidInput("there are no items", reason="NO_ITEMS", field="items")
-    if len(items) > limits.max_images + limits.max_videos:
+    if len(items) > sum(spec.max_items(limits) for spec in SPECS.values()):
         raise InvalidInput("there are too many items", reason="TOO_MANY_ITEMS", field="items")
     counts = Counter(media.modality for media in items)
-    for kind, most in (
-        (media_pb2.MODALITY_IMAGE, limits.max_images),
-        (media_pb2.MODALITY_VIDEO, limits.max_videos),
-    ):
-        if counts[kind] > most:
-            what = media_pb2.Modality.Name(kind).removeprefix("MODALITY_").lower()
-            raise InvalidInput(f"more than {most} items are a {what}", reason="TOO_MANY_ITEMS", field="items")
+    for modality, spec in SPECS.items():
+        if counts[MODALITIES[modality]] > (max_items := spec.max_items(limits)):
+            raise InvalidInput(f"more than {max_items} items are a {modality}", reason="TOO_MANY_ITEMS", field="items")
 
 
 def check_lists(request: encoder_pb2.EncodeRequest) -> None:
@@ -74,7 +69,7 @@ def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tupl
 def item(message: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
     """One item of a request; raises InvalidInput, Forbidden or Unsupported, naming the field."""
     field = f"items[{index}]"
-    media = read_media(message, field, SERVED)
+    media = read_media(message, field, SPECS)
     _check(media, field)
     return Item(
         modality=media.modality,

@@ -27,6 +27,7 @@ from encoder_service.engine.staging import Staging
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
+from encoder_service.media.modalities import SPECS
 from encoder_service.meters import Meters
 from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, ServedModel
@@ -217,6 +218,7 @@ def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: D
             graph_bytes=config.graph_bytes,
             batch_patches=config.batch_patches,
             pool_bytes=config.device_pool_bytes,
+            preprocess={modality.value: spec.preprocess for modality, spec in SPECS.items()},
             log_level=config.log_level,
         )
         for index in range(config.workers)

@@ -17,6 +17,7 @@ from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery
 from encoder_service.engine.encode import Encoder
+from encoder_service.media.modalities import SPECS
 from encoder_service.meters import Meters
 from encoder_service.streams import merged
 from encoder_service.transports.link import Link
@@ -131,7 +132,7 @@ class EncoderServicer(EncoderServiceServicer):
             width=pipeline.layout.width,
             levels=pipeline.layout.levels,
             dtype=media_convert.DTYPES[pipeline.layout.dtype],
-            modalities=[media_convert.MODALITIES[each] for each in convert.SERVED],
+            modalities=[media_convert.MODALITIES[each] for each in SPECS],
             transports=served.link.numbers,
             local_socket=served.link.local_socket,
             device_pools=[

@@ -23,6 +23,8 @@ def raised(tree: Tree) -> set[Pair]:
     """(status, reason) of every error that is made in a tree of sources."""
     modules = [module.syntax for name, module in tree.modules.items() if name != "common.errors"]
     constants = {name: words for syntax in [*modules, _errors()] for name, words in _assigned(syntax) if name.isupper()}
+    for name, words in (pair for syntax in modules for pair in _rows(syntax)):
+        constants[name] = constants.get(name, set()) | words
     return {pair for syntax in modules for pair in _made(syntax, constants | dict(_assigned(syntax)))}
 
 
@@ -37,6 +39,13 @@ def _assigned(syntax: ast.Module) -> Iterator[tuple[str, set[str]]]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and (words := _words(node.value)):
                 yield target.id, words
+
+
+def _rows(syntax: ast.Module) -> Iterator[tuple[str, set[str]]]:
+    """Fields of tables' rows that are bound to reasons: `Row(too_large="A")`, said as `reason=row.too_large`."""
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.keyword) and node.arg not in (None, "reason") and (words := _words(node.value)):
+            yield f".{node.arg}", words
 
 
 def _words(node: ast.expr) -> set[str]:
@@ -56,7 +65,13 @@ def _made(syntax: ast.Module, named: dict[str, set[str]]) -> Iterator[Pair]:
         name = ast.unparse(call.func).rpartition(".")[2]
         if name in STATUS and call.args:
             given = next((keyword.value for keyword in call.keywords if keyword.arg == "reason"), None)
-            known = named.get(given.id, set()) if isinstance(given, ast.Name) else given and _words(given)
+            match given:
+                case ast.Name(constant):
+                    known = named.get(constant, set())
+                case ast.Attribute(attr=field):
+                    known = named.get(f".{field}", set())
+                case _:
+                    known = given and _words(given)
             assert given is None or known, f"{ast.unparse(call)}: what is its reason?"
             yield from ((STATUS[name], reason) for reason in known or {DEFAULTS[name]})
 
@@ -78,6 +93,8 @@ def test_a_reason_is_found_wherever_it_stands() -> None:
         "common/c": "from common.b import PLACE\nraise errors.Unavailable('no', reason=PLACE, field='x')",
         "common/d": "def f(video):\n    reason = 'ONE' if video else 'OTHER'\n    raise NotFound('no', reason=reason)",
         "common/e": "raise DataLoss('no')",
+        "common/f": "A = Row(large='ROW_A')\nB = Row(large='ROW_B')",
+        "common/g": "raise InvalidInput('no', reason=row.large)",
     }
     assert raised(Tree.of(sources)) == {
         ("INVALID_ARGUMENT", "PLAIN"),
@@ -85,4 +102,6 @@ def test_a_reason_is_found_wherever_it_stands() -> None:
         ("NOT_FOUND", "ONE"),
         ("NOT_FOUND", "OTHER"),
         ("DATA_LOSS", "DATA_LOSS"),
+        ("INVALID_ARGUMENT", "ROW_A"),
+        ("INVALID_ARGUMENT", "ROW_B"),
     }

@@ -12,8 +12,10 @@ from common.media import data_url
 from common.media.identity import content_key, sized
 from common.media.item import Encoded, Key, Modality, Url
 from encoder_service.item import Item
-from encoder_service.media import limits
+from encoder_service.media.checks import check_item
 from encoder_service.media.fetch import Fetcher
+from encoder_service.media.limits import MediaLimits
+from encoder_service.media.modalities import SPECS
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -22,7 +24,7 @@ T = TypeVar("T")
 class Contents:
     """Brings what items name, and names what they bring. `digest` is the tower's."""
 
-    def __init__(self, fetcher: Fetcher, media_limits: limits.MediaLimits, digest: str) -> None:
+    def __init__(self, fetcher: Fetcher, media_limits: MediaLimits, digest: str) -> None:
         self._fetcher = fetcher
         self._limits = media_limits
         self._digest = digest
@@ -30,12 +32,12 @@ class Contents:
 
     def check(self, item: Item, mime_type: str) -> None:
         """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
-        limits.check_item(item, mime_type, self._limits)
+        check_item(item, mime_type, self._limits)
         if isinstance(item.source, Url) and not data_url.is_data(item.source.address):
             self._fetcher.check(item.source.address, f"{item.field}.url")
 
     async def fetched(self, item: Item, mime_type: str) -> Item:
-        """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `limits.check_item`."""
+        """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `check_item`."""
         assert isinstance(item.source, Url)
         address, field = item.source.address, f"{item.field}.url"
         content: Encoded
@@ -43,7 +45,7 @@ class Contents:
             content, stated = await sized(data_url.decode, address, field, size=len(address))
             mime_type = mime_type or stated
         else:
-            limit = limits.most_bytes(item.modality, self._limits)
+            limit = SPECS[item.modality].max_bytes(self._limits)
             try:
                 content = await self._downloads.run(
                     (address, item.salt, item.modality),
@@ -52,7 +54,7 @@ class Contents:
             except TwinlensError as shared:
                 raise shared.at(field) from None
         brought = dataclasses.replace(item, source=content)
-        limits.check_item(brought, mime_type, self._limits)
+        check_item(brought, mime_type, self._limits)
         return brought
 
     async def key(self, item: Item) -> bytes:

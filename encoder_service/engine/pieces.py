@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 
 from common.arena import Range
-from common.media.item import Modality
 from common.tasks import wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.batching import Unit, cut
@@ -83,7 +82,7 @@ class Pieces:
         frame_bytes = plan.height * plan.width * 3
         tokens = plan.tokens // plan.grid.t
         return Piece(
-            video=self._flight.item.modality is Modality.VIDEO,
+            modality=self._flight.item.modality.value,
             pixels=self._pixels.offset + first * self._frames_per_group * frame_bytes,
             frames=(end - first) * self._frames_per_group,
             height=plan.height,

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from common.arena import Range, SharedBuffer
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
-from common.media.item import Embedding, Header, Key, Modality, Pixels
+from common.media.item import Embedding, Header, Key, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.content import Contents
@@ -26,9 +26,10 @@ from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.item import Inspection, Plan
-from encoder_service.media import embedding, geometry, limits
+from encoder_service.media import embedding, limits
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.modalities import SPECS
 from encoder_service.models.config import ModelConfig
 
 _COPY = 4 << 20
@@ -201,37 +202,31 @@ class Pipeline:
         return plan
 
     async def _planned(self, flight: Flight, allowance: Allowance) -> Plan:
-        item, config = flight.item, self.config
-        video = item.modality is Modality.VIDEO
+        item, config, spec = flight.item, self.config, SPECS[flight.item.modality]
         match item.source:
             case Embedding() as rows:
-                merge, groups = config.image.merge, self._limits.max_frames
-                embedding.check(rows, item, self.layout, merge, self._max_patches, groups)
+                embedding.check(rows, item, self.layout, config.image.merge, self._max_patches, self._limits)
                 await in_thread(embedding.check_finite, rows, f"{item.field}.embedding")
                 return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
             case Pixels() as pixels:
-                plan = geometry.plan_pixels(pixels, config, item.options, video=video)
+                plan = spec.plan_pixels(pixels, config, item.options)
             case _:
-                seen = await self._inspect(flight, allowance, video=video)
-                if video:
-                    limits.check_video(seen, item.field, self._limits)
-                    plan = geometry.plan_video(seen, config.video, item.options)
-                else:
-                    limits.check_picture(seen, item.field, self._limits)
-                    plan = geometry.plan_image(seen, config.image, item.options)
+                seen = await self._inspect(flight, allowance)
+                spec.check(seen, item.field, self._limits)
+                plan = spec.plan(seen, config, item.options)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return plan
 
-    async def _inspect(self, flight: Flight, allowance: Allowance, *, video: bool) -> Inspection:
+    async def _inspect(self, flight: Flight, allowance: Allowance) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
-        with flight.times.timed("inspect"), await self._decoders.turn(video=video):
+        with flight.times.timed("inspect"), await self._decoders.turn(flight.item.modality):
             async with self.staging.lease(len(source)) as lease:
                 await _fill(self.staging.buffer, lease.ranges[0], source)
                 return await self._decoders.inspect(
                     lease.ranges[0],
                     key=flight.key,
-                    video=video,
+                    modality=flight.item.modality,
                     field=flight.item.field,
                     allowance=allowance,
                 )
@@ -248,12 +243,12 @@ class Pipeline:
             return
         assert isinstance(source, bytes | bytearray)
         with flight.times.timed("decode"):
-            turn = await self._decoders.turn(video=flight.item.modality is Modality.VIDEO)
+            turn = await self._decoders.turn(flight.item.modality)
         with turn:
             async with self._room(flight, len(source), plan.pixel_bytes) as lease:
                 decoding = asyncio.create_task(self._decode(flight, plan, allowance, lease, source, frames))
                 decoding.add_done_callback(frames.follow)
-                decoding.add_done_callback(lambda _: turn.end())
+                decoding.add_done_callback(lambda _: turn.close())
                 try:
                     await frames.reach(1)
                     yield lease.ranges[1], frames
@@ -278,7 +273,7 @@ class Pipeline:
                 pixels,
                 plan,
                 key=flight.key,
-                video=flight.item.modality is Modality.VIDEO,
+                modality=flight.item.modality,
                 field=flight.item.field,
                 on_frames=frames.advance,
                 allowance=allowance,

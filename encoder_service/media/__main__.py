@@ -6,24 +6,24 @@ the process, and the parent starts a new one.
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import struct
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from encoder_service.media import image, video
+from encoder_service.item import Inspection
 from encoder_service.media.bounds import TooComplex
 from encoder_service.media.messages import (
     Begin,
-    Bounds,
     Decode,
     Decoded,
     Decoding,
@@ -66,11 +66,9 @@ def main(link_fd: int, staging_fd: int) -> None:
     assert isinstance(begin, Begin)
     staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
     _hush()
-    video.library()
-    image.prepare()
+    desk = Desk(staging, begin)
     _restrict(begin.staging_bytes + begin.memory_bytes)  # from here on, no module can be imported
     link.send(Ready())
-    desk = Desk(staging, begin.threads, begin.bounds)
     while True:
         try:
             job = link.receive()
@@ -80,14 +78,33 @@ def main(link_fd: int, staging_fd: int) -> None:
             link.send(answer)
 
 
-class Desk:
-    """Does one job after the other. Of videos that were looked at, the last is kept open until it is decoded."""
+class OpenFile(Protocol):
+    """A file of some modality. Its methods raise one of `_UNREADABLE` where it cannot be read, or TooComplex."""
 
-    def __init__(self, staging: SharedBuffer, threads: int, bounds: Bounds) -> None:
+    def __init__(self, data: bytes, begin: Begin) -> None: ...
+
+    @staticmethod
+    def prepare() -> None:
+        """Loads all that reading such files takes, since no module can be imported later."""
+        ...
+
+    def inspect(self) -> Inspection:
+        """What its header says."""
+        ...
+
+    def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there."""
+        ...
+
+
+class Desk:
+    """Does one job after the other. Of files that are to be kept open, the last one is, until it is decoded."""
+
+    def __init__(self, staging: SharedBuffer, begin: Begin) -> None:
         self._staging = staging
-        self._threads = threads
-        self._bounds = bounds
-        self._open: tuple[bytes, Any] | None = None
+        self._begin = begin
+        self._decoders = {modality: _decoder(name) for modality, name in begin.decoders.items()}
+        self._open: tuple[bytes, OpenFile] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
         """What comes of a job; the last is its end."""
@@ -101,31 +118,33 @@ class Desk:
             yield Refused(f"{type(error).__name__}: {error}", too_complex=isinstance(error, TooComplex))
 
     def _inspect(self, job: Inspect) -> Inspected:
-        if job.video:
-            reader = self._reader(job)
-            seen = video.inspect(reader)
-            self._open = (job.key, reader)
-        else:
-            seen = image.inspect(self._data(job), self._bounds)
-        return Inspected(seen.width, seen.height, seen.frames, seen.fps)
+        file = self._file(job)
+        seen = file.inspect()
+        if job.key:
+            self._open = (job.key, file)
+        return Inspected(seen)
 
     def _decode(self, job: Decode) -> Iterator[FromDecoder]:
         shape = (len(job.frames), job.height, job.width, 3)
         out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
-        if job.video:
-            yield from map(Decoding, video.decode(self._reader(job), job.frames, out))
-        else:
-            image.decode(self._data(job), out, self._bounds)
+        yield from map(Decoding, self._file(job).decode(job.frames, out))
         yield Decoded()
 
-    def _reader(self, job: Inspect | Decode) -> Any:
-        kept, self._open = self._open, None
-        if kept and kept[0] == job.key:
-            return kept[1]
-        return video.open_reader(self._data(job), self._threads, self._bounds.video_chunks)
+    def _file(self, job: Inspect | Decode) -> OpenFile:
+        if job.key:
+            kept, self._open = self._open, None
+            if kept and kept[0] == job.key:
+                return kept[1]
+        data = bytes(self._staging.slice(Range(job.offset, job.size)))
+        return self._decoders[job.modality](data, self._begin)
 
-    def _data(self, job: Inspect | Decode) -> bytes:
-        return bytes(self._staging.slice(Range(job.offset, job.size)))
+
+def _decoder(name: str) -> type[OpenFile]:
+    """The class that "module:Class" names, ready to read files."""
+    module, _, attribute = name.partition(":")
+    found: type[OpenFile] = getattr(importlib.import_module(module), attribute)
+    found.prepare()
+    return found
 
 
 def _hush() -> None:

@@ -1,5 +1,5 @@
 """What is known of a video file before its decoder sees it: that it is not made of too many parts, and that it is all
-there, as far as its container says how long it is.
+there, as far as its container says how long it is. Only heads are read.
 
 The decoder's library makes do with what it finds: of a download that broke off it shows the frames that came, or a
 single grey one, and says nothing. Containers made to be sent as they grow (MPEG-TS, FLV, fragments) do not say how long
@@ -8,29 +8,74 @@ they will be; of those, a beginning is a whole file.
 
 from __future__ import annotations
 
-from encoder_service.media import elements, mp4
-from encoder_service.media.sniff import ebml_size, video_format
+from collections.abc import Iterator
+from typing import Final
 
-_SEGMENT = b"\x18\x53\x80\x67"
+from encoder_service.media import mp4
+from encoder_service.media.bounds import Count
+from encoder_service.media.sniff import VIDEOS, ebml_size, format_of
+
+_SEGMENT: Final = b"\x18\x53\x80\x67"
+_NESTS: Final = frozenset(
+    map(
+        bytes.fromhex,
+        [
+            "18538067",
+            "114d9b74",
+            "4dbb",
+            "1549a966",
+            "1654ae6b",
+            "ae",
+            "e0",
+            "e1",
+            "6d80",
+            "6240",
+            "1f43b675",
+            "a0",
+            "75a1",
+            "a6",
+            "1c53bb6b",
+            "bb",
+            "b7",
+            "1941a469",
+            "61a7",
+            "1043a770",
+            "45b9",
+            "b6",
+            "80",
+            "1254c367",
+            "7373",
+            "63c0",
+            "67c8",
+        ],
+    )
+)
+"""Elements whose bodies are elements: segment, seek heads, information, tracks, clusters and block groups, cues,
+attachments, chapters, tags, and what these hold."""
+_BLOCKS: Final = (b"\xa3", b"\xa1")
+_LACED = 0x06
+"""Flags of a block that holds several frames."""
+
+_LISTS: Final = (b"RIFF", b"LIST")
 
 
 def check_parts(data: bytes, most: int) -> None:
     """Raises TooComplex for more boxes, elements, chunks or tags than `most`; packets of MPEG-TS are counted when they
     are read (`transport_stream`)."""
-    match video_format(data[:512]):
+    match format_of(data[:512], VIDEOS):
         case "MP4":
             mp4.count(data, most)
         case "MATROSKA":
-            elements.count_matroska(data, most)
+            _count_matroska(data, most)
         case "AVI":
-            elements.count_avi(data, most)
+            _count_avi(data, most)
         case "FLV":
-            elements.count_flv(data, most)
+            _count_flv(data, most)
 
 
 def is_whole(data: bytes) -> bool:
     """False where the container holds more bytes than the file has."""
-    match video_format(data[:512]):
+    match format_of(data[:512], VIDEOS):
         case "MP4":
             return mp4.is_whole(data)
         case "MATROSKA":
@@ -61,3 +106,58 @@ def _matroska_is_whole(data: bytes) -> bool:
     begin, size = ebml_size(data, start + 4)
     unknown = (1 << 7 * (begin - start - 4)) - 1
     return size == unknown or begin + size <= len(data)
+
+
+def _count_matroska(data: bytes, most: int) -> None:
+    """Elements, and the frames of laced blocks. Where no element begins, a byte counts as one."""
+    parts = Count(most)
+    for kind, begin, end in _elements(data):
+        parts.add()
+        if kind in _BLOCKS:
+            flags, _ = ebml_size(data, begin)  # behind the track's number, and two bytes of time
+            if flags + 3 < end and data[flags + 2] & _LACED:
+                parts.add(data[flags + 3])
+
+
+def _elements(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """The kind of every element, and where its body begins and ends; those inside of another follow it."""
+    ends, at = [len(data)], 0
+    while ends:
+        if at + 2 > ends[-1]:
+            at = ends.pop()
+            continue
+        length = 9 - data[at].bit_length()
+        if length > 4:
+            yield b"", at, at
+            at += 1
+            continue
+        kind = data[at : at + length]
+        begin, size = ebml_size(data, at + length)
+        unknown = (1 << 7 * (begin - at - length)) - 1
+        end = ends[-1] if size == unknown else min(begin + size, ends[-1])
+        yield kind, begin, end
+        if kind in _NESTS and begin <= end:
+            ends.append(end)
+            at = begin
+        else:
+            at = max(end, begin)
+
+
+def _count_avi(data: bytes, most: int) -> None:
+    """Chunks are: kind (4 bytes), size (4), body, to an even length."""
+    parts, at = Count(most), 0
+    while at + 8 <= len(data):
+        parts.add()
+        if data[at : at + 4] in _LISTS:
+            at += 12
+        else:
+            size = int.from_bytes(data[at + 4 : at + 8], "little")
+            at += 8 + size + size % 2
+
+
+def _count_flv(data: bytes, most: int) -> None:
+    """Tags are: kind (1 byte), size (3), 7 others, body, back link (4)."""
+    parts, at = Count(most), 13
+    while at + 11 <= len(data):
+        parts.add()
+        at += 15 + int.from_bytes(data[at + 1 : at + 4], "big")

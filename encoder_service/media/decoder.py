@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from common import log
 from common.arena import Range, SharedBuffer
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import InvalidInput, TwinlensError, Unavailable
+from common.media.item import Modality
 from common.processes import Child, ChildDied, was_ended
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
+from encoder_service.media.modalities import SPECS
 from encoder_service.media.processes import DecodeProcesses
-from encoder_service.media.turns import Turn
 
 _ATTEMPTS = 2
 _PATIENCE = 0.5
@@ -48,8 +49,14 @@ class DecoderPool:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._seconds = seconds
-        self._videos = asyncio.Semaphore(max(1, processes - 1))
-        begin = Begin(staging_bytes=staging.size, memory_bytes=memory_bytes, threads=threads, bounds=bounds)
+        self._slow = asyncio.Semaphore(max(1, processes - 1))
+        begin = Begin(
+            staging_bytes=staging.size,
+            memory_bytes=memory_bytes,
+            threads=threads,
+            bounds=bounds,
+            decoders={modality.value: spec.decoder for modality, spec in SPECS.items()},
+        )
         self.processes = DecodeProcesses(staging.fd, begin, processes, start_seconds=start_seconds, on_change=on_change)
 
     async def start(self) -> None:
@@ -65,35 +72,36 @@ class DecoderPool:
         """A process is there, or is being started and may well be soon."""
         return self.processes.able
 
-    async def turn(self, *, video: bool) -> Turn:
-        """Waits until an item's job may be done.
+    async def turn(self, modality: Modality) -> ExitStack:
+        """Waits until an item's job may be done; its turn ends where the result is closed, once.
 
-        Videos take long, to look into as well: where there are several processes, one is kept for everything else. A
-        turn is taken before memory for the job is, so that videos that wait do not hold what others need.
+        Videos, say, take long, to look into as well: where there are several processes, one is kept for everything
+        else. A turn is taken before memory for the job is, so that videos that wait do not hold what others need.
         """
-        if not video:
-            return Turn(None)
-        await self._videos.acquire()
-        return Turn(self._videos)
+        turn = ExitStack()
+        if SPECS[modality].is_slow:
+            await self._slow.acquire()
+            turn.callback(self._slow.release)
+        return turn
 
     def allowance(self) -> Allowance:
         """The time that one item has, for all of its jobs."""
         return Allowance(self._seconds)
 
     async def inspect(
-        self, data: Range, *, key: bytes, video: bool, field: str, allowance: Allowance | None = None
+        self, data: Range, *, key: bytes, modality: Modality, field: str, allowance: Allowance | None = None
     ) -> Inspection:
-        """Parses the header of encoded bytes, in a `turn`. A video's process keeps it open under `key`, until it has
+        """Parses the header of encoded bytes, in a `turn`. What is slow is kept open under `key`, until its process has
         another one to look at. Where no `allowance` is given, this is the item's only job.
 
         Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
         there, or those that tried were ended or stopped from outside.
         """
-        job = Inspect(key=key, video=video, offset=data.offset, size=data.size)
+        job = Inspect(key=_kept(key, modality), modality=modality.value, offset=data.offset, size=data.size)
         answer = await self._job(job, field, allowance or self.allowance())
         if not isinstance(answer, Inspected):
             raise ChildDied("an answer to another question")
-        return Inspection(answer.width, answer.height, answer.frames, answer.fps)
+        return answer.seen
 
     async def decode(
         self,
@@ -102,7 +110,7 @@ class DecoderPool:
         plan: Plan,
         *,
         key: bytes,
-        video: bool,
+        modality: Modality,
         field: str,
         on_frames: Callable[[int], None] = lambda _: None,
         allowance: Allowance | None = None,
@@ -112,8 +120,8 @@ class DecoderPool:
         `on_frames` is told how many are there, as they come; where a process dies, they may come again, alike.
         """
         job = Decode(
-            key=key,
-            video=video,
+            key=_kept(key, modality),
+            modality=modality.value,
             offset=data.offset,
             size=data.size,
             pixels=pixels.offset,
@@ -163,7 +171,7 @@ class DecoderPool:
         on_frames: Callable[[int], None],
     ) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""
-        self.processes.opened(child, job.key if job.video and isinstance(job, Inspect) else b"")
+        self.processes.opened(child, job.key if isinstance(job, Inspect) else b"")
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
@@ -191,6 +199,11 @@ class DecoderPool:
             raise
         self.processes.put(child)
         return answer
+
+
+def _kept(key: bytes, modality: Modality) -> bytes:
+    """What a file is kept open under; empty for one that is opened again as fast."""
+    return key if SPECS[modality].is_slow else b""
 
 
 class _Struck(ChildDied):

@@ -5,41 +5,36 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
-
 from common.errors import InvalidInput
-from common.media.item import Embedding, Modality
-from common.wire import DType, RowLayout
+from common.media.item import Embedding
+from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
-from encoder_service.media.limits import MOST_SECONDS
-
-_EXPONENT = 0x7F80
-"""The exponent bits of a bfloat16; all of them are set in infinities and in what is not a number."""
+from encoder_service.media.limits import MOST_SECONDS, MediaLimits
+from encoder_service.media.modalities import SPECS
 
 
-def check(rows: Embedding, item: Item, layout: RowLayout, merge: int, max_patches: int, max_groups: int) -> None:
+def check(rows: Embedding, item: Item, layout: RowLayout, merge: int, max_patches: int, limits: MediaLimits) -> None:
     """Raises InvalidInput unless the rows are those of one picture or video, in this model's layout.
 
-    `max_patches` is the most of one frame group, `max_groups` the most frame groups. The values are not looked at;
-    `check_finite` does that.
+    `max_patches` is the most of one frame group. The values are not looked at; `check_finite` does that.
     """
-    grid, field, video = rows.grid, f"{item.field}.embedding", item.modality is Modality.VIDEO
+    grid, field, spec = rows.grid, f"{item.field}.embedding", SPECS[item.modality]
     if (rows.dtype, rows.levels, rows.width) != (layout.dtype, layout.levels, layout.width):
         raise _bad("the element type, levels or width are not this model's", field)
-    if not 1 <= grid.t <= (max_groups if video else 1) or min(grid.h, grid.w) < 1 or grid.h % merge or grid.w % merge:
+    if not 1 <= grid.t <= spec.max_frames(limits) or min(grid.h, grid.w) < 1 or grid.h % merge or grid.w % merge:
         raise _bad(f"the grid is not one of a {item.modality}", field)
     if grid.h * grid.w > max_patches:
         raise _bad(f"the grid has more than {max_patches} patches", field)
-    _check_times(rows, field, video=video)
+    _check_times(rows, field, has_times=spec.has_times)
     if rows.count != grid.patches // merge**2:
         raise _bad("there must be one row for each square of the grid", field)
     if len(rows.data) != rows.count * layout.row_bytes:
         raise _bad("the data is not count · levels · width elements", field)
 
 
-def _check_times(rows: Embedding, field: str, *, video: bool) -> None:
+def _check_times(rows: Embedding, field: str, *, has_times: bool) -> None:
     times, apart = rows.timestamps, rows.seconds_per_grid
-    if not video:
+    if not has_times:
         if times or apart:
             raise _bad("a picture has no times", field)
         return
@@ -55,12 +50,8 @@ def _check_times(rows: Embedding, field: str, *, video: bool) -> None:
 
 def check_finite(rows: Embedding, field: str) -> None:
     """Raises InvalidInput where a value is infinite or not a number. Takes milliseconds for megabytes."""
-    if rows.dtype is DType.BFLOAT16:
-        finite = bool(((np.frombuffer(rows.data, "<u2") & _EXPONENT) != _EXPONENT).all())
-    else:
-        kind = "<f4" if rows.dtype is DType.FLOAT32 else "<f2"
-        finite = bool(np.isfinite(np.frombuffer(rows.data, kind)).all())
-    if not finite:
+    assert rows.dtype is not None, "it is the model's"
+    if not all_finite(rows.data, rows.dtype):
         raise _bad("a value is infinite or not a number", field)
 
 

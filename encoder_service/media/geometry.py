@@ -13,7 +13,7 @@ import numpy as np
 
 from common.media.item import Grid, Options, Pixels
 from encoder_service.item import Inspection, Plan
-from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
+from encoder_service.models.config import PixelSettings, VideoRule, VideoSettings
 
 
 def plan_image(seen: Inspection, settings: PixelSettings, options: Options) -> Plan:
@@ -45,11 +45,9 @@ def plan_video(seen: Inspection, settings: VideoSettings, options: Options) -> P
     )
 
 
-def plan_pixels(given: Pixels, config: ModelConfig, options: Options, *, video: bool) -> Plan:
-    """The plan of decoded pixels: every frame is kept. Frames of a video without times are `fps` apart."""
-    if not video:
-        return plan_image(Inspection(given.width, given.height), config.image, options)
-    settings, temporal = config.video, config.video.pixels.temporal
+def plan_frames(given: Pixels, settings: VideoSettings, options: Options) -> Plan:
+    """The plan of a video's decoded frames: every one is kept. Those without times are `fps` apart."""
+    temporal = settings.pixels.temporal
     height, width = _video_size(given.frames, given.height, given.width, settings, options)
     fps = options.fps or settings.fps
     times = list(given.timestamps) or [frame / fps for frame in range(given.frames)]

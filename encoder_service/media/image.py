@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageOps
+from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
 from encoder_service.media import chunks, jpeg
-from encoder_service.media.messages import Bounds
-from encoder_service.media.sniff import image_format
+from encoder_service.media.messages import Begin, Bounds
+from encoder_service.media.sniff import IMAGES, format_of
 
 Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits before anything is decoded
 
@@ -19,9 +21,24 @@ _SIDEWAYS = (5, 6, 7, 8)
 _WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 
 
-def prepare() -> None:
-    """Loads all that Pillow would otherwise load when it first meets a format."""
-    Image.init()
+class ImageFile:
+    """A picture's file in the decode process (`__main__.OpenFile`)."""
+
+    def __init__(self, data: bytes, begin: Begin) -> None:
+        self._data = data
+        self._bounds = begin.bounds
+
+    @staticmethod
+    def prepare() -> None:
+        """Loads all that Pillow would otherwise load when it first meets a format."""
+        Image.init()
+
+    def inspect(self) -> Inspection:
+        return inspect(self._data, self._bounds)
+
+    def decode(self, _: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        decode(self._data, out, self._bounds)
+        return iter(())  # all of it is there at once
 
 
 def inspect(data: bytes, bounds: Bounds) -> Inspection:
@@ -42,7 +59,7 @@ def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
     Of an animation the first frame is taken. Raises ValueError where the size is not the one that was announced, or
     pixels are missing, and TooComplex.
     """
-    name = image_format(data[:512])
+    name = format_of(data[:512], IMAGES)
     if name == "PNG":
         with _open(data, bounds) as image:
             image.verify()  # reading its pixels would not look at every checksum
@@ -83,8 +100,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _open(data: bytes, bounds: Bounds) -> ImageFile.ImageFile:
-    name = image_format(data[:512])
+def _open(data: bytes, bounds: Bounds) -> PillowFile:
+    name = format_of(data[:512], IMAGES)
     if name is None:
         raise ValueError("not a picture of a supported format")
     chunks.check(data, name, bounds)

@@ -1,21 +1,17 @@
-"""Every limit on media, each checked before the expensive step that it guards, by the one function for that step.
+"""Every limit on media, and the checks of headers and plans, each before the expensive step that it guards.
 
-`check_item` sees the request, `check_picture` and `check_video` see a header that was parsed, `check_plan` sees what is
-about to be decoded and computed. Each raises `InvalidInput` with a stable reason and the request field.
+`check_picture` and `check_video` see a header that was parsed, `check_plan` what is about to be decoded and computed;
+`checks.check_item` has seen the request. Each raises `InvalidInput` with a stable reason and the request field.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
-from functools import partial
 
 from common.config import option, size
 from common.errors import InvalidInput
-from common.media.item import Embedding, Key, Modality, Options, Pixels, Url
-from encoder_service.item import Inspection, Item, Plan
-from encoder_service.media import sniff
+from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import Bounds
 
 MOST_SECONDS = 1e7
@@ -60,38 +56,14 @@ class MediaLimits:
         )
 
 
-def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
-    """Checks size, format and options of an item as it came."""
-    _check_options(item.options, item.modality, item.field, limits)
-    match item.source:
-        case (
-            Key() | Embedding() | Url()
-        ):  # see `embedding.check` and `Fetcher.check`; what a download brings comes back
-            return
-        case Pixels() as pixels:
-            _check_size(item, limits)
-            _check_pixels(pixels, item.modality, f"{item.field}.pixels", limits)
-            _check_pixel_options(pixels, item.options, item.field)
-        case data:
-            if not data:
-                raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
-            _check_size(item, limits)
-            sniff.check(data, item.modality, mime_type, item.field)
-
-
-def most_bytes(modality: Modality, limits: MediaLimits) -> int:
-    """Bytes of the largest encoded picture or video."""
-    return limits.max_video_bytes if modality is Modality.VIDEO else limits.max_image_bytes
-
-
 def check_picture(seen: Inspection, field: str, limits: MediaLimits) -> None:
     """Checks a picture's dimensions before it is decoded."""
-    _check_sides(seen.width, seen.height, field, limits)
+    check_sides(seen.width, seen.height, field, limits)
 
 
 def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
     """Checks what a video claims of itself before frames are decoded."""
-    _check_sides(seen.width, seen.height, field, limits)
+    check_sides(seen.width, seen.height, field, limits)
     if not math.isfinite(seen.fps) or not 0 < seen.fps <= 1000 or seen.frames < 1:
         raise InvalidInput("the video has no usable frame rate or length", reason="VIDEO_UNREADABLE", field=field)
     if seen.frames > limits.max_scanned_frames:
@@ -128,39 +100,8 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
         )
 
 
-def _check_size(item: Item, limits: MediaLimits) -> None:
-    video = item.modality is Modality.VIDEO
-    if isinstance(item.source, Pixels):
-        most = 3 * (limits.max_video_area if video else limits.max_image_area)
-    else:
-        most = most_bytes(item.modality, limits)
-    if item.size > most:
-        reason = "VIDEO_TOO_LARGE" if video else "IMAGE_TOO_LARGE"
-        raise InvalidInput(f"the media is larger than {most} bytes", reason=reason, field=item.field)
-
-
-def _check_pixels(pixels: Pixels, modality: Modality, field: str, limits: MediaLimits) -> None:
-    def refuse(why: str) -> InvalidInput:
-        return InvalidInput(why, reason="BAD_PIXELS", field=field)
-
-    if min(pixels.frames, pixels.height, pixels.width) < 1:
-        raise refuse("frames, height and width must be above 0")
-    if pixels.frames > (limits.max_frames if modality is Modality.VIDEO else 1):
-        raise refuse("there are too many frames")
-    if len(pixels.data) != pixels.frames * pixels.height * pixels.width * 3:
-        raise refuse("the data is not frames · height · width · 3 bytes")
-    times = pixels.timestamps
-    if times and (
-        modality is Modality.IMAGE
-        or len(times) != pixels.frames
-        or not all(math.isfinite(time) and time >= 0 for time in times)
-        or any(after < before for before, after in itertools.pairwise(times))
-    ):
-        raise refuse("timestamps must be one for each frame of a video, from 0 on, in order")
-    _check_sides(pixels.width, pixels.height, field, limits)
-
-
-def _check_sides(width: int, height: int, field: str, limits: MediaLimits) -> None:
+def check_sides(width: int, height: int, field: str, limits: MediaLimits) -> None:
+    """Checks the sides of a picture or frame."""
     short, long = min(width, height), max(width, height)
     if short < limits.min_side:
         raise InvalidInput(f"a side is shorter than {limits.min_side} pixels", reason="IMAGE_TOO_SMALL", field=field)
@@ -174,33 +115,3 @@ def _check_sides(width: int, height: int, field: str, limits: MediaLimits) -> No
         raise InvalidInput(
             f"the sides differ by more than {limits.max_ratio:g} to 1", reason="IMAGE_RATIO", field=field
         )
-
-
-def _check_options(options: Options, modality: Modality, field: str, limits: MediaLimits) -> None:
-    refuse = partial(_bad_option, field)
-    for name in ("min_pixels", "max_pixels"):
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= limits.max_video_area:
-            raise refuse(name, f"must be from 1 to {limits.max_video_area}")
-    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
-        raise refuse("min_pixels", "must not be above max_pixels")
-    if modality is not Modality.VIDEO:
-        for name in ("fps", "max_frames"):
-            if getattr(options, name) is not None:
-                raise refuse(name, "is an option of videos alone")
-    if options.fps is not None and not (math.isfinite(options.fps) and 0 < options.fps <= 1000):
-        raise refuse("fps", "must be above 0 and at most 1000")
-    if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
-        raise refuse("max_frames", f"must be from 1 to {limits.max_frames}")
-
-
-def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
-    """All frames that were decoded by the caller are kept, and those that have times are at those times."""
-    if options.max_frames is not None:
-        raise _bad_option(field, "max_frames", "does not go with decoded frames, which are all kept")
-    if options.fps is not None and pixels.timestamps:
-        raise _bad_option(field, "fps", "does not go with timestamps")
-
-
-def _bad_option(field: str, name: str, why: str) -> InvalidInput:
-    return InvalidInput(f"{name} {why}", reason="BAD_OPTION", field=f"{field}.options.{name}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from encoder_service.item import Inspection
+
 
 class Bounds(msgspec.Struct, frozen=True):
     """What a decode process takes; the options of `MediaLimits` say what each is. Areas are in pixels."""
@@ -18,25 +20,26 @@ class Bounds(msgspec.Struct, frozen=True):
 class Begin(msgspec.Struct, tag=True):
     """First message to a decode process.
 
-    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, and what
-    files are held to.
+    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, what files
+    are held to, and by modality the class ("module:Class") that reads its files.
     """
 
     staging_bytes: int
     memory_bytes: int
     threads: int
     bounds: Bounds
+    decoders: dict[str, str]
 
 
 class Inspect(msgspec.Struct, tag=True):
     """Parse the header of the encoded bytes at [offset, offset + size).
 
-    `key` names the content: a video that was opened to look at it is kept open under its key, in the place of the last
-    one, so that it need not be opened again to decode it.
+    With a `key`, which names the content, the file is kept open under it, in the place of the last one, so that it need
+    not be opened again to be decoded.
     """
 
     key: bytes
-    video: bool
+    modality: str
     offset: int
     size: int
 
@@ -48,7 +51,7 @@ class Decode(msgspec.Struct, tag=True):
     """
 
     key: bytes
-    video: bool
+    modality: str
     offset: int
     size: int
     pixels: int
@@ -62,12 +65,9 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Inspected(msgspec.Struct, tag=True):
-    """A header's contents, dimensions after orientation; `frames` is 1 and `fps` 0 for a picture."""
+    """What a file's header says."""
 
-    width: int
-    height: int
-    frames: int
-    fps: float
+    seen: Inspection
 
 
 class Decoding(msgspec.Struct, tag=True):

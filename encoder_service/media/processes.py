@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,7 +11,6 @@ from common import log, tasks
 from common.errors import TwinlensError, Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.media.messages import Begin, FromDecoder, Ready
-from encoder_service.media.turns import Idle
 
 MODULE = "encoder_service.media"
 _LONGEST_PAUSE = 30.0
@@ -43,7 +43,7 @@ class DecodeProcesses:
         self._start_seconds = start_seconds
         self._longest_pause = longest_pause
         self._on_change = on_change
-        self._idle = Idle()
+        self._idle = _Idle()
         self._missing: set[Child[FromDecoder]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.children: set[Child[FromDecoder]] = set()
@@ -151,6 +151,54 @@ class DecodeProcesses:
                     raise ChildDied("a decode process did not start")
         except TimeoutError:
             raise ChildDied(f"a decode process has not started within {self._start_seconds:g} seconds") from None
+
+
+class _Idle:
+    """Processes without a job, which video each of them has open, and the jobs that wait for one, in their order."""
+
+    def __init__(self) -> None:
+        self._children: list[Child[FromDecoder]] = []
+        self._open: dict[Child[FromDecoder], bytes] = {}
+        self._waiting: deque[tuple[bytes, asyncio.Future[Child[FromDecoder]]]] = deque()
+
+    def put(self, child: Child[FromDecoder]) -> None:
+        """A process has nothing to do."""
+        self._children.append(child)
+        self._serve()
+
+    async def get(self, key: bytes) -> Child[FromDecoder]:
+        """A process for a job: the one that has its content open, else one that has nothing open, else any. Raises what
+        `fail` is told meanwhile."""
+        future: asyncio.Future[Child[FromDecoder]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key, future))
+        self._serve()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not (future.cancel() or future.cancelled() or future.exception()):
+                self.put(future.result())
+            raise
+
+    def fail(self, error: TwinlensError) -> None:
+        """No process is there, and none will be soon: who waits for one is told."""
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+    def opened(self, child: Child[FromDecoder], key: bytes) -> None:
+        """A process now has this video open; with an empty key, none that is worth waiting for."""
+        self._open.pop(child, None)
+        if key:
+            self._open[child] = key
+
+    def _serve(self) -> None:
+        while self._children and self._waiting:
+            key, future = self._waiting.popleft()
+            if not future.done():
+                child = min(self._children, key=lambda child: (self._open.get(child) != key, child in self._open))
+                self._children.remove(child)
+                future.set_result(child)
 
 
 def _no_decoder() -> TwinlensError:

@@ -7,51 +7,66 @@ for more than its magic number, and the decode process, should that not do, can 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from common.errors import InvalidInput
-from common.media.item import Modality
+from common.media.item import Encoded
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _EBML_KINDS = (b"matroska", b"webm")
 
-_IMAGES: Final[dict[str, Callable[[bytes], bool]]] = {
-    "JPEG": lambda head: head.startswith(b"\xff\xd8\xff"),
-    "PNG": lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"),
-    "WEBP": lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP",
-    "GIF": lambda head: head.startswith((b"GIF87a", b"GIF89a")),
-    "BMP": lambda head: head.startswith(b"BM"),
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: whether a file's first bytes fit it, and the MIME types that it goes by."""
+
+    fits: Callable[[bytes], bool]
+    mime_types: frozenset[str]
+
+
+def _format(fits: Callable[[bytes], bool], *mime_types: str) -> Format:
+    return Format(fits, frozenset(mime_types))
+
+
+IMAGES: Final[dict[str, Format]] = {
+    "JPEG": _format(lambda head: head.startswith(b"\xff\xd8\xff"), "image/jpeg", "image/jpg", "image/pjpeg"),
+    "PNG": _format(lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"), "image/png", "image/apng", "image/x-png"),
+    "WEBP": _format(lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP", "image/webp"),
+    "GIF": _format(lambda head: head.startswith((b"GIF87a", b"GIF89a")), "image/gif"),
+    "BMP": _format(lambda head: head.startswith(b"BM"), "image/bmp", "image/x-bmp", "image/x-ms-bmp"),
 }
-_VIDEOS: Final[dict[str, Callable[[bytes], bool]]] = {
-    "MP4": lambda head: head[4:8] in _BOXES,
-    "MATROSKA": lambda head: head.startswith(b"\x1a\x45\xdf\xa3") and any(kind in _ebml(head) for kind in _EBML_KINDS),
-    "AVI": lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ",
-    "FLV": lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09",
-    "MPEGTS": lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47,
+VIDEOS: Final[dict[str, Format]] = {
+    "MP4": _format(
+        lambda head: head[4:8] in _BOXES,
+        "video/mp4",
+        "video/quicktime",
+        "video/x-m4v",
+        "video/3gpp",
+        "application/mp4",
+    ),
+    "MATROSKA": _format(
+        lambda head: head.startswith(b"\x1a\x45\xdf\xa3") and any(kind in _ebml(head) for kind in _EBML_KINDS),
+        "video/webm",
+        "video/x-matroska",
+        "video/matroska",
+    ),
+    "AVI": _format(
+        lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ",
+        "video/x-msvideo",
+        "video/avi",
+        "video/msvideo",
+        "video/vnd.avi",
+    ),
+    "FLV": _format(lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09", "video/x-flv"),
+    "MPEGTS": _format(lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47, "video/mp2t"),
 }
-_MIME_TYPES: Final[dict[str, frozenset[str]]] = {
-    "JPEG": frozenset({"image/jpeg", "image/jpg", "image/pjpeg"}),
-    "PNG": frozenset({"image/png", "image/apng", "image/x-png"}),
-    "WEBP": frozenset({"image/webp"}),
-    "GIF": frozenset({"image/gif"}),
-    "BMP": frozenset({"image/bmp", "image/x-bmp", "image/x-ms-bmp"}),
-    "MP4": frozenset({"video/mp4", "video/quicktime", "video/x-m4v", "video/3gpp", "application/mp4"}),
-    "MATROSKA": frozenset({"video/webm", "video/x-matroska", "video/matroska"}),
-    "AVI": frozenset({"video/x-msvideo", "video/avi", "video/msvideo", "video/vnd.avi"}),
-    "FLV": frozenset({"video/x-flv"}),
-    "MPEGTS": frozenset({"video/mp2t"}),
-}
 
 
-def image_format(head: bytes) -> str | None:
-    """The name of a picture's format, or None."""
-    return next((name for name, fits in _IMAGES.items() if fits(head)), None)
-
-
-def video_format(head: bytes) -> str | None:
-    """The name of a video's container, or None."""
-    return next((name for name, fits in _VIDEOS.items() if fits(head)), None)
+def format_of(head: bytes, formats: Mapping[str, Format]) -> str | None:
+    """The name of the format that a file's first 512 bytes fit, or None."""
+    return next((name for name, each in formats.items() if each.fits(head)), None)
 
 
 def ebml_size(data: bytes, at: int) -> tuple[int, int]:
@@ -72,12 +87,11 @@ def _ebml(head: bytes) -> bytes:
     return head[begin : begin + size]
 
 
-def check(data: bytes | bytearray, modality: Modality, mime_type: str, field: str) -> None:
-    """Raises InvalidInput unless the bytes begin as a format of the modality does, and as the MIME type says."""
-    head = bytes(data[:512])
-    name = image_format(head) if modality is Modality.IMAGE else video_format(head)
+def check(data: Encoded, formats: Mapping[str, Format], modality: str, mime_type: str, field: str) -> None:
+    """Raises InvalidInput unless the bytes begin as one of the modality's formats does, and as the MIME type says."""
+    name = format_of(bytes(data[:512]), formats)
     if name is None:
         raise InvalidInput(f"the bytes are not a supported {modality}", reason="MEDIA_FORMAT", field=field)
     stated = mime_type.partition(";")[0].strip().lower()
-    if stated and stated not in _MIME_TYPES[name]:
+    if stated and stated not in formats[name].mime_types:
         raise InvalidInput("the MIME type does not match the bytes", reason="MIME_MISMATCH", field=f"{field}.mime_type")

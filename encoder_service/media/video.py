@@ -14,7 +14,8 @@ import numpy as np
 from encoder_service.item import Inspection
 from encoder_service.media import transport_stream
 from encoder_service.media.container import check_parts, is_whole
-from encoder_service.media.sniff import video_format
+from encoder_service.media.messages import Begin
+from encoder_service.media.sniff import VIDEOS, format_of
 
 _AT_ONCE = 8
 """Frames decoded in one call, so that memory does not grow with a video's length."""
@@ -47,7 +48,7 @@ def library() -> Any:
 def open_reader(data: bytes, threads: int = 1, most_parts: int = _MOST_PARTS) -> Any:
     """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there, and
     TooComplex where it is made of more parts than that."""
-    name = video_format(data[:512])
+    name = format_of(data[:512], VIDEOS)
     if name is None:
         raise ValueError("not a video of a supported format")
     check_parts(data, most_parts)
@@ -57,6 +58,24 @@ def open_reader(data: bytes, threads: int = 1, most_parts: int = _MOST_PARTS) ->
         data = transport_stream.as_matroska(data, most_parts)
     with _readable():
         return library().VideoReader(io.BytesIO(data), num_threads=threads)
+
+
+class VideoFile:
+    """A video's file in the decode process (`__main__.OpenFile`)."""
+
+    def __init__(self, data: bytes, begin: Begin) -> None:
+        self._reader = open_reader(data, begin.threads, begin.bounds.video_chunks)
+
+    @staticmethod
+    def prepare() -> None:
+        """Loads the decoder's library."""
+        library()
+
+    def inspect(self) -> Inspection:
+        return inspect(self._reader)
+
+    def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        return decode(self._reader, frames, out)
 
 
 def inspect(reader: Any) -> Inspection:

@@ -11,7 +11,8 @@ class Begin(msgspec.Struct, tag=True):
     `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
-    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none.
+    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `preprocess` has by
+    modality the function ("module:function") that makes patches of its pixels (`patches.Preprocess`).
     """
 
     folder: str
@@ -25,6 +26,7 @@ class Begin(msgspec.Struct, tag=True):
     graph_bytes: int = 0
     batch_patches: int = 0
     pool_bytes: int = 0
+    preprocess: dict[str, str] = {}
     log_level: str = "info"
 
 
@@ -36,7 +38,7 @@ class Piece(msgspec.Struct):
     `pool` in the worker's pool, unless that is negative.
     """
 
-    video: bool
+    modality: str
     pixels: int
     frames: int
     height: int

@@ -5,11 +5,13 @@ Pixels are resized as 8-bit values (antialiased bicubic), so that rounding happe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoder_service.models.config import PixelSettings
+from encoder_service.models.config import ModelConfig, PixelSettings
 from encoder_service.worker import fixed_point
 
 
@@ -48,3 +50,17 @@ def pixels_to_patches(pixels: Tensor, size: tuple[int, int], settings: PixelSett
     """Patches [t·h·w, dim] float32 of decoded frames [T, H, W, 3] uint8, resized to `size` first."""
     frames = pixels.permute(0, 3, 1, 2).contiguous()
     return patchify(normalise(resize(frames, size), settings), settings)
+
+
+Preprocess = Callable[[Tensor, tuple[int, int], ModelConfig], Tensor]
+"""Patches [t·h·w, dim] float32 of one modality's decoded frames [T, H, W, 3] uint8, resized to (height, width)."""
+
+
+def image_patches(pixels: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
+    """Patches of a picture."""
+    return pixels_to_patches(pixels, size, config.image)
+
+
+def video_patches(pixels: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
+    """Patches of a video's frames."""
+    return pixels_to_patches(pixels, size, config.video.pixels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from encoder_service.models import config, registry
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, WorkerReady
-from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.patches import Preprocess, pixels_to_patches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,6 +54,7 @@ class Runner:
         self.dtype = DTYPES[begin.dtype]
         checkpoint = Checkpoint(Path(begin.folder))
         self._config = config.read(checkpoint)
+        self._preprocess = {modality: _function(name) for modality, name in begin.preprocess.items()}
         self._pool = self._make_pool(begin.pool_bytes) if begin.pool_bytes else None
         self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
         self._graphed = self._graphs(begin)
@@ -150,8 +152,7 @@ class Runner:
         shape = (piece.frames, piece.height, piece.width, 3)
         count = piece.frames * piece.height * piece.width * 3
         pixels = self._staging[piece.pixels : piece.pixels + count].view(shape).to(self.device)
-        settings = self._config.video.pixels if piece.video else self._config.image
-        return pixels_to_patches(pixels, piece.resized, settings).to(self.dtype)
+        return self._preprocess[piece.modality](pixels, piece.resized, self._config).to(self.dtype)
 
     def _write(self, rows: Tensor, pieces: list[Piece]) -> tuple[list[int], list[int]]:
         """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite, and
@@ -174,3 +175,10 @@ class Runner:
                 bad.append(index)
             start = end
         return bad, [as_unsigned(each) for each in sums.tolist()] if self._pool is not None else []
+
+
+def _function(name: str) -> Preprocess:
+    """The function that "module:function" names."""
+    module, _, attribute = name.partition(":")
+    found: Preprocess = getattr(importlib.import_module(module), attribute)
+    return found

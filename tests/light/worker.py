@@ -53,7 +53,7 @@ def rows(staging: np.ndarray, piece: Piece, layout: RowLayout) -> bytes:
     frames = -(-piece.frames // groups)
     out = []
     for group in range(groups):
-        seen = hashlib.blake2b(repr((piece.video, piece.resized, piece.grid[1:])).encode(), digest_size=16)
+        seen = hashlib.blake2b(repr((piece.modality, piece.resized, piece.grid[1:])).encode(), digest_size=16)
         seen.update(np.ascontiguousarray(pixels[group * frames : (group + 1) * frames]))
         draws = np.random.Generator(np.random.Philox(key=int.from_bytes(seen.digest(), "little")))
         numbers = draws.standard_normal(each * layout.levels * layout.width, np.float32)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import TwinlensError
 from encoder_service import convert
-from encoder_service.media import limits
+from encoder_service.media import checks, limits
 from llm_service.config import LlmConfig
 from llm_service.convert import Requests
 from tests import pictures
@@ -86,7 +86,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
             convert.check_lists(request)
         for index, media in enumerate(request.items):
             with contextlib.suppress(TwinlensError):
-                limits.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)
+                checks.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)
 
 
 def test_what_is_not_spoilt_is_read() -> None:
@@ -95,4 +95,4 @@ def test_what_is_not_spoilt_is_read() -> None:
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):
-        limits.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)
+        checks.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)

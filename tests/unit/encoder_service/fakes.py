@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
+from common.media.item import Modality
 from common.processes import ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
 from encoder_service.media.allowance import Allowance
-from encoder_service.media.turns import Turn
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, WorkerReady
 
 BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
@@ -68,16 +69,19 @@ class FakeDecoders:
         self.allowances: list[Allowance] = []
         self._videos = asyncio.Semaphore(1)
 
-    async def turn(self, *, video: bool) -> Turn:
-        if not video:
-            return Turn(None)
-        await self._videos.acquire()
-        return Turn(self._videos)
+    async def turn(self, modality: Modality) -> ExitStack:
+        turn = ExitStack()
+        if modality is Modality.VIDEO:
+            await self._videos.acquire()
+            turn.callback(self._videos.release)
+        return turn
 
     def allowance(self) -> Allowance:
         return Allowance(60.0)
 
-    async def inspect(self, data: Any, *, key: bytes, video: bool, field: str, allowance: Allowance) -> Inspection:
+    async def inspect(
+        self, data: Any, *, key: bytes, modality: Modality, field: str, allowance: Allowance
+    ) -> Inspection:
         self.allowances.append(allowance)
         await self._work()
         return self.seen
@@ -89,7 +93,7 @@ class FakeDecoders:
         plan: Any,
         *,
         key: bytes,
-        video: bool,
+        modality: Modality,
         field: str,
         on_frames: Any,
         allowance: Allowance,
@@ -106,7 +110,9 @@ class FakeDecoders:
 
 
 def submit(dispatcher: Dispatcher, key: bytes, patches: int = 10, at: int = 0, group: int = 0) -> Unit:
-    piece = Piece(video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
+    piece = Piece(
+        modality="image", pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0
+    )
     return dispatcher.submit(key, piece, patches, 0, group)
 
 

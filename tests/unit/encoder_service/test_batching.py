@@ -12,7 +12,7 @@ from common.media.item import Grid
 from encoder_service.engine.batching import Unit, assemble, assemble_full, cut, order
 from encoder_service.worker.messages import Piece
 
-PIECE = Piece(video=False, pixels=0, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
+PIECE = Piece(modality="image", pixels=0, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0)
 
 
 def units(sizes: Sequence[int], priorities: Sequence[int] = (), alone: Sequence[bool] = ()) -> list[Unit]:

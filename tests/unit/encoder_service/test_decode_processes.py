@@ -22,7 +22,7 @@ from tests.unit.encoder_service.fakes import turns
 async def one(**options):
     """A process that is yet to be started, or what takes its place."""
     arena = SharedBuffer.create("test", 1 << 16)
-    begin = Begin(staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds)
+    begin = Begin(staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds, decoders={})
     made = DecodeProcesses(arena.fd, begin, 1, **{"start_seconds": 600.0, "on_change": lambda: None, **options})
     try:
         yield made

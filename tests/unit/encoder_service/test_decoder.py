@@ -18,7 +18,7 @@ from PIL import Image
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unavailable
-from common.media.item import Options
+from common.media.item import Modality, Options
 from common.processes import Child
 from encoder_service.item import Inspection
 from encoder_service.media import geometry
@@ -30,6 +30,7 @@ from tests.launch import command_line, descendants
 from tests.unit.encoder_service.engines import CONFIG
 from tests.unit.encoder_service.fakes import turns
 
+IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
 STAGING = 96 << 20
 PIXELS_AT = 32 << 20
 
@@ -73,18 +74,18 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
     frames = pictures.frames(12)
     async with pool() as (decoders, staging, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
         plan = geometry.plan_image(Inspection(50, 40), CONFIG.image, Options())
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=IMAGE, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(40, 50, 3)
         assert np.array_equal(shown, np.asarray(pictures.noise(50, 40)))
         del shown
 
         data = stage(pictures.video(frames, fps=5))
-        seen = await decoders.inspect(data, key=b"x", video=True, field="x")
+        seen = await decoders.inspect(data, key=b"x", modality=VIDEO, field="x")
         assert seen == Inspection(128, 96, 12, 5.0)
         plan = geometry.plan_video(seen, CONFIG.video, Options())
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=VIDEO, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
         assert apart.argmin(1).tolist() == list(plan.frames)
@@ -96,10 +97,10 @@ async def test_a_short_transport_stream_is_read_in_a_process_that_can_open_nothi
     frames = pictures.frames(count)
     async with pool() as (decoders, staging, stage):
         data = stage(bad_files.broadcast(frames))
-        seen = await decoders.inspect(data, key=b"x", video=True, field="x")
+        seen = await decoders.inspect(data, key=b"x", modality=VIDEO, field="x")
         assert seen == Inspection(128, 96, count, 10.0)
         plan = geometry.plan_video(seen, CONFIG.video, Options(fps=10.0))
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=True, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=VIDEO, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
         assert apart.argmin(1).tolist() == list(plan.frames)
@@ -112,10 +113,10 @@ async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
         data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
         _limit(processes()[0], 20 << 20)
         with pytest.raises(InvalidInput) as refused:
-            await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x")
+            await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=IMAGE, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
         data = stage(pictures.encoded(pictures.noise(50, 40)))
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
 
 
 async def test_a_process_can_open_neither_file_nor_socket():
@@ -125,7 +126,7 @@ async def test_a_process_can_open_neither_file_nor_socket():
     async with pool(seconds=2.0) as (decoders, _, stage):
         assert resource.prlimit(processes()[0], resource.RLIMIT_NOFILE) == (3, 3)
         open_before = _descriptors(processes()[0])
-        inspected = asyncio.create_task(decoders.inspect(stage(disguised), key=b"x", video=True, field="x"))
+        inspected = asyncio.create_task(decoders.inspect(stage(disguised), key=b"x", modality=VIDEO, field="x"))
         pid, seen = processes()[0], set()
         while not inspected.done():
             seen |= _descriptors(pid)
@@ -169,10 +170,10 @@ async def test_a_process_that_dies_costs_one_more_try_and_a_second_one_the_file(
         with monkeypatch.context() as patched:
             struck(patched, signal.SIGSEGV)
             with pytest.raises(InvalidInput) as refused:
-                await decoders.inspect(data, key=b"x", video=False, field="x")
+                await decoders.inspect(data, key=b"x", modality=IMAGE, field="x")
         assert refused.value.reason == "MEDIA_UNREADABLE"
         assert decoders.processes.restarts == 2
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -182,10 +183,10 @@ async def test_no_file_is_to_blame_for_processes_that_others_have_killed_or_stop
         with monkeypatch.context() as patched:
             struck(patched, number)
             with pytest.raises(Unavailable) as told:
-                await decoders.inspect(data, key=b"x", video=False, field="x")
+                await decoders.inspect(data, key=b"x", modality=IMAGE, field="x")
         assert (told.value.reason, bool(told.value.retry_after)) == ("NO_DECODER", True)
         assert decoders.processes.restarts == 2
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
 
 
 async def test_where_one_process_was_stopped_another_does_its_job():
@@ -193,7 +194,7 @@ async def test_where_one_process_was_stopped_another_does_its_job():
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         os.kill(processes()[0], signal.SIGSTOP)
         for _ in range(3):
-            assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+            assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
         assert decoders.processes.restarts == 1
 
 
@@ -206,7 +207,7 @@ async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
         async with asyncio.timeout(60):
             while not all(child.has_ended for child in decoders.processes.children):
                 await turns(1)
-            assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+            assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
         assert decoders.processes.restarts == 3
 
 
@@ -215,7 +216,7 @@ async def test_a_job_that_takes_long_does_not_hold_up_the_next_one_where_there_a
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         first, _ = processes()
         os.kill(first, signal.SIGSTOP)
-        jobs = [asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x")) for _ in range(2)]
+        jobs = [asyncio.create_task(decoders.inspect(data, key=b"x", modality=IMAGE, field="x")) for _ in range(2)]
         done, held = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         assert [await each for each in done] == [Inspection(50, 40)]
         assert len(held) == 1
@@ -228,12 +229,12 @@ async def test_a_caller_who_leaves_does_not_leave_a_process_writing():
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         (pid,) = processes()
         os.kill(pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", modality=IMAGE, field="x"))
         await asyncio.sleep(0)
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
         assert not command_line(pid), "it is gone before the caller's memory is"
-        assert await decoders.inspect(data, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
 
 
 @pytest.mark.parametrize(("count", "at_once"), [(1, 1), (2, 1), (4, 3)])
@@ -242,15 +243,15 @@ async def test_videos_leave_a_process_for_everything_else_where_there_are_severa
     made = DecoderPool(
         staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
     )
-    held = [await made.turn(video=True) for _ in range(at_once)]
-    late = asyncio.create_task(made.turn(video=True))
+    held = [await made.turn(VIDEO) for _ in range(at_once)]
+    late = asyncio.create_task(made.turn(VIDEO))
     await turns()
     assert not late.done()
     for _ in range(count):
-        await made.turn(video=False)
+        await made.turn(IMAGE)
     with held[0]:
-        held[0].end()  # which is all that the end of the block would do
-    later = asyncio.create_task(made.turn(video=True))
+        held[0].close()  # which is all that the end of the block would do
+    later = asyncio.create_task(made.turn(VIDEO))
     await turns()
     assert (late.done(), later.done()) == (True, False)
     later.cancel()
@@ -268,7 +269,7 @@ async def test_a_job_that_uses_up_its_time_is_the_media_s_fault():
         (pid,) = processes()
         with pytest.raises(InvalidInput) as refused:
             await decoders.decode(
-                stage(encoded), Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", video=False, field="x"
+                stage(encoded), Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=IMAGE, field="x"
             )
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert decoders.processes.restarts == 1
@@ -282,7 +283,7 @@ async def test_a_file_over_which_processes_wait_for_ever_is_refused(monkeypatch)
     async with pool(seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         with pytest.raises(InvalidInput) as refused:
-            await decoders.inspect(data, key=b"x", video=False, field="x")
+            await decoders.inspect(data, key=b"x", modality=IMAGE, field="x")
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert decoders.processes.restarts == 2
 
@@ -292,7 +293,7 @@ async def test_an_answer_that_came_while_the_service_stood_still_is_in_time():
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         (child,) = decoders.processes.children
         os.kill(child.process.pid, signal.SIGSTOP)  # or the answer might be here, and read, before we stand still
-        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", modality=IMAGE, field="x"))
         await turns()
         os.kill(child.process.pid, signal.SIGCONT)
         select.select([child._writer.get_extra_info("socket").fileno()], [], [])  # the event loop sees nothing of it
@@ -305,28 +306,28 @@ async def test_a_video_that_was_looked_at_is_still_open_when_it_is_decoded():
     frames = pictures.frames(12)
     async with pool(processes=3) as (decoders, staging, stage):
         data = stage(pictures.video(frames, fps=5))
-        seen = await decoders.inspect(data, key=b"film", video=True, field="x")
+        seen = await decoders.inspect(data, key=b"film", modality=VIDEO, field="x")
         plan = geometry.plan_video(seen, CONFIG.video, Options())
         pixels = Range(PIXELS_AT, plan.pixel_bytes)
         good = bytes(staging.slice(data))
         staging.slice(data)[:] = bytes(data.size)
-        await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+        await decoders.decode(data, pixels, plan, key=b"film", modality=VIDEO, field="x")
         first = bytes(staging.slice(pixels))
         with pytest.raises(InvalidInput):
-            await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+            await decoders.decode(data, pixels, plan, key=b"film", modality=VIDEO, field="x")
         staging.slice(data)[:] = good
-        await decoders.decode(data, pixels, plan, key=b"film", video=True, field="x")
+        await decoders.decode(data, pixels, plan, key=b"film", modality=VIDEO, field="x")
         assert bytes(staging.slice(pixels)) == first
 
 
 async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_gone():
     async with pool() as (decoders, _, stage):
         data = stage(pictures.video(pictures.frames(12), fps=5))
-        seen = await decoders.inspect(data, key=b"film", video=True, field="x")
+        seen = await decoders.inspect(data, key=b"film", modality=VIDEO, field="x")
         plan = geometry.plan_video(seen, CONFIG.video, Options())
         (pid,) = processes()
         os.kill(pid, signal.SIGKILL)
-        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", video=True, field="x")
+        await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", modality=VIDEO, field="x")
         assert decoders.processes.restarts == 1
 
 
@@ -343,7 +344,7 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
 
         monkeypatch.setattr(child, "stop", slow_stop)
         os.kill(child.process.pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoders.inspect(data, key=b"x", video=False, field="x"))
+        job = asyncio.create_task(decoders.inspect(data, key=b"x", modality=IMAGE, field="x"))
         await ending.wait()
         for _ in range(2):
             job.cancel()
@@ -364,11 +365,11 @@ async def test_the_time_of_an_item_is_that_of_all_its_jobs():
         given = allowance.left
         for _ in range(2):
             before = allowance.left
-            await decoders.decode(data, pixels, plan, key=b"x", video=False, field="x", allowance=allowance)
+            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", allowance=allowance)
             assert allowance.left < before
         allowance.left -= given
         with pytest.raises(InvalidInput) as refused:
-            await decoders.decode(data, pixels, plan, key=b"x", video=False, field="x", allowance=allowance)
+            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", allowance=allowance)
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert not decoders.processes.restarts
 
@@ -377,7 +378,7 @@ async def test_a_file_of_too_many_parts_is_refused_by_name_and_a_good_one_is_rea
     async with pool() as (decoders, _, stage):
         crowded = bad_files.png(64, 64, extra=bad_files.chunk(b"prVt", b"") * 40_000)
         with pytest.raises(InvalidInput) as refused:
-            await decoders.inspect(stage(crowded), key=b"x", video=False, field="x")
+            await decoders.inspect(stage(crowded), key=b"x", modality=IMAGE, field="x")
         assert (refused.value.reason, refused.value.field) == ("MEDIA_TOO_COMPLEX", "x")
         good = stage(pictures.encoded(pictures.noise(50, 40)))
-        assert await decoders.inspect(good, key=b"x", video=False, field="x") == Inspection(50, 40)
+        assert await decoders.inspect(good, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)

@@ -87,7 +87,7 @@ class World:
     def _submit(self, patches: int) -> None:
         at = len(self.units)
         piece = Piece(
-            video=False, pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0
+            modality="image", pixels=at, frames=1, height=1, width=1, resized=(1, 1), grid=(1, 1, 1), tokens=1, rows=0
         )
         try:
             self.units.append(self.dispatcher.submit(at.to_bytes(2), piece, patches, at % 3))

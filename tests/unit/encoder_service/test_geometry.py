@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.media.item import Grid, Options, Pixels
 from encoder_service.item import Inspection
-from encoder_service.media.geometry import bounds, plan_image, plan_pixels, plan_video, resize_clip, resize_picture
+from encoder_service.media.geometry import bounds, plan_frames, plan_image, plan_video, resize_clip, resize_picture
 from encoder_service.models.config import VideoRule
 from tests.unit.encoder_service.engines import CONFIG
 
@@ -108,8 +108,8 @@ def test_a_caller_s_least_area_moves_the_model_s_greatest_one_no_further_than_it
 
 def test_frames_without_times_are_as_far_apart_as_the_options_say():
     given_frames = Pixels(b"", 4, 56, 56)
-    plan = plan_pixels(given_frames, CONFIG, Options(fps=4.0), video=True)
+    plan = plan_frames(given_frames, CONFIG.video, Options(fps=4.0))
     assert (plan.timestamps, plan.seconds_per_grid) == ((0.125, 0.625), 0.5)
     timed = replace(given_frames, timestamps=(0.0, 2.0, 4.0, 6.0))
-    plan = plan_pixels(timed, CONFIG, NONE, video=True)
+    plan = plan_frames(timed, CONFIG.video, NONE)
     assert (plan.timestamps, plan.seconds_per_grid) == ((1.0, 5.0), 4.0)

@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidInput
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Item, Plan
-from encoder_service.media import limits
+from encoder_service.media import checks, limits
 from encoder_service.media.limits import MediaLimits
 
 JPEG, MP4 = b"\xff\xd8\xff", b"\0\0\0\x18ftyp"
@@ -52,7 +52,7 @@ def item(source, modality: Modality = Modality.IMAGE, **options) -> Item:
     ],
 )
 def test_items(what, refused):
-    assert reason(limits.check_item, what, "", LIMITS) == refused
+    assert reason(checks.check_item, what, "", LIMITS) == refused
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_plans(plan, refused):
 
 
 def test_a_mime_type_may_have_parameters_and_capitals():
-    assert reason(limits.check_item, item(JPEG), "Image/JPEG; charset=binary", LIMITS) == ""
-    assert reason(limits.check_item, item(JPEG), "image/png", LIMITS) == "MIME_MISMATCH"
+    assert reason(checks.check_item, item(JPEG), "Image/JPEG; charset=binary", LIMITS) == ""
+    assert reason(checks.check_item, item(JPEG), "image/png", LIMITS) == "MIME_MISMATCH"

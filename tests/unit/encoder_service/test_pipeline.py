@@ -57,13 +57,13 @@ class Busy(FakeDecoders):
         self.kind = kind
         self.go_on = asyncio.Event()
 
-    async def inspect(self, data, *, key, video, field, allowance):
-        if video and self.kind == "inspect":
+    async def inspect(self, data, *, key, modality, field, allowance):
+        if modality is Modality.VIDEO and self.kind == "inspect":
             await self.go_on.wait()
-        return self.seen if video else Inspection(56, 56)
+        return self.seen if modality is Modality.VIDEO else Inspection(56, 56)
 
-    async def decode(self, data, pixels, plan, *, key, video, field, on_frames, allowance):
-        if video and self.kind == "decode":
+    async def decode(self, data, pixels, plan, *, key, modality, field, on_frames, allowance):
+        if modality is Modality.VIDEO and self.kind == "decode":
             await self.go_on.wait()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
+from encoder_service.media.modalities import SPECS
 from encoder_service.models import config, registry
 from encoder_service.worker.ahead import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
@@ -40,6 +41,9 @@ class ForeignTower(nn.Module):
         return self.proj(patches.view(-1, 4, patches.shape[1]).mean(1)).view(len(patches) // 4, self.levels, -1)
 
 
+PREPROCESS = {modality.value: spec.preprocess for modality, spec in SPECS.items()}
+
+
 @pytest.fixture
 def buffers():
     made = [SharedBuffer.create(name, ROOM) for name in ("staging", "store")]
@@ -50,7 +54,7 @@ def buffers():
 
 def begin(folder, **settings) -> Begin:
     given = {"device": "cpu", "dtype": "float32", "threads": 0, "staging_bytes": ROOM, "store_bytes": ROOM}
-    return Begin(folder=str(folder), **given, **settings)
+    return Begin(folder=str(folder), preprocess=PREPROCESS, **given, **settings)
 
 
 def piece(at: int, rows: int) -> Piece:
@@ -58,7 +62,7 @@ def piece(at: int, rows: int) -> Piece:
     grid = (1, SIDE // 16, SIDE // 16)
     tokens = SIDE * SIDE // 1024
     return Piece(
-        video=False,
+        modality="image",
         pixels=at,
         frames=1,
         height=SIDE,

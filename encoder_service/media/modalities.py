@@ -1,0 +1,84 @@
+"""The modalities that are served, a row for each: all that differs between them, from first bytes to patches.
+
+Audio, say, is one more row, the module of its decoder, and the function that makes its patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.media.item import Modality, Options, Pixels
+from encoder_service.item import Inspection, Plan
+from encoder_service.media import geometry, sniff
+from encoder_service.media.limits import MediaLimits, check_picture, check_video
+from encoder_service.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModalitySpec:
+    """How items of one modality are told, bounded, decoded and preprocessed.
+
+    `formats` are those that are taken. `options` are those that it knows beside bounds of pixels. `has_times` says that
+    its frames have times. `is_slow` says that it takes long, to look into as well, so that not all decode processes are
+    given to it at once, and what was opened to look at it is kept open to be decoded.
+
+    `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
+    reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
+
+    `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`);
+    `preprocess` the function ("module:function") that makes patches of its pixels in the device workers.
+    """
+
+    formats: Mapping[str, sniff.Format]
+    options: frozenset[str]
+    has_times: bool
+    is_slow: bool
+    max_items: Callable[[MediaLimits], int]
+    max_bytes: Callable[[MediaLimits], int]
+    max_area: Callable[[MediaLimits], int]
+    max_frames: Callable[[MediaLimits], int]
+    too_large: str
+    check: Callable[[Inspection, str, MediaLimits], None]
+    plan: Callable[[Inspection, ModelConfig, Options], Plan]
+    plan_pixels: Callable[[Pixels, ModelConfig, Options], Plan]
+    decoder: str
+    preprocess: str
+
+
+SPECS: dict[Modality, ModalitySpec] = {
+    Modality.IMAGE: ModalitySpec(
+        formats=sniff.IMAGES,
+        options=frozenset(),
+        has_times=False,
+        is_slow=False,
+        max_items=lambda limits: limits.max_images,
+        max_bytes=lambda limits: limits.max_image_bytes,
+        max_area=lambda limits: limits.max_image_area,
+        max_frames=lambda _: 1,
+        too_large="IMAGE_TOO_LARGE",
+        check=check_picture,
+        plan=lambda seen, config, options: geometry.plan_image(seen, config.image, options),
+        plan_pixels=lambda given, config, options: geometry.plan_image(
+            Inspection(given.width, given.height), config.image, options
+        ),
+        decoder="encoder_service.media.image:ImageFile",
+        preprocess="encoder_service.worker.patches:image_patches",
+    ),
+    Modality.VIDEO: ModalitySpec(
+        formats=sniff.VIDEOS,
+        options=frozenset(("fps", "max_frames")),
+        has_times=True,
+        is_slow=True,
+        max_items=lambda limits: limits.max_videos,
+        max_bytes=lambda limits: limits.max_video_bytes,
+        max_area=lambda limits: limits.max_video_area,
+        max_frames=lambda limits: limits.max_frames,
+        too_large="VIDEO_TOO_LARGE",
+        check=check_video,
+        plan=lambda seen, config, options: geometry.plan_video(seen, config.video, options),
+        plan_pixels=lambda given, config, options: geometry.plan_frames(given, config.video, options),
+        decoder="encoder_service.media.video:VideoFile",
+        preprocess="encoder_service.worker.patches:video_patches",
+    ),
+}

@@ -1,0 +1,91 @@
+"""A third modality in a row of the table and this module: `python -m tests.toy_sound` is an encoder that serves sounds.
+
+A file is `TOY!` and samples of 8 bits, four in a second. Four samples are a patch, and four patches a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import InvalidInput
+from common.media.item import Grid, Modality, Options, Pixels
+from encoder_service.__main__ import main
+from encoder_service.item import Inspection, Plan
+from encoder_service.media.limits import MediaLimits
+from encoder_service.media.messages import Begin
+from encoder_service.media.modalities import SPECS, ModalitySpec
+from encoder_service.media.sniff import Format
+from encoder_service.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEAD = b"TOY!"
+
+
+def encoded(samples: bytes) -> bytes:
+    """A file."""
+    return _HEAD + samples
+
+
+class SoundFile:
+    """Reads a file in the decode process."""
+
+    def __init__(self, data: bytes, begin: Begin) -> None:
+        self._samples = np.frombuffer(data[len(_HEAD) :], np.uint8)
+
+    @staticmethod
+    def prepare() -> None: ...
+
+    def inspect(self) -> Inspection:
+        return Inspection(width=1, height=1, frames=len(self._samples), fps=4.0)
+
+    def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        out[:] = self._samples[list(frames), None, None, None]
+        yield len(frames)
+
+
+def _check(seen: Inspection, field: str, limits: MediaLimits) -> None:
+    if seen.frames > limits.max_scanned_frames:
+        raise InvalidInput("the sound is too long", reason="VIDEO_TOO_LONG", field=field)
+
+
+def _plan(seen: Inspection, config: ModelConfig, options: Options) -> Plan:
+    rows = seen.frames // 16
+    return Plan(Grid(rows, 2, 2), rows, tuple(range(16 * rows)), 1, 1, (1, 1), tuple(map(float, range(rows))), 4.0)
+
+
+def _plan_pixels(given: Pixels, config: ModelConfig, options: Options) -> Plan:
+    raise InvalidInput("a sound has no pixels", reason="BAD_PIXELS")
+
+
+def sound_patches(samples: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
+    """Patches [samples / 4, dim] float32 of samples [T, 1, 1, 3] uint8: the mean of each four, all over the patch."""
+    pixels = config.image
+    means = samples[:, 0, 0, 0].float().view(-1, 4).mean(1) / 255
+    return means[:, None].repeat(1, 3 * pixels.temporal * pixels.patch**2)
+
+
+SPEC = ModalitySpec(
+    formats={"TOY": Format(lambda head: head.startswith(_HEAD), frozenset({"audio/x-toy"}))},
+    options=frozenset(),
+    has_times=True,
+    is_slow=False,
+    max_items=lambda _: 1,
+    max_bytes=lambda _: 1 << 20,
+    max_area=lambda _: 1 << 20,
+    max_frames=lambda limits: limits.max_frames,
+    too_large="VIDEO_TOO_LARGE",
+    check=_check,
+    plan=_plan,
+    plan_pixels=_plan_pixels,
+    decoder="tests.toy_sound:SoundFile",
+    preprocess="tests.toy_sound:sound_patches",
+)
+
+if __name__ == "__main__":
+    SPECS[Modality.AUDIO] = SPEC
+    main()
