@@ -23,7 +23,7 @@ from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from twinlens.cli import _parser
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("models/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*.md")])
 SERVICES: dict[str, type[Any]] = {"encoder_service": EncoderConfig, "llm_service": LlmConfig, "gateway": GatewayConfig}
 OPTIONS = {
     service: {f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(kind)}
@@ -34,6 +34,11 @@ OF_OTHERS |= {"--labels", "--restart", "--rm"}  # of kubectl; the ones before ar
 OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
 OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+HOMES = (ROOT, *(ROOT / service for service in SERVICES))
+"""Where a module is looked for that a page names: a page may leave the service out."""
+
+MAX_WORDS = {"ARCHITECTURE.md": 900, "PERFORMANCE.md": 1300}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -143,6 +148,25 @@ def test_every_module_that_is_run_is_one(page: Path) -> None:
     for name in re.findall(r"python -m ([\w.]+)", page.read_text()):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+@each_page
+def test_every_path_of_a_module_is_one(page: Path) -> None:
+    rooms = {path.name for home in HOMES for path in home.iterdir() if path.is_dir()}
+    named = set(re.findall(r"`([a-z_]\w*(?:/\w+)+/?(?:\.\w+)?)`", page.read_text()))
+    paths = {name for name in named if name.partition("/")[0] in rooms}
+    assert {name for name in paths if not any(_exists(home / name) for home in HOMES)} == set()
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.with_name(f"{path.name}.py").exists()
+
+
+@pytest.mark.parametrize("name", MAX_WORDS)
+def test_a_page_that_everybody_reads_is_short(name: str) -> None:
+    """Drawings aside; the bars of a table are no words."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(text.replace("|", " ").split()) <= MAX_WORDS[name]
 
 
 @each_page
