@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from common.metrics import Metrics, gauge, total
 from llm_service import convert
-
-if TYPE_CHECKING:
-    from llm_service.encoders.encoder_cache import EncoderCache
-    from llm_service.encoders.pool import EncoderPool
-    from llm_service.encoders.receiver import RowReceiver
-    from llm_service.engine.front import EngineFront
-    from llm_service.generation.generator import Generator
+from llm_service.encoders.encoder_cache import EncoderCache
+from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.receiver import RowReceiver
+from llm_service.engine.front import EngineFront
+from llm_service.generation.admission import Admission
 
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -30,17 +27,19 @@ class Meters:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._first = metrics.histogram("time_to_first_token_seconds", "from a request's arrival to its first token")
-        self._between = metrics.histogram(
+        self.first_token = metrics.histogram(
+            "time_to_first_token_seconds", "from a request's arrival to its first token"
+        )
+        self.between_tokens = metrics.histogram(
             "inter_token_latency_seconds", "between two tokens of a choice", buckets=_TOKEN_SECONDS
         )
-        self._queue = metrics.histogram("request_queue_time_seconds", "from the engine's taking a request to its start")
-        self._whole = metrics.histogram("e2e_request_latency_seconds", "from a request's arrival to its end")
-        self._stages = metrics.histogram("stage_seconds", "seconds of one request in one stage", ["stage"])
-        self._prompts = metrics.histogram("request_prompt_tokens", "tokens of a prompt", buckets=_TOKENS)
-        self._answers = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
-        self._ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
-        self._outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
+        self.queue = metrics.histogram("request_queue_time_seconds", "from the engine's taking a request to its start")
+        self.whole = metrics.histogram("e2e_request_latency_seconds", "from a request's arrival to its end")
+        self.stages = metrics.histogram("stage_seconds", "seconds of one request in one stage", ["stage"])
+        self.prompt_tokens = metrics.histogram("request_prompt_tokens", "tokens of a prompt", buckets=_TOKENS)
+        self.answer_tokens = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
+        self.ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
+        self.outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
         self._errors = metrics.counter("errors", "calls that got an error, by its reason", ["reason"])
 
     def describe(self, **labels: str) -> None:
@@ -63,7 +62,7 @@ class Meters:
 
     def watch(
         self,
-        generator: Generator,
+        admission: Admission,
         engine: EngineFront,
         encoder_cache: EncoderCache,
         receiver: RowReceiver,
@@ -71,7 +70,7 @@ class Meters:
     ) -> None:
         """Has every scrape read queues, totals and caches."""
         self._metrics.read(lambda: _engine(engine))
-        self._metrics.read(lambda: _requests(generator))
+        self._metrics.read(lambda: _requests(admission))
         self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
 
 
@@ -85,31 +84,31 @@ class RequestMeter:
 
     def prompt(self, tokens: int) -> None:
         """Its prompt is laid out and computing has begun."""
-        self._meters._prompts.observe(tokens)
+        self._meters.prompt_tokens.observe(tokens)
 
     def token(self, choice: int) -> None:
         """A choice has a new token."""
         now = time.perf_counter()
         before = self._last.get(choice)
         if before is not None:
-            self._meters._between.observe(now - before)
+            self._meters.between_tokens.observe(now - before)
         elif not self._last:
-            self._meters._first.observe(now - self._begun)
+            self._meters.first_token.observe(now - self._begun)
         self._last[choice] = now
 
     def choice(self, reason: str, tokens: int) -> None:
         """A choice has ended by itself."""
-        self._meters._ends.labels(reason).inc()
-        self._meters._answers.observe(tokens)
+        self._meters.ends.labels(reason).inc()
+        self._meters.answer_tokens.observe(tokens)
 
     def end(self, outcome: str, stages: dict[str, float]) -> None:
         """It is over: finished, failed or cancelled; seconds by stage."""
-        self._meters._outcomes.labels(outcome).inc()
-        self._meters._whole.observe(time.perf_counter() - self._begun)
+        self._meters.outcomes.labels(outcome).inc()
+        self._meters.whole.observe(time.perf_counter() - self._begun)
         for stage, seconds in stages.items():
-            self._meters._stages.labels(stage).observe(seconds)
+            self._meters.stages.labels(stage).observe(seconds)
         if "queue" in stages:
-            self._meters._queue.observe(stages["queue"])
+            self._meters.queue.observe(stages["queue"])
 
 
 def _engine(engine: EngineFront) -> Iterator[Metric]:
@@ -134,8 +133,7 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
 
 
-def _requests(generator: Generator) -> Iterator[Metric]:
-    admission = generator.admission
+def _requests(admission: Admission) -> Iterator[Metric]:
     yield gauge("num_requests_running", "requests whose first token is computed or further", admission.running)
     yield gauge("num_requests_waiting", "requests that wait, their media included", admission.waiting)
     yield gauge("waiting_prompt_tokens", "prompt tokens of requests that wait", admission.waiting_tokens)

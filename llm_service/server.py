@@ -112,7 +112,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         running.push_async_callback(compiler.stop)
         generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, encoder_cache)
-        meters.watch(generator, engine, encoder_cache, receiver, pool)
+        meters.watch(admission, engine, encoder_cache, receiver, pool)
         requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         components = Components(
             config,

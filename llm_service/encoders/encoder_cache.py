@@ -109,6 +109,10 @@ class EncoderCache:
         """Whether the rows of an item are here or on their way."""
         return key in self._entries
 
+    def row_bytes(self, header: Header) -> int:
+        """Bytes of an item's rows."""
+        return header.tokens * self.layout.row_bytes
+
     async def acquire(self, headers: Sequence[Header]) -> list[CacheEntry]:
         """The entries of a request's items, in order; waits until all fit at once.
 
@@ -172,7 +176,7 @@ class EncoderCache:
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
-        return max(1, -(-header.tokens * self.layout.row_bytes // ALIGNMENT)) * ALIGNMENT
+        return max(1, -(-self.row_bytes(header) // ALIGNMENT)) * ALIGNMENT
 
     def release(self, entry: CacheEntry) -> None:
         """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""
@@ -215,7 +219,7 @@ class EncoderCache:
     def place(self, entry: CacheEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""
         begin = entry.place.offset
-        return self.buffer.view[begin : begin + entry.header.tokens * self.layout.row_bytes]
+        return self.buffer.view[begin : begin + self.row_bytes(entry.header)]
 
     def advance(self, entry: CacheEntry, rows: int, transport: int) -> None:
         """Says that `rows` more rows of an entry are in their place, and how they came."""

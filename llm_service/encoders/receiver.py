@@ -31,7 +31,7 @@ class RowReceiver:
         self, pool: EncoderPool, cache: EncoderCache, patience: float, budget: RetryBudget | None = None
     ) -> None:
         self._links = Links(pool, patience, budget=budget or RetryBudget())
-        self._cache = cache
+        self.cache = cache
         self._others: dict[CacheEntry, Fetch | None] = {}
         """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
 
@@ -39,22 +39,6 @@ class RowReceiver:
     def counters(self) -> LinkCounters:
         """Totals since start."""
         return self._links.counters
-
-    def has_rows(self, fetch: Fetch) -> bool:
-        """Whether the rows of an item are here or on their way."""
-        return fetch.header is not None and self._cache.knows(fetch.header.key)
-
-    def check_size(self, fetches: Sequence[Fetch]) -> None:
-        """Raises InvalidInput where the rows of these items could never be here together."""
-        self._cache.check_size(headers(fetches))
-
-    def row_bytes(self, header: Header) -> int:
-        """Bytes of an item's rows."""
-        return header.tokens * self._cache.layout.row_bytes
-
-    def release(self, entry: CacheEntry) -> None:
-        """Gives an entry back; where nobody else waits for its rows, they are no longer fetched."""
-        self._cache.release(entry)
 
     async def acquire(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
         """Entries for these items of one request, whose rows land in the background; waits until all have room.
@@ -122,41 +106,41 @@ class RowReceiver:
         this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
         give something else by then."""
         known = self._links.header_cache.find(identity.recalled, salt, item.modality)
-        if known is None or (identity.key is None and not self._cache.knows(known.header.key)):
+        if known is None or (identity.key is None and not self.cache.knows(known.header.key)):
             return None
         return known
 
     async def _room(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
-        wanted = headers(fetches)
-        if (entries := self._cache.acquire_now(wanted)) is not None:
+        wanted = headers_of(fetches)
+        if (entries := self.cache.acquire_now(wanted)) is not None:
             return entries
         self.close(fetches)
-        return await self._cache.acquire(wanted)
+        return await self.cache.acquire(wanted)
 
     async def _fill(self, entry: CacheEntry, fetch: Fetch) -> None:
         """Lands every row of an entry, or says why not."""
         try:
             await self._bring(entry, fetch)
         except TwinlensError as error:
-            self._cache.forget(entry)
+            self.cache.forget(entry)
             entry.fail(error)
         finally:
             if not entry.complete and entry.error is None:  # nobody may wait for rows that no task brings
-                self._cache.forget(entry)
+                self.cache.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
     async def _bring(self, entry: CacheEntry, fetch: Fetch) -> None:
         """By this fetch or, where its key or address has failed, by that of one who has come with the content."""
         try:
-            await fetch.bring(self._cache, entry)
+            await fetch.bring(self.cache, entry)
         except TwinlensError as error:
             if not _is_of_the_source(error) or (other := self._others.get(entry)) is None:
                 raise
             fetch.close()
             with contextlib.closing(other):
-                await other.bring(self._cache, entry)
+                await other.bring(self.cache, entry)
             fetch.seconds |= other.seconds
 
     def close(self, fetches: Iterable[Fetch]) -> None:
@@ -171,6 +155,6 @@ def _is_of_the_source(error: TwinlensError) -> bool:
     return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW", "FETCHES_BUSY")
 
 
-def headers(fetches: Sequence[Fetch]) -> list[Header]:
+def headers_of(fetches: Sequence[Fetch]) -> list[Header]:
     """The headers of items that are known."""
     return [fetch.header for fetch in fetches if fetch.header is not None]

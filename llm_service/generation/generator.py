@@ -13,9 +13,9 @@ import msgspec
 
 from common import tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
-from llm_service.encoders.receiver import RowReceiver
+from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Add, Prefilled, Scored, Started
+from llm_service.engine.messages import Add, ItemRows, Prefilled, Scored, Started
 from llm_service.engine.ticket import Ticket
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
@@ -124,28 +124,23 @@ class Generator:
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
         stages.mark("prompt")
-        media = MediaRows(self._receiver, request)
-        try:
-            headers = await media.fetch_headers()
+        fetches = await self._receiver.fetch_headers(request)
+        async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
-            layout = await asyncio.to_thread(self._prompts.layout, pieces, headers)
+            layout = await asyncio.to_thread(self._prompts.layout, pieces, headers_of(fetches))
             self._check_length(layout)
             job.admission.measure(len(layout.ids))
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
-            await media.take(() if scored else self._prefixes.covered(layout, request.salt))
+            items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.salt))
             self._check_length(layout)  # once more: the engine may be another one by now, with less room
-            ticket = job.ticket = self._submit(request, layout, media, self._keep_for_session(request, layout))
-        except BaseException:
-            media.abandon()
-            raise
-        media.follow(self._engine, ticket, layout, lambda: stages.mark("rows"))
-        try:
-            async with aclosing(self._follow(request, layout, media, ticket, stages)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
-            await media.leave()
+            add = self._add(request, layout, items, self._keep_for_session(request, layout))
+            ticket = job.ticket = media.submit(self._engine, add, lambda: stages.mark("rows"))
+            try:
+                async with aclosing(self._follow(request, layout, media, ticket, stages)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
 
     async def _with_grammar(self, request: Request) -> Request:
         """The request with its structure compiled, in bounded time and off the event loop."""
@@ -171,25 +166,23 @@ class Generator:
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
             for span in layout.spans:
-                self.sessions.keep(session, span.header.key, self._receiver.row_bytes(span.header))
+                self.sessions.keep(session, span.header.key, self._receiver.cache.row_bytes(span.header))
         self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 
-    def _submit(self, request: Request, layout: PromptLayout, media: MediaRows, session: int) -> Ticket:
-        """Hands the request to the engine, which from then on says when rows may be released."""
-        add = Add(
+    def _add(self, request: Request, layout: PromptLayout, items: list[ItemRows], session: int) -> Add:
+        return Add(
             id=self._engine.next_id(),
             token_ids=array("i", layout.ids).tobytes(),
             positions=layout.positions,
             mrope_delta=layout.mrope_delta,
-            items=media.items(layout),
+            items=items,
             sampling=request.sampling,
             salt=request.salt,
             priority=request.priority,
             deadline=request.deadline,
             session=session,
         )
-        return self._engine.submit(add, media.release)
 
     async def _follow(
         self, request: Request, layout: PromptLayout, media: MediaRows, ticket: Ticket, stages: Stages

@@ -9,74 +9,79 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Self
 
 from common import tasks
 from common.errors import TwinlensError
-from common.media.item import Header
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
-from llm_service.encoders.receiver import RowReceiver, headers
+from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import NOWHERE, ItemRows
+from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.engine.ticket import Ticket
-from llm_service.request import PromptLayout, Request
+from llm_service.request import PromptLayout
 
 
 class MediaRows:
-    """Made and left by the request's task; `release` is called by the engine, once it was given the request.
+    """A context held by the request's task, around `take` and then `submit`; what was taken is given back on every way
+    out: by the engine, once it has the request and reads its rows no longer, and else at the end of the context.
 
-    Entries come back with `release`; streams with `leave`, or with the last reference to what they bring.
+    `fetches` are those of the request's items, in order, with their headers.
     """
 
-    def __init__(self, receiver: RowReceiver, request: Request) -> None:
+    def __init__(self, receiver: RowReceiver, fetches: Sequence[Fetch]) -> None:
         self._receiver = receiver
-        self._request = request
-        self._fetches: list[Fetch] = []
+        self._cache = receiver.cache
+        self._fetches = list(fetches)
+        self._used = list(fetches)
         self._entries: dict[int, CacheEntry] = {}
-        self._used: list[Fetch] = []
+        self._layout = PromptLayout([], [])
+        self._ticket: Ticket | None = None
         self._taken = self._released = self._left = False
         self._watched: list[tuple[CacheEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
-    async def fetch_headers(self) -> list[Header]:
-        """The headers of all items, in order; raises the error of the first item that has none."""
-        if self._request.media:
-            self._fetches = await self._receiver.fetch_headers(self._request)
-            self._used.extend(self._fetches)
-        return headers(self._fetches)
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def take(self, covered: Collection[int]) -> None:
-        """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway.
+    async def __aexit__(self, *_: object) -> None:
+        """The request has ended for its caller: nothing more is passed on, or placed."""
+        if self._ticket is None:
+            self._release()
+            if not self._taken:  # else their streams belong to what they fill
+                self._receiver.close(self._fetches)
+            return
+        self._left = True
+        self._unwatch()
+        if self._placing is not None:
+            self._placing.cancel()
+            await asyncio.gather(self._placing, return_exceptions=True)
+
+    async def take(self, layout: PromptLayout, covered: Collection[int]) -> list[ItemRows]:
+        """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway: what the
+        engine is told of each span.
 
         Raises InvalidInput where the rows of all items could never be here together.
         """
-        self._receiver.check_size(self._fetches)
-        covered = {item for item in covered if not self._receiver.has_rows(self._fetches[item])}
+        self._layout = layout
+        headers = headers_of(self._fetches)
+        self._cache.check_size(headers)
+        covered = {item for item in covered if not self._cache.knows(headers[item].key)}
         self._receiver.close([self._fetches[item] for item in covered])
         self._receiver.counters.covered += len(covered)
         self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
-
-    def items(self, layout: PromptLayout) -> list[ItemRows]:
-        """What the engine is told of each span."""
         return [
             ItemRows(span.header.key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
-            for span, (place, landed) in zip(layout.spans, self._places(layout), strict=True)
+            for span, (place, landed) in zip(layout.spans, self._places(), strict=True)
         ]
 
-    def follow(
-        self, engine: EngineFront, ticket: Ticket, layout: PromptLayout, on_complete: Callable[[], None]
-    ) -> None:
-        """Passes every landing on to the engine, places what it asks for, and fails the request with its item."""
-
-        def watch() -> None:
-            for number, span in enumerate(layout.spans):
-                if (entry := self._entries.get(span.item)) is not None:
-                    tell = self._watcher(engine, ticket, layout, number, on_complete)
-                    entry.watchers.append(tell)
-                    self._watched.append((entry, tell))
-                    tell(entry)
+    def submit(self, engine: EngineFront, add: Add, on_complete: Callable[[], None]) -> Ticket:
+        """Hands the request to the engine, which from then on says when rows may be released. Every row that lands is
+        passed on to it, what it asks for is placed, and the request fails with its item; `on_complete` is called when
+        all rows are here."""
+        ticket = self._ticket = engine.submit(add, self._release)
 
         async def place() -> None:
             try:
@@ -84,35 +89,40 @@ class MediaRows:
             except TwinlensError as error:
                 ticket.fail(error)
                 return
-            engine.placed(ticket.id, self._places(layout))
-            watch()
+            engine.placed(ticket.id, self._places())
+            self._watch(engine, ticket, on_complete)
 
-        def wanted() -> None:
+        def rows_needed() -> None:
             if self._left:  # the engine asked before it heard of that
                 return
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
-        watch()
-        ticket.on_rows_needed = wanted
+        self._watch(engine, ticket, on_complete)
+        ticket.on_rows_needed = rows_needed
+        return ticket
 
-    def _watcher(
-        self, engine: EngineFront, ticket: Ticket, layout: PromptLayout, number: int, on_complete: Callable[[], None]
-    ) -> Watcher:
-        field = self._request.media[layout.spans[number].item].field
+    def _watch(self, engine: EngineFront, ticket: Ticket, on_complete: Callable[[], None]) -> None:
+        def watcher(number: int, field: str) -> Watcher:
+            def tell(entry: CacheEntry) -> None:
+                if entry.error is not None:
+                    ticket.fail(entry.error_at(field))
+                    return
+                engine.landed(ticket.id, number, entry.landed)
+                if all(other.complete for other in self._entries.values()):
+                    on_complete()
 
-        def tell(entry: CacheEntry) -> None:
-            if entry.error is not None:
-                ticket.fail(entry.error_at(field))
-                return
-            engine.landed(ticket.id, number, entry.landed)
-            if all(other.complete for other in self._entries.values()):
-                on_complete()
+            return tell
 
-        return tell
+        for number, span in enumerate(self._layout.spans):
+            if (entry := self._entries.get(span.item)) is not None:
+                tell = watcher(number, self._fetches[span.item].item.field)
+                entry.watchers.append(tell)
+                self._watched.append((entry, tell))
+                tell(entry)
 
-    def _places(self, layout: PromptLayout) -> list[tuple[int, int]]:
+    def _places(self) -> list[tuple[int, int]]:
         """(offset, rows that have landed) of each span's item."""
-        entries = [self._entries.get(span.item) for span in layout.spans]
+        entries = [self._entries.get(span.item) for span in self._layout.spans]
         return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed) for entry in entries]
 
     async def _place(self) -> None:
@@ -132,31 +142,17 @@ class MediaRows:
 
     def _give_back(self) -> None:
         while self._entries:
-            self._receiver.release(self._entries.popitem()[1])
+            self._cache.release(self._entries.popitem()[1])
 
     def _unwatch(self) -> None:
         for entry, tell in self._watched:
             entry.watchers.remove(tell)
         self._watched.clear()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Gives every entry back: nobody reads them any more."""
         self._released = True
         self._give_back()
-
-    def abandon(self) -> None:
-        """Gives everything back where the engine was never given the request."""
-        self.release()
-        if not self._taken:  # else their streams belong to what they fill
-            self._receiver.close(self._fetches)
-
-    async def leave(self) -> None:
-        """The request has ended for its caller: nothing more is passed on, or placed."""
-        self._left = True
-        self._unwatch()
-        if self._placing is not None:
-            self._placing.cancel()
-            await asyncio.gather(self._placing, return_exceptions=True)
 
     def seconds(self) -> dict[str, float]:
         """What this service and encoders spent on the items, by stage, summed over items; landing and encoders' stages

@@ -81,7 +81,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
                 await entry.filler
                 assert entry.error is None
                 brought.append(bytes(store.place(entry)))
-                receiver.release(entry)
+                receiver.cache.release(entry)
                 store.flush()
         finally:
             await pool.stop()

@@ -12,7 +12,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from common import tracing
 from llm_service.generation.media_rows import MediaRows
+from llm_service.request import PromptLayout
 from tests.unit.llm_service.scripted import Bench, Call, ScriptedEncoder, bench, eventually, request, well
+
+NO_SPANS = PromptLayout([], [])
 
 
 @pytest.fixture
@@ -27,22 +30,20 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 async def introduced(b: Bench) -> MediaRows:
     """The rows of one picture, always under the same request id."""
-    media = MediaRows(b.receiver, request(b"picture"))
-    await media.fetch_headers()
-    return media
+    return MediaRows(b.receiver, await b.receiver.fetch_headers(request(b"picture")))
 
 
 async def test_a_repeat_of_the_same_name_is_told_of_no_time_that_it_did_not_take() -> None:
     async with bench(ScriptedEncoder()) as b:
         await b.usable(1)
         first = await introduced(b)
-        await first.take(())
+        await first.take(NO_SPANS, ())
         await eventually(lambda: "landing" in first.seconds())
         again = await introduced(b)
-        await again.take(())
+        await again.take(NO_SPANS, ())
         assert set(again.seconds()) == {"hash"}
         for media in (first, again):
-            media.release()
+            media._release()
 
 
 async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten() -> None:
@@ -50,13 +51,13 @@ async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten(
         await b.usable(1)
         media = await introduced(b)
         hashed = media.seconds()["hash"]
-        await media.take({0})
+        await media.take(NO_SPANS, {0})
         assert b.receiver.counters.covered == 1
         await media._place()
         await eventually(lambda: "landing" in media.seconds())
         assert media.seconds()["hash"] == hashed > 0
         assert b.receiver.counters.covered == 0
-        media.release()
+        media._release()
 
 
 async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_broke_included(
@@ -71,9 +72,9 @@ async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_
     async with bench(ScriptedEncoder([breaks_late, well])) as b:
         await b.usable(1)
         media = await introduced(b)
-        await media.take(())
+        await media.take(NO_SPANS, ())
         await eventually(lambda: sum(span.name == "landing" for span in spans.get_finished_spans()) == 2)
         ends = [(span.start_time, span.end_time) for span in spans.get_finished_spans() if span.name == "landing"]
         traced = sum(end - start for start, end in ends if start is not None and end is not None) / 1e9
         assert media.seconds()["landing"] >= 0.9 * traced, "two clocks may differ a little"
-        media.release()
+        media._release()
