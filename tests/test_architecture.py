@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,7 +51,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
 LINKING = ("twinlens.credentials.*", "twinlens.obstacles.*")
 
 # Imports that close a circle; none is to be added.
-CIRCLES = (("common.kernels.panels_cpu", "common.panels"), ("gateway.convert", "gateway.api.chat"))
+CIRCLES = (("gateway.convert", "gateway.api.chat"),)
+
+OWNED = {"Flight": "encoder_service.engine.flight", "Sequence": "llm_service.engine.sequence"}
+"""Nouns that change by their own methods alone, and the module of each."""
+
+RETIRED = re.compile(
+    r"_*(settled?|embark|journey|seat|weigh|stint|papers|intake|outlast|stoodstill|foreign_log|introduce|starved"
+    r"|formed|vacate|nobodys|gated|turned|cool|cooled)",
+    re.IGNORECASE,
+)
+"""Names of our own that had a word of the field's in their place by the time they were given up."""
 
 UNSAFE_MODULES = {
     "pickle",
@@ -197,6 +208,47 @@ def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
+def one_owner(tree: Tree) -> list[str]:
+    """Nothing but its own module assigns to the fields of a noun that has one owner."""
+    found = []
+    for module in tree.modules.values():
+        for noun, owner in OWNED.items():
+            if module.name != owner:
+                found += [f"{module.name}:{node.lineno} {noun}" for node in _assigned(module, noun)]
+    return found
+
+
+def _assigned(module: Module, noun: str) -> Iterator[ast.Attribute]:
+    """Fields that are assigned to of what is called as the noun, or is an argument of its type."""
+    for function in (module.syntax, *_functions(module.syntax)):
+        names = {noun.lower()}
+        if not isinstance(function, ast.Module):
+            given = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            names |= {each.arg for each in given if each.annotation and ast.unparse(each.annotation) == noun}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                holder = node.value
+                called = holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
+                if called in names:
+                    yield node
+
+
+def _functions(syntax: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(syntax) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def retired_words(tree: Tree) -> list[str]:
+    """A name that was given up for a word of the field's does not come back."""
+    found = []
+    for module in tree.modules.values():
+        names = {module.name.rpartition(".")[2]}
+        for node in ast.walk(module.syntax):
+            for field in ("name", "arg", "attr", "id"):
+                names.add(str(getattr(node, field, "")))
+        found += [f"{module.name}: {name}" for name in sorted(names) if RETIRED.fullmatch(name)]
+    return found
+
+
 RULES: tuple[Callable[[Tree], list[str]], ...] = (
     ground_floor,
     services_apart,
@@ -205,6 +257,8 @@ RULES: tuple[Callable[[Tree], list[str]], ...] = (
     downwards,
     no_circles,
     nothing_unsafe,
+    one_owner,
+    retired_words,
 )
 
 
@@ -274,6 +328,10 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (nothing_unsafe, {"common/a": "eval(text)"}),
         (nothing_unsafe, {"llm_service/worker/a": "dist.broadcast_object_list([plan], 0)"}),
         (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=flag)"}),
+        (one_owner, {"llm_service/engine/a": "def f(one: Sequence):\n    one.finished = True"}),
+        (one_owner, {"encoder_service/engine/a": "ticket.flight.tickets += 1"}),
+        (retired_words, {"common/a": "def settle(): ..."}),
+        (retired_words, {"common/stint": ""}),
     ],
 )
 def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, str]) -> None:
@@ -302,6 +360,9 @@ def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, st
             {"common/a": "model.eval()\nfrom multiprocessing.shared_memory import SharedMemory"},
         ),
         (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=False)"}),
+        (one_owner, {"llm_service/engine/sequence": "def f(one: Sequence):\n    one.finished = True"}),
+        (one_owner, {"encoder_service/engine/a": "self.flight = flight.joined(ticket)"}),
+        (retired_words, {"common/a": "weight = coolant = seated"}),
     ],
 )
 def test_the_rule_lets_good_code_be(rule: Callable[[Tree], list[str]], sources: dict[str, str]) -> None:
