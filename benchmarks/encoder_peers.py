@@ -24,7 +24,8 @@ from PIL import Image
 from benchmarks.workload import Mark, picture
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from tests import reference
 
 

@@ -17,7 +17,8 @@ import torch
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from tests import reference
 
 

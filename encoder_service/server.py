@@ -25,11 +25,11 @@ from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.workers import MODULE, WorkerError
+from encoder_service.families import config as model_config
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.media.modalities import SPECS
 from encoder_service.meters import Meters
-from encoder_service.models import config as model_config
 from encoder_service.servicer import EncoderServicer, ServedModel
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import Begin

@@ -91,6 +91,8 @@ def room_of(name: str) -> str:
     parts = name.split(".")[1:]
     if parts in (["item"], ["request"], ["plan"], ["settings"], ["prompt", "tokens"], ["models", "config"]):
         return "nouns"
+    if parts[:1] == ["families"]:
+        return "nouns"
     if parts[-1:] == ["messages"]:
         return "messages"
     return parts[0] if parts and parts[0] in ROOMS else "front"

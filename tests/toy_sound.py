@@ -13,12 +13,12 @@ import numpy as np
 from common.errors import InvalidInput
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.__main__ import main
+from encoder_service.families.family import ModelConfig
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Begin
 from encoder_service.media.modalities import SPECS, ModalitySpec
 from encoder_service.media.sniff import Format
-from encoder_service.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,12 +25,12 @@ from encoder_service.engine.pieces import Pieces
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.engine.staging import Staging, StagingLease
+from encoder_service.families.family import ModelConfig
 from encoder_service.item import Inspection, Plan
 from encoder_service.media import embedding, limits
 from encoder_service.media.allowance import Allowance
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.modalities import SPECS
-from encoder_service.models.config import ModelConfig
 
 _COPY = 4 << 20
 """Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""

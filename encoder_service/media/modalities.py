@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.media.item import Modality, Options, Pixels
+from encoder_service.families.family import ModelConfig
 from encoder_service.item import Inspection, Plan
 from encoder_service.media import geometry, sniff
 from encoder_service.media.limits import MediaLimits, check_picture, check_video
-from encoder_service.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

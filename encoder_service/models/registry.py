@@ -1,9 +1,8 @@
-"""Which tower a checkpoint asks for, and how its weights get there."""
+"""How a family's tower is built, and how its weights get there."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Final
 
 import torch
 from torch import nn
@@ -12,17 +11,9 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import VISION_PREFIXES
 from common.linear import finalize_linears
 from common.weights import load_tensors
+from encoder_service.families.family import ModelConfig
 from encoder_service.models.choice import AttentionUnavailable, choose, choose_captured
-from encoder_service.models.config import ModelConfig
 from encoder_service.models.tower import PackedTower
-
-TOWERS: Final = {
-    "qwen2_vl": "encoder_service.models.qwen2_vl:Qwen2VLTower",
-    "qwen2_5_vl": "encoder_service.models.qwen2_5_vl:Qwen25VLTower",
-    "qwen3_vl": "encoder_service.models.qwen3_vl:Qwen3VLTower",
-    "qwen3_vl_moe": "encoder_service.models.qwen3_vl:Qwen3VLTower",
-}
-"""From `model_type` in config.json to the tower's class, which is built from `vision_config`."""
 
 
 def load_tower(
@@ -31,13 +22,10 @@ def load_tower(
     """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
 
     `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with. Raises
-    CheckpointError where the architecture is unknown, or a weight is missing, left over or of another shape, and
+    CheckpointError where a weight is missing, left over or of another shape, and
     AttentionUnavailable where the back end cannot run.
     """
-    try:
-        module, _, name = TOWERS[config.family].partition(":")
-    except KeyError:
-        raise CheckpointError(f"the vision tower of {config.family} is not supported") from None
+    module, _, name = config.family.tower.partition(":")
     with torch.device("meta"):
         tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
     state = {

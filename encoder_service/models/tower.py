@@ -27,10 +27,10 @@ class Tower(Protocol):
     The seams for what is not here yet:
 
     - *Another family, or a generic `transformers` back end* (InternVL, LLaVA): a class with this one method, named in
-      `registry.TOWERS`; a grid then counts tiles in time, and patches in a tile. What differs before the tower is in
-      `models.config` (settings), `media.geometry` (sizes and row counts) and `worker.patches` (resizing and cutting).
+      `families.config.FAMILIES`; a grid then counts tiles in time, and patches in a tile. What differs before it is in
+      `families` (settings and sizes), `media.geometry` (row counts) and `worker.patches` (resizing and cutting).
       The engine knows patches and rows by number alone.
-    - *Audio*: a modality in `item`, a grid of one row of frames, and features where pictures have patches.
+    - *Audio*: a row of `media.modalities`, a grid of one row of frames, and features where pictures have patches.
     - *Pruning of video tokens*: rows are dropped between tower and store. `Piece.tokens` says how many are kept; that
       must be known from the header on, before anything is computed.
     """

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoder_service.models.config import ModelConfig, PixelSettings
+from encoder_service.families.family import ModelConfig, PixelSettings
 from encoder_service.worker import fixed_point
 
 

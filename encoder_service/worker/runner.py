@@ -18,7 +18,8 @@ from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, WorkerReady

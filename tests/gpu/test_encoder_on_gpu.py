@@ -8,9 +8,10 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.media.item import Options
+from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.media import geometry
-from encoder_service.models import config, registry
+from encoder_service.models import registry
 from encoder_service.worker.patches import pixels_to_patches, resize
 from tests import pictures
 from tests.checkpoints import FAMILIES

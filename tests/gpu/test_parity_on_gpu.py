@@ -10,7 +10,8 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from llm_service.request import Sampling
 from tests import pictures, reference
 from tests.checkpoints import FAMILIES, Family

@@ -14,7 +14,7 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from common.wire import DType, RowLayout
-from encoder_service.models import config
+from encoder_service.families import config
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, ToWorker, WorkerReady
 
 

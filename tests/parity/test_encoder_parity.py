@@ -14,9 +14,10 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint
 from common.media.item import Grid, Options
+from encoder_service.families import config
 from encoder_service.item import Inspection, Plan
 from encoder_service.media import geometry
-from encoder_service.models import config, registry
+from encoder_service.models import registry
 from encoder_service.worker.patches import pixels_to_patches
 from tests import pictures, reference
 from tests.checkpoints import FAMILIES, Family

@@ -13,7 +13,8 @@ from benchmarks import llm_device, real_shape, shapes, vit
 from benchmarks.device import Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 

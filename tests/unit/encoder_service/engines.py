@@ -16,10 +16,11 @@ from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.tier_client import TierClient
+from encoder_service.families.family import ModelConfig, PixelSettings, VideoSettings
+from encoder_service.families.qwen2_vl import QWEN2_VL
 from encoder_service.item import Inspection, Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
-from encoder_service.models.config import ModelConfig, PixelSettings, VideoRule, VideoSettings
 from encoder_service.worker.messages import Begin
 from tests import pictures
 from tests.unit.encoder_service.fakes import DONE, FakeChild, FakeDecoders
@@ -37,12 +38,12 @@ PIXELS = PixelSettings(
 )
 CONFIG = ModelConfig(
     architecture="Fake",
-    family="fake",
+    family=QWEN2_VL,
     vision={},
     image=PIXELS,
     width=16,
     levels=1,
-    video=VideoSettings(PIXELS, VideoRule.PER_FRAME, 2.0, 4, 768, False, 1000),
+    video=VideoSettings(PIXELS, QWEN2_VL.rule, 2.0, 4, 768, False, 1000),
 )
 PICTURES = [pictures.encoded(pictures.noise(56, 56, seed)) for seed in range(8)]
 SEEN = Inspection(56, 56)

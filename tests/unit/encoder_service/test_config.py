@@ -9,8 +9,8 @@ import pytest
 from common.checkpoint import Checkpoint, CheckpointError
 from common.config import load
 from encoder_service.config import PREFIX, EncoderConfig
-from encoder_service.models import config
-from encoder_service.models.config import VideoRule
+from encoder_service.families import config
+from encoder_service.families.qwen2_vl import QWEN2_VL
 
 
 def options(*words: str, **environ: str) -> EncoderConfig:
@@ -60,7 +60,7 @@ def test_the_oldest_checkpoints_have_one_processor_for_both_kinds(tmp_path):
     found = config.read(checkpoint(tmp_path, preprocessor_config={"min_pixels": 3136, "max_pixels": 99999}))
     for pixels in (found.image, found.video.pixels):
         assert (pixels.min_pixels, pixels.max_pixels, pixels.factor) == (3136, 99999, 28)
-    assert (found.width, found.levels, found.video.rule, found.video.fps) == (64, 1, VideoRule.PER_FRAME, 2.0)
+    assert (found.width, found.levels, found.video.rule, found.video.fps) == (64, 1, QWEN2_VL.rule, 2.0)
 
 
 def test_the_newest_keep_both_in_one_file(tmp_path):

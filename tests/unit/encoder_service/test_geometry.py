@@ -9,13 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.media.item import Grid, Options, Pixels
+from encoder_service.families.family import VideoRule
+from encoder_service.families.qwen2_vl import QWEN2_VL
+from encoder_service.families.qwen3_vl import QWEN3_VL
+from encoder_service.families.sizes import bounds, resize_clip, resize_picture
 from encoder_service.item import Inspection
-from encoder_service.media.geometry import bounds, plan_frames, plan_image, plan_video, resize_clip, resize_picture
-from encoder_service.models.config import VideoRule
+from encoder_service.media.geometry import plan_frames, plan_image, plan_video
 from tests.unit.encoder_service.engines import CONFIG
 
 NONE = Options()
-RULES = pytest.mark.parametrize("rule", list(VideoRule))
+RULES = pytest.mark.parametrize("rule", [QWEN2_VL.rule, QWEN3_VL.rule], ids=["qwen2_vl", "qwen3_vl"])
 
 
 def video(rule: VideoRule):
@@ -84,7 +87,7 @@ def test_a_caller_s_bound_wins_over_the_model_s():
 
 def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
     seen = Inspection(560, 560, 80, 20.0)
-    plan = plan_video(seen, video(VideoRule.PER_FRAME), Options(max_pixels=8 * 56 * 56))
+    plan = plan_video(seen, video(QWEN2_VL.rule), Options(max_pixels=8 * 56 * 56))
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 8 * 56 * 56
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
-from encoder_service.models import config, registry
+from encoder_service.families import config
+from encoder_service.models import registry
 from encoder_service.models.attention import Triton, most_segments
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
+from encoder_service.families import config
 from encoder_service.media.modalities import SPECS
-from encoder_service.models import config, registry
+from encoder_service.models import registry
 from encoder_service.worker.ahead import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Begin, Piece
@@ -154,7 +156,8 @@ def foreign(checkpoints, tmp_path, monkeypatch):
     module = ModuleType("tests_foreign_tower")
     module.ForeignTower = ForeignTower
     monkeypatch.setitem(sys.modules, "tests_foreign_tower", module)
-    monkeypatch.setattr(registry, "TOWERS", {**registry.TOWERS, "foreign": "tests_foreign_tower:ForeignTower"})
+    family = replace(config.FAMILIES["qwen3_vl"], tower="tests_foreign_tower:ForeignTower")
+    monkeypatch.setitem(config.FAMILIES, "foreign", family)
     return folder, tower
 
 

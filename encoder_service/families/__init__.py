@@ -1,0 +1,1 @@
+"""Vision families, described without torch: a file each, and a row in `registry`."""

@@ -1,0 +1,95 @@
+"""The nouns of a vision family, and of a checkpoint of one: what there is to know before its tower is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.media.item import Options
+from encoder_service.item import Inspection
+
+
+@dataclass(frozen=True, slots=True)
+class PixelSettings:
+    """How decoded pixels become patches. Bounds are areas in pixels; mean and std are of values in [0, 1]."""
+
+    min_pixels: int
+    max_pixels: int
+    patch: int
+    temporal: int
+    merge: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+
+    @property
+    def factor(self) -> int:
+        """Sides are multiples of this: a patch times a merge."""
+        return self.patch * self.merge
+
+
+class VideoRule(Protocol):
+    """How a family samples and sizes a video."""
+
+    def sample(self, seen: Inspection, settings: VideoSettings, fps: float, max_frames: int) -> list[int]:
+        """The numbers of the frames to keep: about `fps` each second, spread evenly, between the model's bounds."""
+        ...
+
+    def resize(
+        self, frames: int, height: int, width: int, settings: VideoSettings, options: Options
+    ) -> tuple[int, int]:
+        """The resized (height, width) of each frame. A caller's bounds always hold for all frames together."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSettings:
+    """How a video is sampled and sized, beyond `pixels`."""
+
+    pixels: PixelSettings
+    rule: VideoRule
+    fps: float
+    min_frames: int
+    max_frames: int
+    cap_pixels_per_frame: bool
+    max_video_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PixelDefaults:
+    """What the reference takes where a processor's settings leave it out."""
+
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Towers of one make, and the defaults of their processors.
+
+    `tower` is the class ("module:Class") that is built from `vision_config`, imported by device workers alone.
+    `row_width` reads the width of a row there.
+    """
+
+    tower: str
+    rule: VideoRule
+    image: PixelDefaults
+    video: PixelDefaults
+    max_video_tokens: int
+    row_width: Callable[[Mapping[str, Any]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The tower's own numbers (`vision`, as in config.json) and the processors' settings."""
+
+    architecture: str
+    family: Family
+    vision: Mapping[str, Any]
+    image: PixelSettings
+    video: VideoSettings
+    width: int
+    levels: int
