@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ import grpc
 from common import log, tasks
 from common.errors import DeadlineExceeded, NotFound, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_channel import ChannelSecurity, from_rpc_error, is_of_the_link, is_too_large, open_channel
+from common.rendezvous import ranked
 from common.request_budget import STATED
+from common.resolver import Resolver
 from gateway.errors import TooLarge, param_of
 from twinlens.v1 import llm_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
@@ -28,20 +31,35 @@ _ANSWER_SECONDS = 5.0
 """The longest that a service may take to say what it is; and for any other short call."""
 _ATTEMPTS = 3
 """Services that one request is offered to."""
+_KEY_CHARACTERS, _KEY_TOKENS = 2048, 512
+"""How much of a prompt's beginning decides where it goes."""
+_LARGE = 256 << 10
+"""Bytes of a request that is hashed in a thread."""
+_LAST_SECONDS = 600.0
+"""For requests under way at a service that is on no list any more."""
+_MOST_ABOVE_MEAN = 1.25
+"""What a service may have under way, as a share of the mean of all, before requests go to the next one."""
 
 Metadata = Sequence[tuple[str, str]]
 
 
 @dataclass(eq=False, slots=True)
 class LlmService:
-    """One LLM service. `info` is what it last said of itself, None while it cannot serve."""
+    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `waiting` are requests of
+    anyone that wait there."""
 
     address: str
     channel: grpc.aio.Channel
     stub: LlmServiceAsyncStub
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
     in_flight: int = 0
+    waiting: int = 0
     watcher: asyncio.Task[None] | None = field(default=None)
+
+    @property
+    def load(self) -> int:
+        """Requests that a further one would compete with."""
+        return self.in_flight + self.waiting
 
     async def look(self, metadata: Metadata) -> None:
         """Asks it what it is. It serves once its engine has said how long a context it has memory for."""
@@ -49,6 +67,10 @@ class LlmService:
             info = await self.stub.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
+            load = await self.stub.GetLoad(
+                llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
+            )
+            self.waiting = load.waiting
         except grpc.aio.AioRpcError as error:
             now, cause = None, error.code().name
         else:
@@ -64,12 +86,19 @@ class LlmServices:
 
     def __init__(self, addresses: Sequence[str], security: ChannelSecurity) -> None:
         self._security = security
-        self._changed = asyncio.Event()
-        self.services = [self._open(address) for address in addresses]
+        self._resolver = Resolver(addresses)
+        self._known: dict[str, LlmService] = {}
 
-    def _open(self, address: str) -> LlmService:
-        channel = open_channel(address, self._security)
-        return LlmService(address, channel, LlmServiceStub(channel))
+    def _open(self, address: str, name: str) -> LlmService:
+        channel = open_channel(address, self._security, name=name)
+        service = LlmService(address, channel, LlmServiceStub(channel))
+        service.watcher = tasks.start(self._watch(service), f"watch {address}")
+        return service
+
+    @property
+    def services(self) -> list[LlmService]:
+        """Those that are known now."""
+        return list(self._known.values())
 
     @property
     def usable(self) -> list[LlmService]:
@@ -88,16 +117,37 @@ class LlmServices:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Looks at all of them, again and again, for the length of the block; the channels are closed at its end."""
-        for service in self.services:
-            service.watcher = tasks.start(self._watch(service), f"watch {service.address}")
+        resolving = tasks.start(self._keep_resolving(), "resolve LLM services")
         try:
             yield
         finally:
-            watchers = [service.watcher for service in self.services if service.watcher is not None]
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
-            await asyncio.gather(*(service.channel.close() for service in self.services))
+            resolving.cancel()
+            await asyncio.gather(resolving, return_exceptions=True)
+            for address in list(self._known):
+                await self._close(self._known.pop(address), None)
+
+    async def _keep_resolving(self) -> None:
+        """Looks names and lists up again and again. A service that is on none of them any more gets no new request."""
+        leaving: set[asyncio.Task[None]] = set()
+        while True:
+            wanted = await self._resolver.resolve()
+            for address in wanted.keys() - self._known.keys():
+                try:
+                    self._known[address] = self._open(address, wanted[address])
+                except OSError as error:  # certificates cannot be read just now
+                    _log.error("an LLM service cannot be spoken to", address=address, cause=str(error))
+            for address in self._known.keys() - wanted.keys():
+                closing = tasks.start(self._close(self._known.pop(address), _LAST_SECONDS), f"close {address}")
+                leaving.add(closing)
+                closing.add_done_callback(leaving.discard)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _close(self, service: LlmService, grace: float | None) -> None:
+        """Forgets a service; what is under way there has `grace` seconds to end."""
+        if service.watcher is not None:
+            service.watcher.cancel()
+            await asyncio.gather(service.watcher, return_exceptions=True)
+        await service.channel.close(grace)
 
     async def _watch(self, service: LlmService) -> None:
         while True:
@@ -108,7 +158,7 @@ class LlmServices:
         self, model: str, request: llm_pb2.TokenizeRequest, metadata: Metadata
     ) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
         """Token ids by a service of this model ("": any), and what that service is. Raises TwinlensError."""
-        service = self._pick(model, ())
+        service = self._pick(model, b"")
         about = (*self._security.metadata, *metadata)
         try:
             reply = await service.stub.Tokenize(request, timeout=_ANSWER_SECONDS, metadata=about)
@@ -127,9 +177,10 @@ class LlmServices:
         over for another; `on_start` is called with that one. Closing the iterator ends the call, and the service then
         stops its work. Raises TwinlensError."""
         tried: list[LlmService] = []
+        key = await _key(request)
         about = (*self._security.metadata, *metadata, (STATED, str(request.ByteSize())))
         while True:
-            service = self._pick(request.model, tried)
+            service = self._pick(request.model, key, tried)
             tried.append(service)
             events = 0
             service.in_flight += 1
@@ -151,14 +202,50 @@ class LlmServices:
                 service.in_flight -= 1
                 call.cancel()
 
-    def _pick(self, model: str, tried: Sequence[LlmService]) -> LlmService:
+    def _pick(self, model: str, key: bytes, tried: Sequence[LlmService] = ()) -> LlmService:
         usable = [service for service in self.usable if service not in tried]
         if not usable:
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         fitting = [service for service in usable if not model or (service.info and service.info.model == model)]
         if not fitting:
             raise NotFound("no model of that name is served", reason="UNKNOWN_MODEL", field="model")
-        return min(fitting, key=lambda service: service.in_flight)
+        most = _MOST_ABOVE_MEAN * (sum(service.load for service in fitting) + 1) / len(fitting)
+        in_order = ranked(key, fitting, lambda service: service.address)
+        return next((service for service in in_order if service.load < most), in_order[0])
+
+
+async def _key(request: llm_pb2.GenerateRequest) -> bytes:
+    """The routing key; in a thread, where there are megabytes to hash."""
+    return await asyncio.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
+
+
+def routing_key(request: llm_pb2.GenerateRequest) -> bytes:
+    """What makes requests meet the service that computed their beginning: the conversation's name; or else the tenant,
+    the prompt up to the first question's end, and the first of its media as it is given."""
+    if request.session_id:
+        return hashlib.sha256(f"session\0{request.cache_salt}\0{request.session_id}".encode()).digest()
+    digest = hashlib.sha256(f"prompt\0{request.cache_salt}\0".encode())
+    match request.WhichOneof("input"):
+        case "chat":
+            room = _KEY_CHARACTERS
+            for message in request.chat.messages:
+                for part in message.parts:
+                    digest.update(part.text[:room].encode())
+                    room -= len(part.text[:room])
+                if message.role == "user":
+                    break
+            media = (
+                part.media for message in request.chat.messages for part in message.parts if part.HasField("media")
+            )
+            if (first := next(media, None)) is not None:
+                digest.update(first.SerializeToString(deterministic=True))
+        case "text":
+            digest.update(request.text.prompt[:_KEY_CHARACTERS].encode())
+        case "tokens":
+            digest.update(repr(request.tokens.ids[:_KEY_TOKENS]).encode())
+        case _:
+            pass
+    return digest.digest()
 
 
 def _error(error: grpc.aio.AioRpcError, events: int) -> TwinlensError:

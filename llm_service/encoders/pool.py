@@ -1,21 +1,21 @@
 """The encoders that can be asked: found by address, name or list, which are read again while running.
 
-An item goes to the encoder that rendezvous hashing (Thaler and Ravishankar 1998) picks for its content, so that repeats
-meet their cache and a change in the list moves few items; an encoder that is crowded is passed over.
+An item goes to the encoder that rendezvous hashing picks for its content, so that repeats meet their cache and a change
+in the list moves few items; an encoder that is crowded is passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 
 from common import log, tasks
 from common.errors import Unavailable
+from common.rendezvous import ranked
+from common.resolver import Resolver
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.peer import LinkSettings, Peer
-from llm_service.encoders.resolver import Resolver
 from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")
@@ -130,8 +130,8 @@ class EncoderPool:
 
 def _choose(identity: bytes, peers: Sequence[Peer]) -> Peer:
     """By rank, but past those that are full or crowded while others are not."""
-    ranked = sorted(peers, key=lambda peer: hashlib.sha256(identity + peer.address.encode()).digest())
-    roomy = [peer for peer in ranked if not peer.full] or ranked
+    in_order = ranked(identity, peers, lambda peer: peer.address)
+    roomy = [peer for peer in in_order if not peer.full] or in_order
     calls, patches = min(peer.in_flight for peer in roomy), min(peer.load for peer in roomy)
     for peer in roomy:
         crowded = peer.in_flight >= _CROWDED_CALLS and peer.in_flight > calls

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_service.encoders.resolver import Resolver
+from common.resolver import Resolver
 
 
 async def test_a_list_is_read_again_and_comments_are_skipped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where encoders are: addresses as they were given, names that are looked up, and lists in files, all of them again and
+"""Where services are: addresses as they were given, names that are looked up, and lists in files, all of them again and
 again. A source that cannot be read just now stands for what it last said."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from common import log
 from common.config import is_port
 from common.tasks import in_daemon_thread
 
-_log = log.get("encoders")
+_log = log.get("resolver")
 
 DNS = "dns:///"
 """What names that are to be looked up begin with."""
@@ -36,7 +36,7 @@ class Resolver:
             try:
                 self._last[source] = await _read(source)
             except (OSError, UnicodeError, ValueError, RuntimeError) as error:  # the last: no thread can be had
-                _log.debug("a source of encoders cannot be read", source=source, cause=type(error).__name__)
+                _log.debug("a source of addresses cannot be read", source=source, cause=type(error).__name__)
             found |= self._last.get(source, {})
         return found
 

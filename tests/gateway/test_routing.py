@@ -1,0 +1,125 @@
+"""Which of several LLM services is asked: that which knows the beginning, unless it is gone or has much to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.services import routing_key
+from tests.gateway.trio import Door, said
+from tests.launch import gateway
+from tests.unit.twinlens.conftest import serving
+from tests.unit.twinlens.fakes import FakeLlm
+from tests.waiting import until
+from twinlens import generate_request, image, system, user, v1
+
+CHAT = "/v1/chat/completions"
+DOWN = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="no", reason="STOPPING", retry_after_ms=1000))
+
+
+@contextmanager
+def replicas(count: int, addresses: Path | None = None) -> Iterator[tuple[Door, list[FakeLlm]]]:
+    """A gateway over so many scripted services, which it is told of in a file where one is given."""
+    services = [FakeLlm() for _ in range(count)]
+    with ExitStack() as running:
+        known = [running.enter_context(serving(llm=each)) for each in services]
+        if addresses is not None:
+            addresses.write_text("\n".join(known))
+        door = Door(running.enter_context(gateway(*([f"file://{addresses}"] if addresses else known))))
+        until(lambda: door.metric("llm_services_usable") == count, "all can be used")
+        yield door, services
+
+
+def ask(door: Door, question: str, **fields: Any) -> int:
+    return door.post(CHAT, {"messages": [said(question)], **fields}).status
+
+
+def asked(services: list[FakeLlm]) -> list[int]:
+    return [len(each.requests) for each in services]
+
+
+def test_what_begins_alike_goes_to_one_and_what_differs_is_spread() -> None:
+    with replicas(3) as (door, services):
+        assert {ask(door, "again") for _ in range(6)} == {200}
+        assert sorted(asked(services)) == [0, 0, 6]
+        for number in range(30):
+            ask(door, f"question {number}")
+        assert min(asked(services)) > 0
+        for each in services:
+            each.requests.clear()
+        for number in range(6):
+            ask(door, f"turn {number}", prompt_cache_key="one conversation")
+        assert sorted(asked(services)) == [0, 0, 6]
+
+
+def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
+    with replicas(2) as (door, services):
+        ask(door, "hello")
+        home = next(each for each in services if each.requests)
+        home.play, home.refusal = (lambda request: iter(())), DOWN
+        assert ask(door, "hello") == 200
+        assert asked(services) in ([2, 1], [1, 2])
+        for each in services:
+            each.play, each.refusal = (lambda request: iter(())), DOWN
+        reply = door.post(CHAT, {"messages": [said("hello")]})
+        assert (reply.status, reply.error["code"]) == (503, "STOPPING")
+
+
+def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:
+    with replicas(2) as (door, services):
+        for each in services:
+            each.play = lambda request: iter(())
+            each.refusal = (grpc.StatusCode.INVALID_ARGUMENT, v1.Status(code=3, message="no", reason="OUT_OF_RANGE"))
+        assert ask(door, "hello") == 400
+        assert sum(asked(services)) == 1
+
+
+def test_one_with_much_to_do_is_passed_over() -> None:
+    go_on = threading.Event()
+
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+        go_on.wait(60)
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
+
+    with replicas(2) as (door, services):
+        for each in services:
+            each.play = play
+        callers = [threading.Thread(target=ask, args=(door, "the same")) for _ in range(4)]
+        for number, caller in enumerate(callers, start=1):
+            caller.start()
+            until(lambda number=number: sum(asked(services)) == number, "it is asked")
+        go_on.set()
+        for caller in callers:
+            caller.join(60)
+        assert sorted(asked(services)) == [1, 3]
+
+
+def test_a_list_is_read_again(tmp_path: Path) -> None:
+    addresses = tmp_path / "services"
+    with replicas(2, addresses) as (door, _):
+        first, _ = addresses.read_text().splitlines()
+        addresses.write_text(first)
+        until(lambda: door.metric("llm_services") == 1, "one has left the list")
+        assert ask(door, "hello") == 200
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ([user("a")], [user("a"), system("later")], True),
+        ([system("s"), user("a")], [system("s"), user("b")], False),
+        ([system("s"), user("a")], [system("t"), user("a")], False),
+        ([user(image(b"one"), "a")], [user(image(b"two"), "a")], False),
+        ([user(image(b"one"), "a")], [user(image(b"one"), "a"), user(image(b"two"))], True),
+    ],
+)
+def test_a_conversations_later_turns_have_the_key_of_the_first(one: Any, other: Any, alike: bool) -> None:
+    assert (routing_key(generate_request(one)) == routing_key(generate_request(other))) is alike
+    assert routing_key(generate_request(one)) != routing_key(generate_request(one, cache_salt="mine"))
