@@ -21,6 +21,7 @@ from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import Encoder
+from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
@@ -112,19 +113,9 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
         rows = EmbeddingStore(store, layout.row_bytes)
         tier = _tier(config, rows, layout)
-        pipeline = Pipeline(
-            model,
-            config,
-            layout,
-            Staging(staging),
-            rows,
-            decoders,
-            dispatcher,
-            Contents(Fetcher(config), config, digest),
-            tier,
-            max_patches=config.max_patches_per_call,
-            batch_patches=config.batch_patches,
-        )
+        media = MediaLoader(model, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
+        contents = Contents(Fetcher(config), config, digest)
+        pipeline = Pipeline(media, rows, dispatcher, contents, tier, batch_patches=config.batch_patches)
         encoder = Encoder(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         link = await running.enter_async_context(
             Link.open(

@@ -127,7 +127,7 @@ class EncoderServicer(EncoderServiceServicer):
         return encoder_pb2.EncoderServiceGetInfoResponse(
             version=__version__,
             model=served.model,
-            architecture=pipeline.config.architecture,
+            architecture=pipeline.media.config.architecture,
             digest=encoder.digest,
             width=pipeline.layout.width,
             levels=pipeline.layout.levels,

@@ -117,7 +117,7 @@ class Encoder:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where something leaked."""
         self._store.check_integrity(idle=idle)
-        self.pipeline.staging.check_integrity(idle=idle)
+        self.pipeline.media.staging.check_integrity(idle=idle)
         self.pipeline.dispatcher.check_integrity(idle=idle)
         if idle:
             assert not self._flights, "a flight has no end"
@@ -134,7 +134,7 @@ class Encoder:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._admission.drain()
-        await self.pipeline.staging.drain()
+        await self.pipeline.media.staging.drain()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = tasks.start(work, name)

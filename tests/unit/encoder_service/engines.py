@@ -12,6 +12,7 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import Encoder
+from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
@@ -81,19 +82,10 @@ async def encoder(
     if shared:
         tier = SharedTier(TierClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
         tier.start()
-    pipeline = Pipeline(
-        CONFIG,
-        MediaLimits(),
-        LAYOUT,
-        Staging(arenas[0]),
-        store,
-        decoders or FakeDecoders(SEEN),
-        dispatcher,
-        Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest"),
-        tier,
-        max_patches=4096,
-        batch_patches=4096,
-    )
+    decoding = decoders or FakeDecoders(SEEN)
+    media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), decoding, max_patches=4096)
+    contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
+    pipeline = Pipeline(media, store, dispatcher, contents, tier, batch_patches=4096)
     made = Encoder(pipeline, "digest", items=items, size=1 << 20, **options)
     try:
         yield made, children[0]

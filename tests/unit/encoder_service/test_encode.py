@@ -273,10 +273,10 @@ async def test_memory_that_a_decode_process_may_write_to_is_kept_from_whoever_le
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await turns(30)
-        assert made.pipeline.staging.used
+        assert made.pipeline.media.staging.used
         decoders.go_on.set()
         await turns(30)
-        assert not made.pipeline.staging.used
+        assert not made.pipeline.media.staging.used
 
 
 async def test_stopping_waits_for_what_nobody_wanted_any_more(monkeypatch):

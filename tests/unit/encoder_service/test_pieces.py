@@ -64,7 +64,7 @@ async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_i
     film, bounds = clip(monkeypatch, 4), {"staging": 1 << 18, "max_units": 1, "linger": 0.0}
     async with encoder(monkeypatch, answers=None, **bounds) as (made, worker):
         await leave(asyncio.create_task(rows(made, film)))
-        assert made.pipeline.staging.used, "the worker reads there"
+        assert made.pipeline.media.staging.used, "the worker reads there"
         worker.say(DONE)
         await turns(40)
         assert len(worker.batches) == 1

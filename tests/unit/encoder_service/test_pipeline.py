@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 
 from common.media.item import Modality, Pixels
-from encoder_service.engine import pipeline
+from encoder_service.engine import media_loader
 from encoder_service.item import Inspection, Item
 from tests.unit.encoder_service.engines import encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
@@ -22,12 +22,12 @@ async def test_decoded_frames_are_copied_once_and_the_last_one_fills_its_group(m
 
     def answer(batch):
         (piece,) = batch.pieces
-        staged.append(bytes(made.pipeline.staging.buffer.view[piece.pixels :][: 4 * len(data) // 3]))
+        staged.append(bytes(made.pipeline.media.staging.buffer.view[piece.pixels :][: 4 * len(data) // 3]))
         return DONE
 
     async with encoder(monkeypatch, answers=answer, staging=16 << 20) as (made, _):
         copied: list[tuple[bool, int]] = []
-        monkeypatch.setattr(pipeline, "_copy", _measured(pipeline._copy, copied))
+        monkeypatch.setattr(media_loader, "_copy", _measured(media_loader._copy, copied))
         tracemalloc.start()
         try:
             await rows(made, Item(Modality.VIDEO, Pixels(data, 3, 560, 1120), field="items[0]"))
@@ -90,11 +90,11 @@ async def test_who_leaves_gives_its_turn_to_the_next_video(monkeypatch, kind):
             data = b"\0\0\0\x20ftypisom" + bytes([number]) * 100
             waiting = asyncio.create_task(rows(made, Item(Modality.VIDEO, data, field="items[0]")))
             await turns(50)
-            assert made.pipeline.staging.used
+            assert made.pipeline.media.staging.used
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await turns(50)
-            assert not made.pipeline.staging.used
+            assert not made.pipeline.media.staging.used
 
 
 async def test_all_jobs_of_an_item_draw_on_one_allowance(monkeypatch):

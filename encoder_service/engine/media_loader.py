@@ -1,0 +1,172 @@
+"""From an item's content to its plan, and to its pixels in the staging arena, where a worker reads them.
+
+Everything leased is held in `with` blocks, so that it comes back on every path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from common.arena import Range, SharedBuffer
+from common.media.item import Embedding, Pixels
+from common.tasks import in_thread, wait_until_done
+from common.wire import RowLayout
+from encoder_service.engine.flight import Flight
+from encoder_service.engine.progress import Progress
+from encoder_service.engine.staging import Staging, StagingLease
+from encoder_service.families.family import ModelConfig
+from encoder_service.item import Inspection, Item, Plan
+from encoder_service.media import embedding, limits
+from encoder_service.media.allowance import Allowance
+from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.modalities import SPECS
+
+_COPY = 4 << 20
+"""Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""
+
+
+class MediaLoader:
+    """Asks decode processes what items are, and has them decoded. An item's jobs have one `allowance` of their time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        media_limits: limits.MediaLimits,
+        layout: RowLayout,
+        staging: Staging,
+        decoders: DecoderPool,
+        *,
+        max_patches: int,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.staging = staging
+        self._limits = media_limits
+        self._decoders = decoders
+        self._max_patches = max_patches
+
+    def allowance(self) -> Allowance:
+        """The decode processes' time that one item has."""
+        return self._decoders.allowance()
+
+    def check_size(self, item: Item, plan: Plan) -> None:
+        """Raises InvalidInput for content and pixels that the staging arena cannot hold together."""
+        match item.source:
+            case Pixels():
+                self.staging.check_size(plan.pixel_bytes)
+            case bytes() | bytearray() as encoded:
+                self.staging.check_size(len(encoded), plan.pixel_bytes)
+
+    async def plan(self, flight: Flight, allowance: Allowance) -> Plan:
+        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
+        item, config, spec = flight.item, self.config, SPECS[flight.item.modality]
+        match item.source:
+            case Embedding() as rows:
+                embedding.check(rows, item, self.layout, config.image.merge, self._max_patches, self._limits)
+                await in_thread(embedding.check_finite, rows, f"{item.field}.embedding")
+                return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
+            case Pixels() as pixels:
+                plan = spec.plan_pixels(pixels, config, item.options)
+            case _:
+                seen = await self._inspect(flight, allowance)
+                spec.check(seen, item.field, self._limits)
+                plan = spec.plan(seen, config, item.options)
+        limits.check_plan(plan, item.field, self._limits, self._max_patches)
+        return plan
+
+    async def _inspect(self, flight: Flight, allowance: Allowance) -> Inspection:
+        source = flight.item.source
+        assert isinstance(source, bytes | bytearray)
+        with flight.times.timed("inspect"), await self._decoders.turn(flight.item.modality):
+            async with self.staging.lease(len(source)) as lease:
+                await fill(self.staging.buffer, lease.ranges[0], source)
+                return await self._decoders.inspect(
+                    lease.ranges[0],
+                    key=flight.key,
+                    modality=flight.item.modality,
+                    field=flight.item.field,
+                    allowance=allowance,
+                )
+
+    @asynccontextmanager
+    async def decoded(self, flight: Flight, plan: Plan, allowance: Allowance) -> AsyncIterator[tuple[Range, Progress]]:
+        """The decoded pixels' place in the staging arena, once the first are there, and how many frames have come."""
+        source, frames = flight.item.source, Progress()
+        if isinstance(source, Pixels):
+            async with self._room(flight, plan.pixel_bytes) as lease:
+                await fill(self.staging.buffer, lease.ranges[0], *_frames(source, plan))
+                frames.advance(len(plan.frames))
+                yield lease.ranges[0], frames
+            return
+        assert isinstance(source, bytes | bytearray)
+        with flight.times.timed("decode"):
+            turn = await self._decoders.turn(flight.item.modality)
+        with turn:
+            async with self._room(flight, len(source), plan.pixel_bytes) as lease:
+                decoding = asyncio.create_task(self._decode(flight, plan, allowance, lease, source, frames))
+                decoding.add_done_callback(frames.follow)
+                decoding.add_done_callback(lambda _: turn.close())
+                try:
+                    await frames.reach(1)
+                    yield lease.ranges[1], frames
+                finally:
+                    decoding.cancel()
+                    await wait_until_done(decoding)  # until no process can write to what was leased
+
+    async def _decode(
+        self,
+        flight: Flight,
+        plan: Plan,
+        allowance: Allowance,
+        lease: StagingLease,
+        source: bytes | bytearray,
+        frames: Progress,
+    ) -> int:
+        encoded, pixels = lease.ranges
+        with flight.times.timed("decode"):
+            await fill(self.staging.buffer, encoded, source)
+            await self._decoders.decode(
+                encoded,
+                pixels,
+                plan,
+                key=flight.key,
+                modality=flight.item.modality,
+                field=flight.item.field,
+                on_frames=frames.advance,
+                allowance=allowance,
+            )
+        lease.free(encoded)
+        return len(plan.frames)
+
+    @asynccontextmanager
+    async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[StagingLease]:
+        async with AsyncExitStack() as held:
+            with flight.times.timed("room"):
+                lease = await held.enter_async_context(self.staging.lease(*sizes))
+            yield lease
+
+
+def _frames(source: Pixels, plan: Plan) -> list[memoryview]:
+    """Frames as the plan has them, where they are: the last one again, until the last frame group is whole."""
+    data, frame = memoryview(source.data), source.height * source.width * 3
+    return [data, *[data[-frame:]] * (len(plan.frames) - source.frames)]
+
+
+async def fill(buffer: SharedBuffer, span: Range, *parts: bytes | bytearray | memoryview) -> None:
+    """Copies what comes one after the other to a range of its size; much of it in a thread."""
+    if span.size <= _COPY:
+        _copy(buffer, span, parts)
+    else:
+        await in_thread(_copy, buffer, span, parts)
+
+
+def _copy(buffer: SharedBuffer, span: Range, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+    target = buffer.slice(span)
+    for data in parts:
+        part = memoryview(data)
+        for start in range(0, len(part), _COPY):
+            piece = part[start : start + _COPY]
+            target[: len(piece)] = piece
+            target = target[len(piece) :]
