@@ -16,14 +16,17 @@ def main(*, engine: str = "llm_service.engine") -> None:
     from common.config import load
     from common.errors import TwinlensError
     from llm_service.config import LlmConfig
-    from llm_service.node import lend
-    from llm_service.server import serve
+    from llm_service.server import first_rank, serve
+    from llm_service.worker.node import lend
 
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
     keep_large_blocks()
     try:
         meeting = config.meeting()
-        asyncio.run(lend(config, meeting) if meeting.node_rank else serve(config, engine_module=engine))
+        if meeting.node_rank:
+            asyncio.run(lend(first_rank(config, meeting), config.start_seconds, config.log_level))
+        else:
+            asyncio.run(serve(config, engine_module=engine))
     except (CheckpointError, OSError, TwinlensError) as error:
         sys.exit(f"llm_service: {error}")
 

@@ -17,7 +17,7 @@ from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 SERVED = (Modality.IMAGE, Modality.VIDEO)
 
 
-class Requests:
+class RequestReader:
     """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings."""
 
     def __init__(self, config: LlmConfig, model: str, vocab_size: int, defaults: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from common.grpc_server import GrpcServer
 from common.identity import vision_digest
 from common.metrics import Metrics
 from common.wire import DType, RowLayout
-from llm_service.config import LlmConfig
-from llm_service.convert import Requests
+from llm_service.config import LlmConfig, Meeting
+from llm_service.convert import RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
@@ -36,7 +36,7 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import end_tokens
 from llm_service.servicer import Components, LlmServicer
-from llm_service.settings import EngineSettings
+from llm_service.settings import EngineSettings, RankPlace
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
@@ -71,7 +71,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         encoder_cache = EncoderCache(
             config.row_cache_bytes,
             layout,
-            keeps=sessions.keeps,
+            retained=sessions.is_retained,
             on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
         )
         running.callback(encoder_cache.close)
@@ -113,7 +113,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, encoder_cache)
         meters.watch(admission, engine, encoder_cache, receiver, pool)
-        requests = Requests(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
+        requests = RequestReader(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
         components = Components(
             config,
             model,
@@ -196,6 +196,21 @@ def _session_limits(config: LlmConfig) -> SessionLimits:
         max_per_tenant=config.max_tenant_sessions,
         seconds=config.session_seconds,
         row_bytes_per_tenant=int(config.row_cache_bytes * config.session_share),
+    )
+
+
+def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
+    """The first rank of a host that lends its devices."""
+    return RankPlace(
+        rank=meeting.node_rank * (config.tp // meeting.nodes),
+        size=config.tp,
+        nodes=meeting.nodes,
+        host=meeting.host,
+        port=meeting.port,
+        timeout=config.rank_timeout_seconds,
+        device=config.device or default_device(),
+        model=str(Checkpoint.resolve(config.model).folder),
+        threads=config.threads,
     )
 
 

@@ -11,7 +11,7 @@ import grpc
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
-from llm_service.convert import Requests
+from llm_service.convert import RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
@@ -20,7 +20,7 @@ from llm_service.generation.events import Begun, Delta, Ended, PromptScores
 from llm_service.generation.generator import Generator
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt.token_text import TokenTexts
+from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import MediaItem
 from twinlens import __version__
 from twinlens.v1 import llm_pb2, media_pb2
@@ -48,7 +48,7 @@ class Components:
     architecture: str
     digest: str
     longest: int
-    requests: Requests
+    requests: RequestReader
     prompts: PromptBuilder
     generator: Generator
     engine: EngineFront

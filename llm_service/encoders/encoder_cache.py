@@ -72,7 +72,7 @@ class CacheCounters:
 
 class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
-    Those that `keeps` names are the last to make room for others. `on_place` is told of each place that is given to
+    Those that `retained` names are the last to make room for others. `on_place` is told of each place that is given to
     new rows, before anybody else is."""
 
     def __init__(
@@ -80,7 +80,7 @@ class EncoderCache:
         capacity: int,
         layout: RowLayout,
         *,
-        keeps: Callable[[bytes], bool] = lambda _: False,
+        retained: Callable[[bytes], bool] = lambda _: False,
         on_place: Callable[[Range], None] = lambda _: None,
     ) -> None:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
@@ -89,7 +89,7 @@ class EncoderCache:
         self._ranges = RangeAllocator(capacity)
         self._entries: dict[bytes, CacheEntry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        self._keeps = keeps
+        self._retained = retained
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -172,7 +172,7 @@ class EncoderCache:
 
     def _victim(self) -> bytes:
         """The longest unused entry that is not to be kept; where all are, the longest unused one."""
-        return next((key for key in self._idle if not self._keeps(key)), next(iter(self._idle)))
+        return next((key for key in self._idle if not self._retained(key)), next(iter(self._idle)))
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
@@ -216,7 +216,7 @@ class EncoderCache:
         while self._leaving:
             await asyncio.wait(self._leaving)
 
-    def place(self, entry: CacheEntry) -> memoryview:
+    def view(self, entry: CacheEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""
         begin = entry.place.offset
         return self.buffer.view[begin : begin + self.row_bytes(entry.header)]

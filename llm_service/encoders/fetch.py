@@ -110,7 +110,7 @@ class Fetch:
         assert self.header is not None
         return self.header
 
-    async def bring(self, cache: EncoderCache, entry: CacheEntry) -> None:
+    async def fetch_rows(self, cache: EncoderCache, entry: CacheEntry) -> None:
         """Lands the rows of an entry that are missing; raises what kept them from coming."""
         self._patient_until = monotonic() + self._links.patience  # not this request's time alone: others may share them
 
@@ -123,7 +123,7 @@ class Fetch:
             try:
                 with tracing.span("landing", rows=entry.header.tokens - entry.landed):
                     mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
-                    async with aclosing(self._stream.rows(cache.place(entry), mirror)) as runs:
+                    async with aclosing(self._stream.rows(cache.view(entry), mirror)) as runs:
                         async for rows, transport in runs:
                             cache.advance(entry, rows, transport)
             except TwinlensError:  # once all rows are here, how the stream ends is of no account

@@ -122,7 +122,7 @@ class RowReceiver:
     async def _fill(self, entry: CacheEntry, fetch: Fetch) -> None:
         """Lands every row of an entry, or says why not."""
         try:
-            await self._bring(entry, fetch)
+            await self._fetch_rows(entry, fetch)
         except TwinlensError as error:
             self.cache.forget(entry)
             entry.fail(error)
@@ -131,16 +131,16 @@ class RowReceiver:
                 self.cache.forget(entry)
                 entry.fail(Internal("the rows of an item could not be received"))
 
-    async def _bring(self, entry: CacheEntry, fetch: Fetch) -> None:
+    async def _fetch_rows(self, entry: CacheEntry, fetch: Fetch) -> None:
         """By this fetch or, where its key or address has failed, by that of one who has come with the content."""
         try:
-            await fetch.bring(self.cache, entry)
+            await fetch.fetch_rows(self.cache, entry)
         except TwinlensError as error:
             if not _is_of_the_source(error) or (other := self._others.get(entry)) is None:
                 raise
             fetch.close()
             with contextlib.closing(other):
-                await other.bring(self.cache, entry)
+                await other.fetch_rows(self.cache, entry)
             fetch.seconds |= other.seconds
 
     def close(self, fetches: Iterable[Fetch]) -> None:

@@ -133,7 +133,7 @@ class Generator:
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
             items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.salt))
             self._check_length(layout)  # once more: the engine may be another one by now, with less room
-            add = self._add(request, layout, items, self._keep_for_session(request, layout))
+            add = self._add(request, layout, items, self._retain_for_session(request, layout))
             ticket = job.ticket = media.submit(self._engine, add, lambda: stages.mark("rows"))
             try:
                 async with aclosing(self._follow(request, layout, media, ticket, stages)) as events:
@@ -161,12 +161,12 @@ class Generator:
                 field="input",
             )
 
-    def _keep_for_session(self, request: Request, layout: PromptLayout) -> int:
+    def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
         """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
             for span in layout.spans:
-                self.sessions.keep(session, span.header.key, self._receiver.cache.row_bytes(span.header))
+                self.sessions.retain(session, span.header.key, self._receiver.cache.row_bytes(span.header))
         self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 

@@ -1,8 +1,9 @@
 """Conversations that are kept: what their turns used is given up later than everything else.
 
 A session is a name within a tenant's salt. It owns nothing and reserves nothing: it only says what should go last, to
-the row store (which asks `keeps`) and to the engine (which is told a session's number with each of its requests, and
-when the session is over). So a session can slow nobody down, and one that is forgotten costs its next turn time alone.
+the encoder cache (which asks `is_retained`) and to the engine (which is told a session's number with each of its
+requests, and when the session is over). So a session can slow nobody down, and one that is forgotten costs
+its next turn time alone.
 
 Bounded are the number of sessions, of a tenant's sessions, the time since a session's last turn, and how many bytes of
 rows a tenant's sessions keep. Past a bound the tenant's, or everybody's, longest unused session gives way.
@@ -73,7 +74,7 @@ class Sessions:
             self._end(next(iter(self._sessions.values())))
         return session
 
-    def keep(self, session: Session, key: bytes, size: int) -> None:
+    def retain(self, session: Session, key: bytes, size: int) -> None:
         """The rows of an item, of so many bytes, belong to a session. The tenant's longest unused ones give way where
         that is too much for it."""
         alive = self._sessions.get((session.tenant, session.name)) is session
@@ -89,7 +90,7 @@ class Sessions:
             oldest = next(each for each in self._by_tenant[session.tenant].values() if each.keys)
             self._let_go(oldest, next(iter(oldest.keys)))
 
-    def keeps(self, key: bytes) -> bool:
+    def is_retained(self, key: bytes) -> bool:
         """Whether some session wants these rows."""
         self.expire()
         return key in self._keepers

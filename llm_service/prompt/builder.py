@@ -19,8 +19,8 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.media.item import Header
 from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.prompt.token_text import TokenTexts
 from llm_service.prompt.tokens import MediaTokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, TextPrompt, TokenPrompt
 

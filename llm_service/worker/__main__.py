@@ -1,4 +1,4 @@
-"""A rank beside rank 0, started by it or by `llm_service.node`: `python -m llm_service.worker SOCKET_FD ARENA_FD`."""
+"""A rank beside rank 0, started by it or by `worker/node`: `python -m llm_service.worker SOCKET_FD ARENA_FD`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ranks of a tensor-parallel group: how they meet, how a step plan reaches them, how a lost one is noticed.
 
 Rank 0 lives in the engine process and starts the other ranks of its own host; those of other hosts are started there
-(`llm_service.node`). They meet at a store that rank 0 keeps. Plans travel as msgpack over Gloo; layers sum over a group
+(`worker/node`). They meet at a store that rank 0 keeps. Plans travel as msgpack over Gloo; layers sum over a group
 of their own (NCCL on GPUs, Gloo on CPUs).
 
 The row arena is shared memory, so every rank of the first host has the rows when they land. Other hosts have an arena

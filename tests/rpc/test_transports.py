@@ -80,7 +80,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
                 assert entry.filler is not None
                 await entry.filler
                 assert entry.error is None
-                brought.append(bytes(store.place(entry)))
+                brought.append(bytes(store.view(entry)))
                 receiver.cache.release(entry)
                 store.flush()
         finally:

@@ -11,7 +11,7 @@ import pytest
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from common.media.item import Embedding, Key, Pixels, Url
 from llm_service.config import LlmConfig
-from llm_service.convert import Requests
+from llm_service.convert import RequestReader
 from llm_service.request import ChatPrompt, MediaItem, Sampling
 from twinlens import v1
 
@@ -20,15 +20,15 @@ IMAGE = v1.Media(modality=v1.MODALITY_IMAGE, data=b"file")
 VIDEO = v1.Media(modality=v1.MODALITY_VIDEO, data=b"file")
 
 
-def requests(defaults: dict[str, Any] | None = None, **options: Any) -> Requests:
-    return Requests(LlmConfig(model="folder", **options), "tiny", VOCABULARY, defaults or {})
+def requests(defaults: dict[str, Any] | None = None, **options: Any) -> RequestReader:
+    return RequestReader(LlmConfig(model="folder", **options), "tiny", VOCABULARY, defaults or {})
 
 
 def message(**sampling: Any) -> v1.GenerateRequest:
     return v1.GenerateRequest(text=v1.TextInput(prompt="hello"), sampling=v1.SamplingParams(**sampling))
 
 
-def refusal(request: v1.GenerateRequest, reader: Requests | None = None) -> TwinlensError:
+def refusal(request: v1.GenerateRequest, reader: RequestReader | None = None) -> TwinlensError:
     with pytest.raises(TwinlensError) as error:
         (reader or requests()).read(request, None, CONTEXT)
     return error.value

@@ -32,7 +32,7 @@ async def store() -> AsyncIterator[EncoderCache]:
 
 def land(store: EncoderCache, entry: CacheEntry, data: bytes) -> None:
     begin = entry.landed * LAYOUT.row_bytes
-    store.place(entry)[begin : begin + len(data)] = data
+    store.view(entry)[begin : begin + len(data)] = data
     store.advance(entry, len(data) // LAYOUT.row_bytes, 1)
 
 
@@ -288,7 +288,7 @@ async def test_many_requests_over_a_small_arena_all_get_their_turn(store: Encode
 
 async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     kept = {header("warm", 4).key}
-    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, keeps=kept.__contains__)
+    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, retained=kept.__contains__)
     await cache(store, ("warm", 4), ("cold", 4), ("colder", 4))
     (entry,) = await store.acquire([header("new", 12)])
     assert [store.knows(header(name, 4).key) for name in ("warm", "cold", "colder")] == [True, False, False]

@@ -18,7 +18,7 @@ from encoder_service.engine.content import Contents
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from llm_service.config import LlmConfig
-from llm_service.convert import Requests
+from llm_service.convert import RequestReader
 from llm_service.encoders.identity import Identity, identify
 from llm_service.request import MediaItem
 from twinlens import v1
@@ -58,7 +58,7 @@ media = (
 def read(message: v1.Media) -> MediaItem:
     """The item of a request, as the LLM service reads it."""
     request = v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[message]))
-    requests = Requests(LlmConfig(model="m"), "m", 1000, {})
+    requests = RequestReader(LlmConfig(model="m"), "m", 1000, {})
     return requests.read(request, None, 1000).media[0]
 
 

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from common.processes import Child, ChildDied
-from llm_service import node
 from llm_service.settings import Joined, RankPlace
+from llm_service.worker import node
 
 
 @pytest.mark.parametrize("error", [ChildDied("a rank has ended"), OSError("Cannot allocate memory")])

@@ -30,14 +30,14 @@ def test_a_session_is_the_same_from_turn_to_turn_and_another_under_another_salt(
 def test_what_a_session_uses_is_kept_until_its_time_is_over() -> None:
     sessions, clock = made()
     session = sessions.use("a", "talk")
-    sessions.keep(session, b"picture", 40)
+    sessions.retain(session, b"picture", 40)
     clock.now += 9
-    assert sessions.keeps(b"picture")
+    assert sessions.is_retained(b"picture")
     sessions.use("a", "talk")
     clock.now += 9
-    assert sessions.keeps(b"picture"), "its last turn counts"
+    assert sessions.is_retained(b"picture"), "its last turn counts"
     clock.now += 1
-    assert not sessions.keeps(b"picture")
+    assert not sessions.is_retained(b"picture")
     assert sessions.take_ended() == [session.number]
     assert sessions.take_ended() == []
 
@@ -64,28 +64,33 @@ def test_a_tenants_rows_are_bounded_and_its_longest_unused_go_first() -> None:
     sessions, _ = made(rows=100)
     old, new = sessions.use("a", "old"), sessions.use("a", "new")
     other = sessions.use("b", "other")
-    sessions.keep(other, b"theirs", 90)
-    sessions.keep(old, b"first", 40)
-    sessions.keep(old, b"second", 40)
-    sessions.keep(new, b"third", 50)
-    assert [sessions.keeps(key) for key in (b"first", b"second", b"third", b"theirs")] == [False, True, True, True]
-    sessions.keep(new, b"too large", 101)
-    assert not sessions.keeps(b"too large")
+    sessions.retain(other, b"theirs", 90)
+    sessions.retain(old, b"first", 40)
+    sessions.retain(old, b"second", 40)
+    sessions.retain(new, b"third", 50)
+    assert [sessions.is_retained(key) for key in (b"first", b"second", b"third", b"theirs")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    sessions.retain(new, b"too large", 101)
+    assert not sessions.is_retained(b"too large")
     sessions.check_integrity()
 
 
 def test_rows_that_two_sessions_use_are_kept_until_both_are_over_and_count_once() -> None:
     sessions, clock = made(rows=100)
     first = sessions.use("a", "1")
-    sessions.keep(first, b"picture", 80)
+    sessions.retain(first, b"picture", 80)
     clock.now += 5
     second = sessions.use("a", "2")
-    sessions.keep(second, b"picture", 80)
+    sessions.retain(second, b"picture", 80)
     sessions.check_integrity()
     clock.now += 5
-    assert sessions.keeps(b"picture")
+    assert sessions.is_retained(b"picture")
     clock.now += 5
-    assert not sessions.keeps(b"picture")
+    assert not sessions.is_retained(b"picture")
 
 
 def test_whatever_comes_the_bounds_hold_and_the_counts_are_right() -> None:
@@ -97,7 +102,7 @@ def test_whatever_comes_the_bounds_hold_and_the_counts_are_right() -> None:
         session = sessions.use(tenant, str(rng.randrange(5)))
         held = [*held[-5:], session]
         turn, item = rng.choice(held), rng.randrange(8)  # a key is its tenant's alone, and has one size
-        sessions.keep(turn, f"{turn.tenant}{item}".encode(), 10 * item + 10)
+        sessions.retain(turn, f"{turn.tenant}{item}".encode(), 10 * item + 10)
         clock.now += rng.choice([0.0, 1.0, 7.0])
         sessions.expire()
         sessions.check_integrity()

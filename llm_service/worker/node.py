@@ -14,34 +14,20 @@ from collections.abc import Sequence
 import msgspec
 
 from common import log
-from common.checkpoint import Checkpoint
-from common.devices import default_device
 from common.processes import Child, ChildDied
-from llm_service.config import LlmConfig, Meeting
 from llm_service.settings import Joined, RankPlace
 
 _RESTART_SECONDS = 0.5
 _log = log.get("node")
 
 
-async def lend(config: LlmConfig, meeting: Meeting) -> None:
-    """Runs this host's ranks until SIGTERM or SIGINT."""
-    log.configure(config.log_level, service="llm-node")
-    first = RankPlace(
-        rank=meeting.node_rank * (config.tp // meeting.nodes),
-        size=config.tp,
-        nodes=meeting.nodes,
-        host=meeting.host,
-        port=meeting.port,
-        timeout=config.rank_timeout_seconds,
-        device=config.device or default_device(),
-        model=str(Checkpoint.resolve(config.model).folder),
-        threads=config.threads,
-    )
+async def lend(first: RankPlace, start_seconds: float, log_level: str) -> None:
+    """Runs this host's ranks, of which this is the first, until SIGTERM or SIGINT."""
+    log.configure(log_level, service="llm-node")
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    keeping = asyncio.create_task(_keep(first, config.start_seconds))
+    keeping = asyncio.create_task(_keep(first, start_seconds))
     await stop.wait()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
