@@ -69,7 +69,7 @@ def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: st
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, machine.dtype)
     backend = choose(attention, shape, machine.dtype, machine.device)
     runner = ModelRunner(decoder.eval(), arena, shape, backend)
-    runner._caches.normal_()
+    runner.kv_cache.normal_()
     runner.warm_up()
     return runner
 

@@ -81,6 +81,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other. A plan may be made
     while the one before it is still computed: `carried` then lists (place, draw), and the token at that place is the
     one that this draw of the plan before chooses. Plans are computed one after the other, in the order they were made.
+    `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk without context
+    begins a sequence, and reads nothing there.
     """
 
     token_ids: bytes
@@ -90,6 +92,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     draws: list[Draw]
     carried: list[tuple[int, int]] = []
     scores: list[Score] = []
+    slots: list[int] = []
 
     @property
     def tokens(self) -> int:

@@ -29,6 +29,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     return Loaded(
         executor=LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks),
         blocks=runner.blocks,
+        state_slots=runner.state_slots,
         row_bytes=runner.row_bytes,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),

@@ -26,9 +26,9 @@ class Step:
     prefill: list[tuple[Sequence, int, int]]
 
 
-def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step:
+def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, *, states: bool = False) -> Step:
     """The next step for these sequences. At most one token of each may be unknown, and that one is chosen by the step
-    before."""
+    before. `states`: the model's layers keep states, in the slots that sequences hold."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -59,7 +59,8 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int) -> Step
                 carried.append((at + count - 1, sequence.placeholder_draw))
             draws.append(_draw(sequence, at + count - 1))
             drawing.append(sequence)
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
+    slots = [sequence.table.slot for sequence in work] if states else []
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores, slots)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 

@@ -28,10 +28,12 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks that one sequence holds, owned by it until `BlockManager.free`. Identities cover its full blocks."""
+    """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
+    Identities cover its full blocks."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
+    slot: int = -1
 
 
 def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
@@ -47,11 +49,26 @@ def root_identity(salt: str) -> bytes:
 
 
 class BlockManager:
-    """All KV blocks of one engine, each of `block_size` tokens."""
+    """All KV blocks of one engine, each of `block_size` tokens; and, for a model whose layers have states, a slot for
+    each of the `state_slots` sequences that may run at once.
 
-    def __init__(self, count: int, block_size: int, *, prefix_cache: bool = True, session_share: float = 0.25) -> None:
+    Such a model can go on from cached blocks only where there is a snapshot of its states as well. There are none, so
+    it has no prefix cache.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        session_share: float = 0.25,
+        state_slots: int = 0,
+    ) -> None:
         self.block_size = block_size
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and not state_slots
+        self.state_slots = state_slots
+        self._free_slots = list(reversed(range(state_slots)))
         self._blocks = [Block(number) for number in range(count)]
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
@@ -93,7 +110,10 @@ class BlockManager:
         return len(identities)
 
     def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
-        """Gives an empty table the cached blocks of these identities, all of which `match` has found."""
+        """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
+        where sequences have states. No more sequences run than there are slots."""
+        if self.state_slots:
+            table.slot = self._free_slots.pop()
         for identity in identities:
             block = self._blocks[self._by_identity[identity]]
             if block.refs == 0:
@@ -143,8 +163,8 @@ class BlockManager:
             self._by_identity[identity] = block.number
 
     def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
-        """Gives back all blocks of a table, the tail first, so that the head is evicted last. With a session, those
-        that can be found again are kept until nothing else is left, within the tenant's share."""
+        """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last. With a
+        session, blocks that can be found again are kept until nothing else is left, within the tenant's share."""
         for number in reversed(table.blocks):
             block = self._blocks[number]
             block.refs -= 1
@@ -160,6 +180,9 @@ class BlockManager:
                 self._free[evicted] = None
         table.blocks.clear()
         table.identities.clear()
+        if table.slot >= 0:
+            self._free_slots.append(table.slot)
+            table.slot = -1
 
     def flush(self) -> int:
         """Forgets every cached block that no sequence holds; the number forgotten."""
@@ -192,5 +215,7 @@ class BlockManager:
             assert places == (block.refs == 0), f"block {block.number} is lost"
         named = sum(block.refs == 0 and block.identity is not None for block in self._blocks)
         assert named == self._idle_named, "the count of cached blocks is wrong"
+        slots = sorted((*self._free_slots, *(table.slot for table in tables if table.slot >= 0)))
+        assert slots == list(range(self.state_slots)), "a state slot is lost, or has two owners"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity

@@ -33,7 +33,8 @@ _BEAT_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
-    UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled."""
+    UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
+    `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any."""
 
     executor: Executor
     blocks: int
@@ -41,6 +42,7 @@ class Loaded:
     devices: list[str]
     reachable: list[str]
     compiling: Callable[[], bool] = lambda: False
+    state_slots: int = 0
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -83,9 +85,10 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.block_size,
             prefix_cache=settings.prefix_cache,
             session_share=settings.session_share,
+            state_slots=loaded.state_slots,
         ),
         Limits(
-            settings.max_running,
+            min(settings.max_running, loaded.state_slots or settings.max_running),
             settings.max_step_tokens,
             context,
             settings.keep_media_whole,

@@ -58,6 +58,7 @@ class Scheduler:
         row_bytes: int,
         match: Callable[[Form], Future[Matcher]] | None = None,
     ) -> None:
+        assert not blocks.state_slots or limits.max_running <= blocks.state_slots, "whoever runs has a state slot"
         self.blocks = blocks
         self.limits = limits
         self.counters = Counters()
@@ -139,7 +140,7 @@ class Scheduler:
         started = [event for sequence in choice.started if (event := self._announce(sequence))]
         if not choice.work:
             return None, started
-        step = build(choice.work, self.blocks.block_size, self._row_bytes)
+        step = build(choice.work, self.blocks.block_size, self._row_bytes, states=self.blocks.state_slots > 0)
         self._planned_steps += 1
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)

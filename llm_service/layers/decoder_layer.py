@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.layers.attention.cache_spec import CacheSpec, PagedKV
 from llm_service.layers.basic import RMSNorm
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import TensorGroup
@@ -90,6 +91,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = feed_forward(index, config, group, dtype)
         self.ranks = group.size
+
+    def cache_spec(self) -> CacheSpec:
+        """What it keeps of sequences."""
+        return PagedKV(self.self_attn.heads, self.self_attn.kv_heads, self.self_attn.head_dim)
 
     def forward(
         self,

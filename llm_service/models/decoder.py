@@ -6,13 +6,16 @@ that says what its attention has (biases, or norms of queries and keys).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
 from llm_service.layers.attention.backend import AttentionBatch, NumbaCompiled
+from llm_service.layers.attention.cache_spec import CacheSpec, LayerCache
 from llm_service.layers.basic import MultimodalRotary, RMSNorm
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
@@ -83,12 +86,12 @@ class Decoder(nn.Module):
         self,
         hidden: Tensor,
         positions: Tensor,
-        caches: Tensor,
+        caches: Sequence[LayerCache] | Tensor,
         batch: AttentionBatch,
         deepstack: Deepstack | None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], caches of all layers → [n, hidden].
+        """hidden [n, hidden], positions int [3, n], a cache for each layer → [n, hidden].
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else.
@@ -104,6 +107,10 @@ class Decoder(nn.Module):
                 hidden = hidden[places]
         out: Tensor = self.norm(hidden)
         return out
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """What each layer keeps of sequences, in order."""
+        return [cast(DecoderLayer, layer).cache_spec() for layer in self.layers]
 
     def finalize(self) -> None:
         """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from common import log
 from common.graphs import Capture
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
+from llm_service.layers.attention.cache_spec import LayerCache
 from llm_service.layers.attention.tables import TILE, Tables
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.plan import Chunk
@@ -135,7 +136,7 @@ class GraphRunner:
         self,
         decoder: Decoder,
         backend: StableBackend,
-        caches: Tensor,
+        caches: Sequence[LayerCache],
         shape: CacheShape,
         bounds: Bounds,
         capture: Capture,

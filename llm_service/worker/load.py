@@ -15,6 +15,7 @@ from common.devices import usable_cores
 from common.gpu import use_gpu
 from common.graphs import CudaCapture
 from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.cache_spec import cache_shape, slot_bytes
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
@@ -25,7 +26,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
-from llm_service.worker.memory import Gauge, block_count, largest_step, prompt
+from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
 
@@ -71,7 +72,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
     plan, blocks = _more_than_few(settings) if given else largest_step(settings)
-    first = _runner(decoder, arena, settings, group, blocks)
+    first = _runner(decoder, arena, settings, blocks, slots=len(plan.chunks))
     changeover = _begin(first.kernels(), group, wait=settings.kernels == "wait") if ours else None
     first.warm_up()
     if settings.compile:
@@ -82,10 +83,12 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first
     context = decoder.config.longest(settings.max_context)
-    block_bytes = _shape(decoder, settings, group, 1).block_elements * dtype.itemsize
-    free = gauge.free() - graphs * settings.graph_bytes
-    blocks = block_count(settings, block_bytes, free, context, group, gpu=gpu)
-    runner = _runner(decoder, arena, settings, group, blocks)
+    block_bytes = _shape(decoder, settings, 1).block_elements * dtype.itemsize
+    budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
+    one_slot = slot_bytes(decoder.cache_specs())
+    slots = slot_count(settings, one_slot, budget, group)
+    blocks = block_count(settings, block_bytes, budget - slots * one_slot, context, group)
+    runner = _runner(decoder, arena, settings, blocks, slots)
     if graphs:
         bounds = Bounds(
             settings.max_running,
@@ -163,21 +166,12 @@ def _capturable(runner: ModelRunner) -> bool:
     return not why
 
 
-def _runner(
-    decoder: Decoder, arena: RowArena, settings: EngineSettings, group: TensorGroup, blocks: int
-) -> ModelRunner:
-    shape = _shape(decoder, settings, group, blocks)
+def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, blocks: int, slots: int) -> ModelRunner:
+    shape = _shape(decoder, settings, blocks)
     weight = decoder.norm.weight
-    return ModelRunner(decoder, arena, shape, choose(settings.attention, shape, weight.dtype, weight.device))
+    backend = choose(settings.attention, shape, weight.dtype, weight.device)
+    return ModelRunner(decoder, arena, shape, backend, slots)
 
 
-def _shape(decoder: Decoder, settings: EngineSettings, group: TensorGroup, blocks: int) -> CacheShape:
-    config = decoder.config
-    return CacheShape(
-        layers=config.layers,
-        blocks=blocks,
-        block_size=settings.block_size,
-        heads=config.heads // group.size,
-        kv_heads=decoder.kv_heads,
-        head_dim=config.head_dim,
-    )
+def _shape(decoder: Decoder, settings: EngineSettings, blocks: int) -> CacheShape:
+    return cache_shape(decoder.cache_specs(), blocks, settings.block_size)

@@ -33,14 +33,15 @@ def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
     ids = array("i", [0] * settings.max_step_tokens)
     places = [*range(decodes), settings.max_step_tokens - 1]
     draws = [Draw(at=place, temperature=1.0, top_p=0.9) for place in places]
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws), decodes + width
+    slots = list(range(len(chunks)))
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=slots), decodes + width
 
 
 def prompt(count: int, block_size: int) -> tuple[StepPlan, int]:
     """A plan of one sequence of so many tokens, and the number of blocks that it uses."""
     ids, width = array("i", [0] * count), -(-count // block_size)
     chunk = Chunk(0, count, list(range(width)))
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [chunk], [], [Draw(at=count - 1)]), width
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [chunk], [], [Draw(at=count - 1)], slots=[0]), width
 
 
 class Gauge:
@@ -84,16 +85,33 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def block_count(
-    settings: EngineSettings, block_bytes: int, free: int, context: int, group: TensorGroup, *, gpu: bool
-) -> int:
-    """KV blocks that every rank can hold: the least of what the ranks find, each from its own `free` bytes.
+def cache_budget(settings: EngineSettings, free: int, *, gpu: bool) -> int:
+    """Bytes for all that this rank keeps of sequences, where so many are free."""
+    share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
+    return settings.kv_cache_bytes or int(share * max(0, free))
+
+
+def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:
+    """State slots that every rank can hold: one for each sequence that may run, but in half of the least budget, since
+    sequences need blocks as well; 0 where no layer has states.
+
+    Raises CheckpointError where there is no room for one.
+    """
+    if not slot_bytes:
+        return 0
+    slots = group.all_reduce_min(min(settings.max_running, budget // 2 // slot_bytes))
+    if not slots:
+        option = "--kv-cache-bytes is too small" if settings.kv_cache_bytes else "too little memory is free"
+        raise CheckpointError(f"{option} for this model: the state of one sequence takes {slot_bytes} bytes")
+    return slots
+
+
+def block_count(settings: EngineSettings, block_bytes: int, budget: int, context: int, group: TensorGroup) -> int:
+    """KV blocks that every rank can hold: the least of what the ranks find, each from its own `budget` in bytes.
 
     No more than the longest contexts of all sequences that may run at once would fill. Raises CheckpointError where
     there is no room for one block.
     """
-    share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
-    budget = settings.kv_cache_bytes or int(share * max(0, free))
     wanted = settings.max_running * -(-context // settings.block_size)
     found = budget // block_bytes if settings.kv_cache_bytes else min(budget // block_bytes, wanted)
     blocks = group.all_reduce_min(found)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.graphs import Capture
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape, NumbaCompiled, WarmBackend
+from llm_service.layers.attention.cache_spec import HybridBatch, new_caches, slot_bytes
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult, TokenLogprobs
 from llm_service.worker.changeover import Changeover
@@ -19,10 +20,12 @@ from llm_service.worker.scores import score
 
 
 class ModelRunner:
-    """One rank: the weights, and the KV cache that `backend` reads. It has a `changeover` where it began with torch's
-    kernels and is to go on with ours."""
+    """One rank: the weights, the KV cache that `backend` reads, and where layers keep states those of `state_slots`
+    sequences. It has a `changeover` where it began with torch's kernels and is to go on with ours."""
 
-    def __init__(self, decoder: Decoder, arena: RowArena, shape: CacheShape, backend: AttentionBackend) -> None:
+    def __init__(
+        self, decoder: Decoder, arena: RowArena, shape: CacheShape, backend: AttentionBackend, state_slots: int = 0
+    ) -> None:
         self._decoder = decoder
         self.arena = arena
         self._backend = backend
@@ -30,7 +33,11 @@ class ModelRunner:
         weight = decoder.norm.weight
         self._device = weight.device
         self._replayed = False
-        self._caches = shape.new_cache(weight.dtype, weight.device)
+        self.kv_cache = shape.new_cache(weight.dtype, weight.device)
+        specs = decoder.cache_specs()
+        self._has_states = slot_bytes(specs) > 0
+        self.state_slots = state_slots if self._has_states else 0
+        self.caches = new_caches(specs, self.kv_cache, self.state_slots)
         self._shape = shape
         self.graphs: GraphRunner | None = None
         self.changeover: Changeover | None = None
@@ -44,7 +51,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Has the back end's kernels compiled, where it compiles any, so that no request waits for that."""
         if isinstance(self._backend, WarmBackend):
-            self._backend.warm_up(self._caches[0])
+            self._backend.warm_up(self.kv_cache[0])
 
     def kernels(self) -> list[str]:
         """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
@@ -55,6 +62,8 @@ class ModelRunner:
         """Why there can be no graphs; empty where there can."""
         if not isinstance(self._backend, StableBackend):
             return f"--attention {self._backend.name} launches other kernels for other lengths"
+        if self._has_states:
+            return "layers with states are not captured yet"
         return self._decoder.not_capturable()
 
     @torch.inference_mode()
@@ -62,7 +71,7 @@ class ModelRunner:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
         assert isinstance(self._backend, StableBackend), "a back end that does not follow tables"
         self.graphs = GraphRunner(
-            self._decoder, self._backend, self._caches, self._shape, bounds, capture, max_bytes=max_bytes, agree=agree
+            self._decoder, self._backend, self.caches, self._shape, bounds, capture, max_bytes=max_bytes, agree=agree
         )
 
     @torch.inference_mode()
@@ -99,5 +108,7 @@ class ModelRunner:
             return replayed if places is None else replayed[places]
         self._replayed = False
         batch = self._backend.batch(plan.chunks)
-        out: Tensor = self._decoder(hidden, positions.to(self._device), self._caches, batch, deepstack, places)
+        if self._has_states:
+            batch = HybridBatch.of(plan, batch)
+        out: Tensor = self._decoder(hidden, positions.to(self._device), self.caches, batch, deepstack, places)
         return out

@@ -69,7 +69,7 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
         buffers.hidden.fill_(torch.nan)
         buffers.positions.fill_(3)
         buffers.tables.blocks.fill_(10**6)
-        engine.runner._caches[:, :, -1].fill_(torch.nan)
+        engine.runner.kv_cache[:, :, -1].fill_(torch.nan)
 
     capture.after = poison
     return engine, capture

@@ -12,7 +12,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import _compile
-from llm_service.worker.memory import available_memory, block_count, largest_step
+from llm_service.worker.memory import available_memory, block_count, cache_budget, largest_step, slot_count
 
 BLOCK = 1 << 20
 
@@ -24,7 +24,8 @@ def settings(**given: Any) -> EngineSettings:
 
 
 def count(free: int, group: TensorGroup = ALONE, *, gpu: bool = False, **given: Any) -> int:
-    return block_count(settings(**given), BLOCK, free, 4096, group, gpu=gpu)
+    asked = settings(**given)
+    return block_count(asked, BLOCK, cache_budget(asked, free, gpu=gpu), 4096, group)
 
 
 def test_the_cache_is_a_share_of_what_is_free() -> None:
@@ -51,6 +52,14 @@ def test_no_room_for_one_block_is_told_and_says_how_large_one_is() -> None:
 def test_ranks_agree_on_what_the_poorest_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda self, number: min(number, 12))
     assert count(100 * BLOCK, TensorGroup(0, 2)) == 12
+
+
+def test_every_sequence_that_may_run_has_a_state_slot_where_half_of_the_budget_holds_them() -> None:
+    assert slot_count(settings(), 0, 0, ALONE) == 0
+    assert slot_count(settings(), BLOCK, 100 * BLOCK, ALONE) == 4
+    assert slot_count(settings(), BLOCK, 7 * BLOCK, ALONE) == 3
+    with pytest.raises(CheckpointError, match=f"the state of one sequence takes {BLOCK} bytes"):
+        slot_count(settings(), BLOCK, 2 * BLOCK - 1, ALONE)
 
 
 def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:

@@ -1,0 +1,230 @@
+"""A layer that keeps a state of each sequence, in the real scheduler, plan and model runner: tokens are those of the
+whole sequence computed at once, whatever it is cut into and whoever had its slot before."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.arena import SharedBuffer
+from llm_service.engine.batch import Step, uniform
+from llm_service.engine.block_manager import BlockManager, BlockTable
+from llm_service.engine.messages import Add
+from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.layers.attention.cache_spec import (
+    HybridBatch,
+    PagedKV,
+    SequenceState,
+    StateCache,
+    cache_shape,
+    slot_bytes,
+)
+from llm_service.layers.group import ALONE
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.request import Sampling
+from llm_service.settings import EngineSettings
+from llm_service.worker import load
+from llm_service.worker.memory import Gauge
+from llm_service.worker.model_runner import ModelRunner
+from tests.unit.llm_service.test_load import SETTINGS
+
+BLOCK = 4
+FREE = 8 << 20
+SEED = 5
+PROMPTS = [array("i", range(7 + length, 7 + 2 * length)) for length in (21, 3, 9, 14)]
+
+
+class RunningSum(nn.Module):
+    """Adds the direction of the sum of all inputs so far, which is its state, to each of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def cache_spec(self) -> SequenceState:
+        return SequenceState((((self.width,), torch.float64),))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: StateCache,
+        batch: HybridBatch,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        out = x.clone()
+        for segment in batch.segments:
+            (total,) = cache.read(segment)
+            sums = total + x[segment.begin : segment.end].double().cumsum(0)
+            cache.write(segment, [sums[-1]])
+            out[segment.begin : segment.end] += (self.width**0.5 * nn.functional.normalize(sums)).float()
+        return out if places is None else out[places]
+
+
+@pytest.fixture
+def runner(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    """A model whose second layer is the toy, loaded as a service loads it; whatever is in its slots is not a number."""
+
+    def with_state(*given: object, **options: object) -> Decoder:
+        decoder: Decoder = load_decoder(*given, **options)  # type: ignore[arg-type]
+        decoder.layers[1] = RunningSum(decoder.config.hidden_size)
+        return decoder
+
+    monkeypatch.setattr(load, "load_decoder", with_state)
+    monkeypatch.setattr(Gauge, "free", lambda _: FREE)
+    made = load.load_runner(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd)
+    fill_states(made, torch.nan)
+    return made
+
+
+def fill_states(runner: ModelRunner, value: float) -> None:
+    for cache in runner.caches:
+        if isinstance(cache, StateCache):
+            cache.tensors[0].fill_(value)
+
+
+def memory() -> SharedBuffer:
+    return SharedBuffer.create("test-rows", 1 << 20)
+
+
+def settings(folder: Path) -> EngineSettings:
+    sizes = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "torch", "graphs": "off"}
+    rest = {"kv_memory_share": 0.5, "threads": 1}
+    return msgspec.structs.replace(SETTINGS, **given, **sizes, **rest)
+
+
+def whole(runner: ModelRunner, prompt: array[int], sampling: Sampling, choice: int) -> list[int]:
+    """What a choice says when each of its tokens is computed from all before it, in one step."""
+    tokens = array("i", prompt)
+    for count in range(sampling.max_tokens):
+        end, blocks = len(tokens), list(range(-(-len(tokens) // BLOCK)))
+        shared = uniform(SEED, choice, count) if sampling.temperature else 0.0
+        draw = Draw(at=end - 1, temperature=sampling.temperature, uniform=shared)
+        positions = array("i", [*range(end)] * 3).tobytes()
+        plan = StepPlan(tokens.tobytes(), positions, [Chunk(0, end, blocks)], [], [draw], slots=[0])
+        fill_states(runner, 0.0)
+        tokens.append(runner.run(plan).tokens[0])
+    return tokens[len(prompt) :].tolist()
+
+
+class Engine:
+    """Scheduler and runner; `depth` 2 plans a step while the one before it is computed."""
+
+    def __init__(self, runner: ModelRunner, *, blocks: int, running: int, step_tokens: int, depth: int) -> None:
+        self.manager = BlockManager(blocks, BLOCK, state_slots=running)
+        self.scheduler = Scheduler(self.manager, Limits(running, step_tokens, blocks * BLOCK), frozenset(), 1)
+        self._runner = runner
+        self._depth = depth
+
+    def serve(self, prompts: Sequence[array[int]], sampling: Sampling) -> list[list[list[int]]]:
+        """The tokens of each choice of each prompt, all served together."""
+        said: list[list[list[int]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
+        for id, prompt in enumerate(prompts):
+            positions = array("i", [*range(len(prompt))] * 3).tobytes()
+            fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None}
+            fields |= {"id": id, "token_ids": prompt.tobytes(), "positions": positions, "sampling": sampling}
+            self.scheduler.add(Add(**fields))
+        under_way: deque[Step] = deque()
+        chosen: list[int] = []
+        while True:
+            step, started = self.scheduler.schedule()
+            assert not any(event.cached for event in started), "nothing can be resumed without a snapshot of the state"
+            if step is not None:
+                under_way.append(step)
+                if len(under_way) < self._depth:
+                    continue
+            if not under_way:
+                break
+            step = under_way.popleft()
+            result = self._runner.run(step.plan.filled(chosen))
+            chosen = result.tokens
+            for token in self.scheduler.finish(step, result):
+                said[token.id][token.choice].append(token.token)
+        self.scheduler.check_integrity()
+        assert self.manager.used == 0
+        return said
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "sampling", "preempts"),
+    [
+        ({"blocks": 64, "running": 8, "step_tokens": 64}, Sampling(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 64, "running": 4, "step_tokens": 5}, Sampling(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 64, "running": 2, "step_tokens": 7}, Sampling(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 14, "running": 4, "step_tokens": 16}, Sampling(max_tokens=14, temperature=0.0), True),
+        (
+            {"blocks": 64, "running": 3, "step_tokens": 9},
+            Sampling(n=3, max_tokens=4, temperature=1.0, seed=SEED),
+            False,
+        ),
+    ],
+    ids=["at once", "in chunks", "two slots", "few blocks", "choices"],
+)
+def test_tokens_are_those_of_the_whole(
+    runner: ModelRunner, sizes: dict[str, int], sampling: Sampling, preempts: bool, depth: int
+) -> None:
+    engine = Engine(runner, **sizes, depth=depth)
+    said = engine.serve(PROMPTS, sampling)
+    assert said == [[whole(runner, prompt, sampling, n) for n in range(sampling.n)] for prompt in PROMPTS]
+    assert (engine.scheduler.counters.preemptions > 0) == preempts
+
+
+def test_a_repeated_prompt_is_computed_again(runner: ModelRunner) -> None:
+    engine = Engine(runner, blocks=64, running=4, step_tokens=16, depth=2)
+    sampling = Sampling(max_tokens=6, temperature=0.0)
+    assert engine.serve(PROMPTS, sampling) == engine.serve(PROMPTS, sampling)
+    assert engine.manager.cached == 0
+
+
+def test_slots_and_blocks_share_one_budget(runner: ModelRunner) -> None:
+    shape, width = runner._shape, 8 * runner._decoder.config.hidden_size
+    assert shape.layers == runner._decoder.config.layers - 1
+    assert runner.state_slots == 8
+    assert runner.blocks == (FREE // 2 - 8 * width) // (shape.block_elements * 4)
+
+
+def test_a_model_without_states_has_no_slots(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gauge, "free", lambda _: FREE)
+    plain = load.load_runner(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd)
+    assert plain.state_slots == 0
+    assert not any(isinstance(cache, StateCache) for cache in plain.caches)
+
+
+def test_a_slot_goes_back_with_the_blocks_and_has_one_owner() -> None:
+    manager = BlockManager(8, BLOCK, state_slots=2)
+    first, second = BlockTable(), BlockTable()
+    for table in (first, second):
+        manager.adopt(table, [])
+    assert {first.slot, second.slot} == {0, 1}
+    manager.check_integrity([first, second])
+    manager.free(first)
+    assert first.slot == -1
+    manager.adopt(third := BlockTable(), [])
+    manager.check_integrity([second, third])
+    second.slot = third.slot
+    with pytest.raises(AssertionError, match="two owners"):
+        manager.check_integrity([second, third])
+
+
+def test_layers_with_keys_and_values_are_alike() -> None:
+    alike, other, state = (
+        PagedKV(4, 2, 64),
+        PagedKV(4, 2, 128),
+        SequenceState((((3, 2), torch.float32), ((4,), torch.half))),
+    )
+    assert cache_shape([alike, state, alike], 10, BLOCK).layers == 2
+    assert slot_bytes([alike, state, state]) == 2 * (24 + 8)
+    for specs in ([alike, other], [state]):
+        with pytest.raises(ValueError, match="not alike"):
+            cache_shape(specs, 10, BLOCK)
