@@ -26,7 +26,7 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
-from llm_service.models.registry import decoder_class
+from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.graphs import Bounds
@@ -58,7 +58,7 @@ class Machine:
 
 def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: str = "auto") -> ModelRunner:
     """A rank with weights whose sums stay around 1, and a cache full of noise."""
-    decoder = decoder_class(config.architecture)(config, ALONE, machine.dtype, machine.device)
+    decoder = Decoder(config, ALONE, machine.dtype, machine.device)
     for parameter in decoder.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, parameter.shape[1] ** -0.5)

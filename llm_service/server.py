@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import vision_digest
@@ -31,7 +31,6 @@ from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
 from llm_service.models.config import TextConfig
-from llm_service.models.registry import DECODERS
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import end_tokens
@@ -56,7 +55,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
     text = TextConfig.of(checkpoint.config)
-    settings = _engine_settings(config, checkpoint, text)
+    settings = _engine_settings(config, checkpoint)
     layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
     digest = await asyncio.to_thread(vision_digest, checkpoint, layout.dtype)
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
@@ -101,7 +100,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.describe(
             version=__version__,
             model=model,
-            architecture=text.architecture,
+            architecture=text.family.architecture,
             digest=digest,
             device=settings.device,
             dtype=settings.dtype,
@@ -117,7 +116,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         components = Components(
             config,
             model,
-            text.architecture,
+            text.family.architecture,
             digest,
             text.longest(config.max_context),
             requests,
@@ -214,9 +213,7 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
     )
 
 
-def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, text: TextConfig) -> EngineSettings:
-    if text.architecture not in DECODERS:
-        raise CheckpointError(f"{text.architecture} is not supported; these are: {', '.join(DECODERS)}")
+def _engine_settings(config: LlmConfig, checkpoint: Checkpoint) -> EngineSettings:
     device = config.device or default_device()
     meeting = config.meeting()
     vision = checkpoint.config.get("vision_config", {})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from llm_service.families.family import FeedForward, LayerKind, Mixer
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.attention.cache_spec import CacheSpec, PagedKV
 from llm_service.layers.basic import RMSNorm
@@ -16,15 +19,14 @@ from llm_service.models.config import TextConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; `bias` on its inputs (Qwen2) or norms of each query and key head (Qwen3)."""
+    """Grouped-query attention; its family says whether its inputs have biases, and query and key heads norms."""
 
     ops: RowOps = TORCH
 
-    def __init__(
-        self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
-    ) -> None:
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self._group = group
+        bias, qk_norm = config.family.attention_bias, config.family.qk_norm
         self.head_dim, self.eps = config.head_dim, config.norm_eps
         own, shared = group.share(config.heads), group.kv_share(config.kv_heads)
         self.heads, self.kv_heads = _count(own), _count(shared)
@@ -71,25 +73,27 @@ class MLP(nn.Module):
         return self._group.sum(self.down(self.ops.silu_and_mul(self.gate_up(x))))
 
 
-def feed_forward(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> nn.Module:
-    """A layer's feed-forward part: dense, or a mixture of experts."""
-    if not config.is_sparse(index):
-        return MLP(config, group, dtype)
+def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:
     count, per_token = config.experts, config.experts_per_token
     return SparseMLP(count, per_token, config.hidden_size, config.expert_size, group, dtype)
 
 
-class DecoderLayer(nn.Module):
-    """One decoder layer; `index` counts them from 0."""
+MIXERS = {Mixer.ATTENTION: Attention}
+FEED_FORWARDS: dict[FeedForward, Callable[[TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
+    FeedForward.DENSE: MLP,
+    FeedForward.EXPERTS: _experts,
+}
 
-    def __init__(
-        self, index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, bias: bool, qk_norm: bool
-    ) -> None:
+
+class DecoderLayer(nn.Module):
+    """One decoder layer, made of what its kind says."""
+
+    def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, group, dtype, bias=bias, qk_norm=qk_norm)
+        self.self_attn = MIXERS[kind.mixer](config, group, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = feed_forward(index, config, group, dtype)
+        self.mlp = FEED_FORWARDS[kind.feed_forward](config, group, dtype)
         self.ranks = group.size
 
     def cache_spec(self) -> CacheSpec:

@@ -1,1 +1,1 @@
-"""Text decoders, one small file for each family."""
+"""The text decoder: its shape, its weights and what it computes."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
+from llm_service.families.family import Family, FeedForward, LayerKind, Mixer
+from llm_service.families.registry import family_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class TextConfig:
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts.
     """
 
-    architecture: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -35,9 +37,10 @@ class TextConfig:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether this layer is a mixture of experts."""
-        return self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+    def layer_kind(self, layer: int) -> LayerKind:
+        """What a layer, counted from 0, is made of."""
+        sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+        return LayerKind(Mixer.ATTENTION, FeedForward.EXPERTS if sparse else FeedForward.DENSE)
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
@@ -48,8 +51,10 @@ class TextConfig:
         """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer
         saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside.
 
-        Raises CheckpointError where a field is missing or asks for something that is not supported.
+        Raises CheckpointError where the family is not served, or a field is missing or asks for something that is not
+        supported.
         """
+        family = family_of(config)
         text = {**config, **(config.get("text_config") or {})}
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -66,7 +71,7 @@ class TextConfig:
             if len(sections) != 3 or sum(sections) != head_dim // 2:
                 raise CheckpointError("mrope_section does not fill the head")
             return cls(
-                architecture=(config.get("architectures") or ["?"])[0],
+                family=family,
                 vocab_size=int(text["vocab_size"]),
                 hidden_size=int(text["hidden_size"]),
                 intermediate_size=int(text["intermediate_size"]),
@@ -77,7 +82,7 @@ class TextConfig:
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta") or text["rope_theta"]),
                 mrope_sections=(sections[0], sections[1], sections[2]),
-                mrope_interleaved=bool(rope.get("mrope_interleaved", "Qwen3" in str(config.get("architectures")))),
+                mrope_interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=int(text.get("max_position_embeddings", 32768)),
                 experts=int(text.get("num_experts", text.get("num_local_experts", 0))),

@@ -1,7 +1,6 @@
-"""The decoder that the Qwen families share: pre-norm attention and a gated MLP, with deepstack rows added on the way.
+"""A text decoder: layers of the kinds that its family says, with deepstack rows added on the way.
 
-It knows nothing of requests: it maps input embeddings and an attention batch to hidden states. A family is a subclass
-that says what its attention has (biases, or norms of queries and keys).
+It knows nothing of requests: it maps input embeddings and an attention batch to hidden states.
 """
 
 from __future__ import annotations
@@ -54,9 +53,6 @@ class Deepstack:
 class Decoder(nn.Module):
     """One rank's share of a decoder: embeddings in, hidden states out; logits on demand."""
 
-    bias = False
-    qk_norm = False
-
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
@@ -67,7 +63,7 @@ class Decoder(nn.Module):
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
             self.layers = nn.ModuleList(
-                DecoderLayer(index, config, group, dtype, bias=self.bias, qk_norm=self.qk_norm) for index in layers
+                DecoderLayer(config.layer_kind(index), config, group, dtype) for index in layers
             )
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}

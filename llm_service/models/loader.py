@@ -15,7 +15,6 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.registry import decoder_class
 
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
@@ -48,7 +47,7 @@ def load_decoder(
     if int8 and config.experts and device.type != "cpu":
         raise CheckpointError("--weight-dtype int8 with a mixture of experts is computed on CPUs alone")
     try:
-        decoder = decoder_class(config.architecture)(config, group, dtype, device)
+        decoder = Decoder(config, group, dtype, device)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     missing = set(_expected(decoder))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.media.item import Header, Modality
+from llm_service.families.registry import family_of
 from llm_service.request import Run, Span
 
 
@@ -31,13 +32,12 @@ class MediaLayout:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> MediaLayout:
-        """Reads config.json."""
-        vision = config.get("vision_config", {})
-        kind = config.get("model_type", "")
+        """Reads config.json; raises CheckpointError where its family is not served."""
+        vision, family = config.get("vision_config", {}), family_of(config)
         return cls(
             merge=int(vision.get("spatial_merge_size", 2)),
-            frames_apart=kind.startswith("qwen3"),
-            tokens_per_second=float(vision.get("tokens_per_second", 2)) if kind == "qwen2_5_vl" else 0.0,
+            frames_apart=family.frames_apart,
+            tokens_per_second=float(vision.get("tokens_per_second", 2)) if family.timed_frames else 0.0,
         )
 
     def groups(self, header: Header) -> int:

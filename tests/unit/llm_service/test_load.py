@@ -18,7 +18,6 @@ from llm_service.layers.attention import flash
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.qwen3 import Qwen3Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
@@ -97,7 +96,7 @@ def test_experts_are_captured_where_their_product_asks_the_device_for_nothing(
 
 def test_weights_are_made_on_their_device(checkpoint: Path) -> None:
     config = TextConfig.of(Checkpoint(checkpoint).config)
-    made = Qwen3Decoder(config, ALONE, torch.bfloat16, torch.device("meta"))
+    made = Decoder(config, ALONE, torch.bfloat16, torch.device("meta"))
     assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
 
 

@@ -67,8 +67,10 @@ def test_spans_are_found_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart", "rate"), [("qwen2_vl", 0, 0.0), ("qwen2_5_vl", 0, 2.0), ("qwen3_vl", 1, 0.0)]
+    ("kind", "apart", "rate"),
+    [("Qwen2VL", 0, 0.0), ("Qwen2_5_VL", 0, 2.0), ("Qwen3VL", 1, 0.0), ("Qwen3VLMoe", 1, 0.0)],
 )
 def test_a_familys_layout_is_read_from_its_configuration(kind: str, apart: int, rate: float) -> None:
-    config = {"model_type": kind, "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
+    architecture = f"{kind}ForConditionalGeneration"
+    config = {"architectures": [architecture], "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
     assert MediaLayout.of(config) == MediaLayout(3, apart, rate)
