@@ -43,7 +43,7 @@ Values = float | Mapping[tuple[str, ...], float]
 
 _SCRAPE_SECONDS = 10.0
 """A scrape whose client, or whose event loop, does nothing for longer is given up."""
-_MOST_SCRAPES = 8
+_MAX_SCRAPES = 8
 """Scrapes at once; further ones are closed unanswered."""
 
 
@@ -168,7 +168,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._slots = threading.BoundedSemaphore(_MOST_SCRAPES)
+        self._slots = threading.BoundedSemaphore(_MAX_SCRAPES)
         super().__init__(address, _Handler)
         self.set_app(make_wsgi_app(registry))
 

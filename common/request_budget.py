@@ -1,17 +1,7 @@
-"""Requests on their way in, under one budget of bytes over all calls.
+"""Requests on their way in, under one budget of bytes over all calls: docs/design/request.md has the rules.
 
 A message counts from its first byte until its call ends, and twice while it comes: gRPC holds what has come, and hands
-it over as a copy. How much has come is measured: the bytes that its connection has received since the oldest message
-that is still coming was asked for (`tcp_connections`); what it brings in the next moment, at its pace, counts as well.
-
-Before a message is asked for, gRPC takes a window of it and no more. So one that fits the window comes at once; of one
-that fills it, nobody knows how large it is, and it waits for its turn, until there is room for the largest. A caller
-who says how large a message is (`STATED`) has that set aside; nobody is believed who sends more than he said.
-
-Past the budget those give way whose connection stands still, then those who have sent the most beyond what they have a
-claim to; a message that is all here is safe. An eighth of the budget is for small messages alone, so that whoever fills
-the rest stops nobody who asks a short question or shows a small picture. What brings next to nothing for
-`stall_seconds` is given up. Callers behind one connection, such as a proxy's, are one caller here.
+it over as a copy. Callers behind one connection, such as a proxy's, are one caller here.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ _COPIES = 2
 
 _LARGE = 8 << 20
 """Bytes of a message after which garbage is looked for; what was loaded before the service began is left out of that
-(`allocator.settle`)."""
+(`allocator.freeze_objects`)."""
 
 _LOOK_SECONDS, _PACE_SECONDS = 0.02, 0.25
 """How often is looked at what has come, and over what time a pace is taken."""
@@ -58,7 +48,7 @@ _CLAIM_SECONDS = 1.0
 _SOON_SECONDS, _TIDY_SECONDS = 0.01, (2.0, 8.0)
 """How long after a large message, and after as many bytes of small ones, what is free goes back to the system."""
 
-_MOST_REMEMBERED = 1 << 14
+_MAX_REMEMBERED = 1 << 14
 """Connections of which it is remembered what they have brought."""
 
 _log = log.get("request_budget")
@@ -109,10 +99,10 @@ class _Connection:
         """What its messages have a claim to."""
         return sum(each.claim(now) for each in self.arriving)
 
-    def bytes(self, now: float, largest: int, foreseen_seconds: float) -> int:
-        """What its messages amount to, of up to `largest` each; what comes in a moment included."""
+    def bytes(self, now: float, max_message_bytes: int, foreseen_seconds: float) -> int:
+        """What its messages amount to, of up to `max_message_bytes` each; what comes in a moment included."""
         came = self.came
-        foreseen = min(came + round(self.pace * foreseen_seconds), len(self.arriving) * largest)
+        foreseen = min(came + round(self.pace * foreseen_seconds), len(self.arriving) * max_message_bytes)
         return max(self.claims(now), came, foreseen if came > UNREAD else 0)
 
     def note(self, received: int, now: float) -> None:
@@ -135,38 +125,38 @@ class _Connection:
             self.base = max(self.base, self.arriving[0].since)
 
 
-_Line = deque[tuple[int, asyncio.Future[None]]]
+_WaitQueue = deque[tuple[int, asyncio.Future[None]]]
 """Who waits for room, with how much is wanted."""
 
 
 class RequestBudget:
-    """The budget: `most` bytes, of which messages of up to `largest` come. Who waits for room does so for `patience`
-    seconds; who has brought nothing for `still_seconds` gives way; what comes within `foreseen_seconds` counts as if it
-    were here, since a busy process looks no sooner. `received` says what a connection has brought. It is used on one
-    event loop."""
+    """The budget: `max_bytes`, of which messages of up to `max_message_bytes` come. Who waits for room does so for
+    `wait_seconds`; who has brought nothing for `still_seconds` gives way; what comes within `foreseen_seconds` counts
+    as if it were here, since a busy process looks no sooner. `received` says what a connection has brought. It is used
+    on one event loop."""
 
     def __init__(
         self,
-        most: int,
-        largest: int,
+        max_bytes: int,
+        max_message_bytes: int,
         *,
         stall_seconds: float = 10.0,
         still_seconds: float = 1.0,
-        patience: float = 2.0,
+        wait_seconds: float = 2.0,
         foreseen_seconds: float = 0.25,
         received: Callable[[Address], int | None] | None = None,
     ) -> None:
-        self._most = most
-        self._most_of_large = _COPIES * max_large_bytes(most)
-        self._largest = largest
+        self._max_bytes = max_bytes
+        self._max_large = _COPIES * max_large_bytes(max_bytes)
+        self._max_message_bytes = max_message_bytes
         self._stall_seconds = stall_seconds
         self._still_seconds = still_seconds
-        self._patience = patience
+        self._wait_seconds = wait_seconds
         self._foreseen_seconds = foreseen_seconds
         self._received = received or TcpConnections().received
         self._connections: dict[str, _Connection] = {}
         self._brought: OrderedDict[str, int] = OrderedDict()
-        self._lines: tuple[tuple[_Line, int], ...] = ((deque(), self._most), (deque(), self._most_of_large))
+        self._queues: tuple[tuple[_WaitQueue, int], ...] = ((deque(), self._max_bytes), (deque(), self._max_large))
         self._timer: asyncio.TimerHandle | None = None
         self._gone = 0
         self._tidying: dict[float, asyncio.TimerHandle] = {}
@@ -182,11 +172,11 @@ class RequestBudget:
         return _COPIES * coming + self._waiting * UNREAD
 
     def _bytes(self, connection: _Connection, now: float) -> int:
-        return connection.bytes(now, self._largest, self._foreseen_seconds)
+        return connection.bytes(now, self._max_message_bytes, self._foreseen_seconds)
 
     @property
     def _waiting(self) -> int:
-        return sum(len(line) for line, _ in self._lines)
+        return sum(len(queue) for queue, _ in self._queues)
 
     @asynccontextmanager
     async def arrival(self, peer: str, call: Ends, stated: int = 0) -> AsyncIterator[Callable[[int], None]]:
@@ -194,7 +184,9 @@ class RequestBudget:
         from then on it is `held`. Waits for room; raises Exhausted where there is none for it."""
         connection = self._connection(peer)
         lasting = stated > 0 or not connection.measured
-        claim = min(stated, self._largest) if stated and connection.measured else self._unstated(peer, connection)
+        claim = (
+            min(stated, self._max_message_bytes) if stated and connection.measured else self._unstated(peer, connection)
+        )
         if await self._room(max(claim, UNREAD)):  # the connection may have others by now, and have brought more
             connection = self._connection(peer)
         self._connections[peer] = connection
@@ -251,37 +243,37 @@ class RequestBudget:
         """What a message may bring of which nothing is said: the largest, where it has filled its window already. Where
         others come over the same connection, nobody can say who has filled what."""
         if not connection.measured:
-            return self._largest
+            return self._max_message_bytes
         filled = not connection.arriving and connection.received - self._brought.get(peer, 0) >= _FILLED
-        return self._largest if filled else UNREAD
+        return self._max_message_bytes if filled else UNREAD
 
     async def _room(self, wanted: int) -> bool:
-        """Returns when so much has room, and whether that was waited for. Small messages have a line of their own.
+        """Returns when so much has room, and whether that was waited for. Small messages have a queue of their own.
         Raises Exhausted after a while."""
-        line, most = self._lines[wanted > SMALL]
-        if not line and self._makes_room(wanted, most):
+        queue, limit = self._queues[wanted > SMALL]
+        if not queue and self._makes_room(wanted, limit):
             return False
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append((wanted, turn))
+        queue.append((wanted, turn))
         self._watch()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._wait_seconds):
                 await turn
         except TimeoutError:
             raise _full() from None
         finally:
-            line.remove((wanted, turn))
+            queue.remove((wanted, turn))
         return True
 
     def _serve(self) -> None:
-        """Lets the first in each line in, where there is room; the next one when that counts."""
-        for line, most in self._lines:
-            if line and not line[0][1].done() and self._makes_room(line[0][0], most):
-                line[0][1].set_result(None)
+        """Lets the first in each queue in, where there is room; the next one when that counts."""
+        for queue, limit in self._queues:
+            if queue and not queue[0][1].done() and self._makes_room(queue[0][0], limit):
+                queue[0][1].set_result(None)
 
-    def _makes_room(self, wanted: int, most: int) -> bool:
+    def _makes_room(self, wanted: int, limit: int) -> bool:
         """Whether so much has room, where all have given way who have more and no claim to it."""
-        while self.held + self.arriving + _COPIES * wanted > most:
+        while self.held + self.arriving + _COPIES * wanted > limit:
             if not self._one_gives_way(more_than=max(wanted, SMALL)):
                 return False
         return True
@@ -292,9 +284,9 @@ class RequestBudget:
         connections = self._connections.items()
         still = {peer: self._bytes(each, now) for peer, each in connections if now - each.moved > self._still_seconds}
         excess = {peer: each.came - each.claims(now) for peer, each in connections}
-        for of, least in ((still, SMALL), (excess, more_than)):
-            peer = max(of, key=lambda each: of[each], default="")
-            if of.get(peer, 0) > least:
+        for sizes, threshold in ((still, SMALL), (excess, more_than)):
+            peer = max(sizes, key=lambda each: sizes[each], default="")
+            if sizes.get(peer, 0) > threshold:
                 self._end(peer, self._connections[peer], _full())
                 return True
         return False
@@ -314,7 +306,7 @@ class RequestBudget:
             del self._connections[peer]
             self._brought[peer] = max(connection.received, connection.base)
             self._brought.move_to_end(peer)
-            if len(self._brought) > _MOST_REMEMBERED:
+            if len(self._brought) > _MAX_REMEMBERED:
                 self._brought.popitem(last=False)
 
     def _watch(self) -> None:
@@ -329,10 +321,10 @@ class RequestBudget:
             self._measure(connection, now)
             if now - max(connection.moved, connection.arriving[0].begun) > self._stall_seconds:
                 self._end(peer, connection, Exhausted("the request did not arrive in time", reason="REQUEST_TOO_SLOW"))
-            elif connection.came > len(connection.arriving) * (self._largest + self._largest // 8):
+            elif connection.came > len(connection.arriving) * (self._max_message_bytes + self._max_message_bytes // 8):
                 self._end(peer, connection, _full())  # frames of next to nothing: they cost many times what is in them
-        for most, more_than in ((self._most_of_large, SMALL), (self._most, 0)):
-            while self.held + self.arriving > most and self._one_gives_way(more_than):
+        for limit, more_than in ((self._max_large, SMALL), (self._max_bytes, 0)):
+            while self.held + self.arriving > limit and self._one_gives_way(more_than):
                 pass
         self._serve()
         self._watch()

@@ -54,7 +54,7 @@ class Crowd:
 
     def __init__(self, **settings: Any) -> None:
         self.kernel = Kernel()
-        settings = {"patience": 0.05, "foreseen_seconds": 0, **settings}
+        settings = {"wait_seconds": 0.05, "foreseen_seconds": 0, **settings}
         self.budget = RequestBudget(64 * MIB, 20 * MIB, received=self.kernel, **settings)
         self.open = AsyncExitStack()
 
@@ -154,7 +154,7 @@ async def test_messages_of_one_connection_share_what_has_come_over_it(crowd: Cro
 
 
 async def test_who_has_filled_his_window_waits_until_there_is_room_for_the_largest() -> None:
-    crowd = Crowd(patience=60)
+    crowd = Crowd(wait_seconds=60)
     for port in (1, 2, 3):
         crowd.brings(port, UNREAD)
     async with crowd.open:
