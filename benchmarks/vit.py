@@ -63,7 +63,7 @@ def rows(
         made.backend = made.captured = BACKENDS[name]()
         graphs = None
         if capture is not None and made.backend.stable(budgets[0], budgets[0], device) is not None:
-            graphs = GraphedTower(made, budgets, capture(), most_bytes=16 << 30, device=device, dtype=dtype)
+            graphs = GraphedTower(made, budgets, capture(), max_bytes=16 << 30, device=device, dtype=dtype)
         for mix, grids in MIXES.items():
             patches = sum(grid.patches for grid in grids)
             inputs = torch.randn(patches, patch_numbers(shape), device=device, dtype=dtype)

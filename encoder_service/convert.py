@@ -16,8 +16,8 @@ from encoder_service.media.limits import MediaLimits
 from encoder_service.media.modalities import SPECS
 from twinlens.v1 import encoder_pb2, media_pb2
 
-_MOST_KEYS = _MOST_LEASES = 1024
-_MOST_WAYS = 64
+_MAX_KEYS = _MAX_LEASES = 1024
+_MAX_TRANSPORTS = 64
 """Transports that a caller accepts, and GPUs that it has."""
 
 Order = tuple[Item, str] | TwinlensError
@@ -39,8 +39,8 @@ def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
 def check_lists(request: encoder_pb2.EncodeRequest) -> None:
     """Raises InvalidInput unless there are first and end rows for each item or for none, and few of everything else."""
     for given, field in ((request.accepts, "accepts"), (request.host.gpu_uuids, "host.gpu_uuids")):
-        if len(given) > _MOST_WAYS:
-            raise InvalidInput(f"{field} may hold {_MOST_WAYS}", reason="TOO_MANY_TRANSPORTS", field=field)
+        if len(given) > _MAX_TRANSPORTS:
+            raise InvalidInput(f"{field} may hold {_MAX_TRANSPORTS}", reason="TOO_MANY_TRANSPORTS", field=field)
     if len(request.first_rows) not in (0, len(request.items)):
         raise InvalidInput("there must be one first row for each item", reason="BAD_FIRST_ROW", field="first_rows")
     if len(request.end_rows) not in (0, len(request.items)):
@@ -103,15 +103,15 @@ def key(value: bytes, field: str) -> bytes:
 
 def keys(request: encoder_pb2.ProbeRequest) -> list[bytes]:
     """The keys that are asked about; raises InvalidInput for too many, or one of another length."""
-    if len(request.keys) > _MOST_KEYS:
-        raise InvalidInput(f"more than {_MOST_KEYS} keys", reason="TOO_MANY_KEYS", field="keys")
+    if len(request.keys) > _MAX_KEYS:
+        raise InvalidInput(f"more than {_MAX_KEYS} keys", reason="TOO_MANY_KEYS", field="keys")
     return [key(value, f"keys[{index}]") for index, value in enumerate(request.keys)]
 
 
 def leases(request: encoder_pb2.ReleaseRequest) -> Sequence[str]:
     """The leases that are given back; raises InvalidInput for too many."""
-    if len(request.leases) > _MOST_LEASES:
-        raise InvalidInput(f"more than {_MOST_LEASES} leases", reason="TOO_MANY_LEASES", field="leases")
+    if len(request.leases) > _MAX_LEASES:
+        raise InvalidInput(f"more than {_MAX_LEASES} leases", reason="TOO_MANY_LEASES", field="leases")
     return request.leases
 
 

@@ -19,8 +19,7 @@ from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.families.family import ModelConfig
 from encoder_service.item import Inspection, Item, Plan
 from encoder_service.media import embedding, limits
-from encoder_service.media.allowance import Allowance
-from encoder_service.media.decoder import DecoderPool
+from encoder_service.media.decoder import DecoderPool, TimeBudget
 from encoder_service.media.modalities import SPECS
 
 _COPY = 4 << 20
@@ -28,7 +27,7 @@ _COPY = 4 << 20
 
 
 class MediaLoader:
-    """Asks decode processes what items are, and has them decoded. An item's jobs have one `allowance` of their time."""
+    """Asks decode processes what items are, and has them decoded. All jobs of an item share one `time_budget`."""
 
     def __init__(
         self,
@@ -47,9 +46,9 @@ class MediaLoader:
         self._decoders = decoders
         self._max_patches = max_patches
 
-    def allowance(self) -> Allowance:
+    def time_budget(self) -> TimeBudget:
         """The decode processes' time that one item has."""
-        return self._decoders.allowance()
+        return self._decoders.time_budget()
 
     def check_size(self, item: Item, plan: Plan) -> None:
         """Raises InvalidInput for content and pixels that the staging arena cannot hold together."""
@@ -59,7 +58,7 @@ class MediaLoader:
             case bytes() | bytearray() as encoded:
                 self.staging.check_size(len(encoded), plan.pixel_bytes)
 
-    async def plan(self, flight: Flight, allowance: Allowance) -> Plan:
+    async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
         """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
         item, config, spec = flight.item, self.config, SPECS[flight.item.modality]
         match item.source:
@@ -70,13 +69,13 @@ class MediaLoader:
             case Pixels() as pixels:
                 plan = spec.plan_pixels(pixels, config, item.options)
             case _:
-                seen = await self._inspect(flight, allowance)
+                seen = await self._inspect(flight, time_budget)
                 spec.check(seen, item.field, self._limits)
                 plan = spec.plan(seen, config, item.options)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return plan
 
-    async def _inspect(self, flight: Flight, allowance: Allowance) -> Inspection:
+    async def _inspect(self, flight: Flight, time_budget: TimeBudget) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
         with flight.times.timed("inspect"), await self._decoders.turn(flight.item.modality):
@@ -87,11 +86,13 @@ class MediaLoader:
                     key=flight.key,
                     modality=flight.item.modality,
                     field=flight.item.field,
-                    allowance=allowance,
+                    time_budget=time_budget,
                 )
 
     @asynccontextmanager
-    async def decoded(self, flight: Flight, plan: Plan, allowance: Allowance) -> AsyncIterator[tuple[Range, Progress]]:
+    async def decoded(
+        self, flight: Flight, plan: Plan, time_budget: TimeBudget
+    ) -> AsyncIterator[tuple[Range, Progress]]:
         """The decoded pixels' place in the staging arena, once the first are there, and how many frames have come."""
         source, frames = flight.item.source, Progress()
         if isinstance(source, Pixels):
@@ -105,7 +106,7 @@ class MediaLoader:
             turn = await self._decoders.turn(flight.item.modality)
         with turn:
             async with self._room(flight, len(source), plan.pixel_bytes) as lease:
-                decoding = asyncio.create_task(self._decode(flight, plan, allowance, lease, source, frames))
+                decoding = asyncio.create_task(self._decode(flight, plan, time_budget, lease, source, frames))
                 decoding.add_done_callback(frames.follow)
                 decoding.add_done_callback(lambda _: turn.close())
                 try:
@@ -119,7 +120,7 @@ class MediaLoader:
         self,
         flight: Flight,
         plan: Plan,
-        allowance: Allowance,
+        time_budget: TimeBudget,
         lease: StagingLease,
         source: bytes | bytearray,
         frames: Progress,
@@ -135,7 +136,7 @@ class MediaLoader:
                 modality=flight.item.modality,
                 field=flight.item.field,
                 on_frames=frames.advance,
-                allowance=allowance,
+                time_budget=time_budget,
             )
         lease.free(encoded)
         return len(plan.frames)

@@ -20,7 +20,7 @@ from encoder_service.engine.pieces import Pieces
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.item import Plan
-from encoder_service.media.allowance import Allowance
+from encoder_service.media.decoder import TimeBudget
 
 
 class Pipeline:
@@ -61,8 +61,8 @@ class Pipeline:
         # 3. The content says what it is. Ready-made rows need no worker.
         if not isinstance(flight.item.source, Embedding):
             self.dispatcher.check(flight.key)
-        allowance = self.media.allowance()
-        plan = await self.media.plan(flight, allowance)
+        time_budget = self.media.time_budget()
+        plan = await self.media.plan(flight, time_budget)
         self.store.check_size(plan.tokens)
         self.media.check_size(flight.item, plan)
         header = _header(flight, plan)
@@ -70,14 +70,14 @@ class Pipeline:
         # 4. Nothing is computed for callers who want the header alone.
         await flight.wanted.wait()
         if tier is None:
-            return await self.compute(flight, plan, header, allowance)
+            return await self.compute(flight, plan, header, time_budget)
         # 5. One replica computes, and offers the entry to the others; who waited for it loads it.
         async with AsyncExitStack() as held:
             with flight.times.timed("shared"):
                 lock = await held.enter_async_context(tier.lock(flight.key, flight.item.salt))
             if lock.found == header and (entry := await self._load(flight, tier, header)) is not None:
                 return entry
-            lock.entry = await self.compute(flight, plan, header, allowance)
+            lock.entry = await self.compute(flight, plan, header, time_budget)
             return lock.entry
 
     async def _find(self, flight: Flight, tier: SharedTier) -> Entry | None:
@@ -119,7 +119,7 @@ class Pipeline:
         else:
             flight.content_came(item)
 
-    async def compute(self, flight: Flight, plan: Plan, header: Header, allowance: Allowance) -> Entry:
+    async def compute(self, flight: Flight, plan: Plan, header: Header, time_budget: TimeBudget) -> Entry:
         """Rows into the store. Room is made there only once something could be decoded, so that broken media push
         nothing out."""
         source, salt = flight.item.source, flight.item.salt
@@ -131,7 +131,7 @@ class Pipeline:
         entry: Entry | None = None
         try:
             async with (
-                self.media.decoded(flight, plan, allowance) as (pixels, frames),
+                self.media.decoded(flight, plan, time_budget) as (pixels, frames),
                 self._allocated(flight, header) as rows,
             ):
                 await self._run_units(flight, plan, pixels, frames, rows.span)

@@ -38,12 +38,12 @@ class FrameByFrame:
         """Each frame as a picture, under its part of the bounds on all of them."""
         pixels = settings.pixels
         each = Options(_share(options.min_pixels, frames), _share(options.max_pixels, frames))
-        least, most = bounds(pixels, each)
+        min_pixels, max_pixels = bounds(pixels, each)
         if settings.cap_pixels_per_frame:
             budget = int(settings.max_video_tokens * pixels.factor**2 * 0.9)
-            most = max(min(most, budget * pixels.temporal // frames), int(least * 1.05))
-            most = min(most, each.max_pixels or most)
-        return resize_picture(height, width, pixels.factor, least, most)
+            max_pixels = max(min(max_pixels, budget * pixels.temporal // frames), int(min_pixels * 1.05))
+            max_pixels = min(max_pixels, each.max_pixels or max_pixels)
+        return resize_picture(height, width, pixels.factor, min_pixels, max_pixels)
 
 
 def _share(bound: int | None, frames: int) -> int | None:

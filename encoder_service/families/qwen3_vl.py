@@ -25,12 +25,12 @@ class AllFrames:
     ) -> tuple[int, int]:
         """All frames as one volume."""
         pixels = settings.pixels
-        least, most = bounds(pixels, options)
+        min_pixels, max_pixels = bounds(pixels, options)
         if settings.cap_pixels_per_frame:
-            share = min(settings.max_video_tokens * pixels.factor**2, most // frames)
-            most = max(share, int(least * 1.05)) * frames
-            most = min(most, options.max_pixels or most)
-        return resize_clip(frames, height, width, pixels.temporal, pixels.factor, least, most)
+            share = min(settings.max_video_tokens * pixels.factor**2, max_pixels // frames)
+            max_pixels = max(share, int(min_pixels * 1.05)) * frames
+            max_pixels = min(max_pixels, options.max_pixels or max_pixels)
+        return resize_clip(frames, height, width, pixels.temporal, pixels.factor, min_pixels, max_pixels)
 
 
 QWEN3_VL = Family(

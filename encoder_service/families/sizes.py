@@ -9,27 +9,27 @@ from encoder_service.families.family import PixelSettings
 
 
 def bounds(settings: PixelSettings, options: Options) -> tuple[int, int]:
-    """The least and greatest area after resizing: the caller's where given, else the model's, which then gives way."""
-    least, most = options.min_pixels or settings.min_pixels, options.max_pixels or settings.max_pixels
-    if least > most:
-        return (most, most) if options.max_pixels else (least, least)
-    return least, most
+    """The area's bounds after resizing: the caller's where given, else the model's, which then gives way."""
+    min_pixels, max_pixels = options.min_pixels or settings.min_pixels, options.max_pixels or settings.max_pixels
+    if min_pixels > max_pixels:
+        return (max_pixels, max_pixels) if options.max_pixels else (min_pixels, min_pixels)
+    return min_pixels, max_pixels
 
 
-def resize_picture(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Sides rounded to multiples of `factor`, the area brought into [least, most] with the ratio kept."""
+def resize_picture(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Sides rounded to multiples of `factor`, the area brought into [min_pixels, max_pixels] with the ratio kept."""
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
-    if tall * wide > most:
-        shrink = math.sqrt((height * width) / most)
+    if tall * wide > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
         return _floor(height / shrink, factor), _floor(width / shrink, factor)
-    if tall * wide < least:
-        grow = math.sqrt(least / (height * width))
+    if tall * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
         return _ceil(height * grow, factor), _ceil(width * grow, factor)
     return tall, wide
 
 
 def resize_clip(
-    frames: int, height: int, width: int, temporal: int, factor: int, least: int, most: int
+    frames: int, height: int, width: int, temporal: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """As `resize_picture`, with the bounds on all frames together, and sides of at least `factor` to begin with."""
     frames = max(frames, temporal)
@@ -38,11 +38,11 @@ def resize_clip(
         height, width = int(height * scale), int(width * scale)
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
     volume = round(frames / temporal) * temporal * tall * wide
-    if volume > most:
-        shrink = math.sqrt((frames * height * width) / most)
+    if volume > max_pixels:
+        shrink = math.sqrt((frames * height * width) / max_pixels)
         return _floor(height / shrink, factor), _floor(width / shrink, factor)
-    if volume < least:
-        grow = math.sqrt(least / (frames * height * width))
+    if volume < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         return _ceil(height * grow, factor), _ceil(width * grow, factor)
     return tall, wide
 

@@ -12,10 +12,10 @@ class TooComplex(ValueError):
 
 
 class Count:
-    """Parts of one file, of which there may be `most`."""
+    """Parts of one file, of which there may be `max_parts`."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, max_parts: int) -> None:
+        self._left = max_parts
 
     def add(self, parts: int = 1) -> None:
         """So many more; raises TooComplex for the first one too many."""

@@ -68,10 +68,10 @@ def _check_gif(data: bytes, count: Count) -> None:
         at += 1
 
 
-def _check_bmp(data: bytes, most: int) -> None:
+def _check_bmp(data: bytes, max_bytes: int) -> None:
     """The library unpacks run lengths in Python, run by run, and a run may take two bytes."""
     begin, head, packing = (int.from_bytes(data[at : at + 4], "little") for at in (10, 14, 30))
-    if head >= 40 and packing in _RUN_LENGTHS and len(data) - begin > most:
+    if head >= 40 and packing in _RUN_LENGTHS and len(data) - begin > max_bytes:
         raise TooComplex("a BMP with too many packed bytes")
 
 
@@ -89,8 +89,8 @@ class JpegLayout:
 class _Scans:
     """What the scans of a JPEG cover. A progressive one codes the upper bits of values first, and the rest later."""
 
-    def __init__(self, most: int) -> None:
-        self._count = Count(most)
+    def __init__(self, max_scans: int) -> None:
+        self._count = Count(max_scans)
         self._components: frozenset[int] = frozenset()
         self._progressive = False
         self._seen: set[int] = set()

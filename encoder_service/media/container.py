@@ -59,18 +59,18 @@ _LACED = 0x06
 _LISTS: Final = (b"RIFF", b"LIST")
 
 
-def check_parts(data: bytes, most: int) -> None:
-    """Raises TooComplex for more boxes, elements, chunks or tags than `most`; packets of MPEG-TS are counted when they
-    are read (`transport_stream`)."""
+def check_parts(data: bytes, max_parts: int) -> None:
+    """Raises TooComplex for more boxes, elements, chunks or tags than `max_parts`; packets of MPEG-TS are counted when
+    they are read (`transport_stream`)."""
     match format_of(data[:512], VIDEOS):
         case "MP4":
-            mp4.count(data, most)
+            mp4.count(data, max_parts)
         case "MATROSKA":
-            _count_matroska(data, most)
+            _count_matroska(data, max_parts)
         case "AVI":
-            _count_avi(data, most)
+            _count_avi(data, max_parts)
         case "FLV":
-            _count_flv(data, most)
+            _count_flv(data, max_parts)
 
 
 def is_whole(data: bytes) -> bool:
@@ -108,9 +108,9 @@ def _matroska_is_whole(data: bytes) -> bool:
     return size == unknown or begin + size <= len(data)
 
 
-def _count_matroska(data: bytes, most: int) -> None:
+def _count_matroska(data: bytes, max_parts: int) -> None:
     """Elements, and the frames of laced blocks. Where no element begins, a byte counts as one."""
-    parts = Count(most)
+    parts = Count(max_parts)
     for kind, begin, end in _elements(data):
         parts.add()
         if kind in _BLOCKS:
@@ -143,9 +143,9 @@ def _elements(data: bytes) -> Iterator[tuple[bytes, int, int]]:
             at = max(end, begin)
 
 
-def _count_avi(data: bytes, most: int) -> None:
+def _count_avi(data: bytes, max_parts: int) -> None:
     """Chunks are: kind (4 bytes), size (4), body, to an even length."""
-    parts, at = Count(most), 0
+    parts, at = Count(max_parts), 0
     while at + 8 <= len(data):
         parts.add()
         if data[at : at + 4] in _LISTS:
@@ -155,9 +155,9 @@ def _count_avi(data: bytes, most: int) -> None:
             at += 8 + size + size % 2
 
 
-def _count_flv(data: bytes, most: int) -> None:
+def _count_flv(data: bytes, max_parts: int) -> None:
     """Tags are: kind (1 byte), size (3), 7 others, body, back link (4)."""
-    parts, at = Count(most), 13
+    parts, at = Count(max_parts), 13
     while at + 11 <= len(data):
         parts.add()
         at += 15 + int.from_bytes(data[at + 1 : at + 4], "big")

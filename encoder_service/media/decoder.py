@@ -10,17 +10,17 @@ on a timeout or a cancelled call the process is killed, and awaited, first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from common import log
 from common.arena import Range, SharedBuffer
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
-from common.processes import Child, ChildDied, was_ended
+from common.processes import Child, ChildDied, cpu_seconds, was_ended
 from encoder_service.item import Inspection, Plan
-from encoder_service.media.allowance import Allowance
 from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
 from encoder_service.media.modalities import SPECS
 from encoder_service.media.processes import DecodeProcesses
@@ -30,6 +30,27 @@ _PATIENCE = 0.5
 """Seconds that a job may go on after its caller has left, before its process is killed."""
 
 _log = log.get("decoder")
+
+
+class TimeBudget:
+    """The time for which one item may keep decode processes at work: all of its jobs, and all attempts, together.
+
+    `left` is in seconds. A process that waits for its turn on a core spends nothing: what counts is the processor
+    time that it has had, or the time that has passed, whichever is less.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+    @contextmanager
+    def spent_by(self, pid: int) -> Iterator[None]:
+        """In the block, the process with this id works for the item."""
+        began, before = time.monotonic(), cpu_seconds(pid) or 0.0
+        try:
+            yield
+        finally:
+            passed, after = time.monotonic() - began, cpu_seconds(pid)
+            self.left -= passed if after is None else min(passed, after - before)
 
 
 class DecoderPool:
@@ -84,21 +105,21 @@ class DecoderPool:
             turn.callback(self._slow.release)
         return turn
 
-    def allowance(self) -> Allowance:
+    def time_budget(self) -> TimeBudget:
         """The time that one item has, for all of its jobs."""
-        return Allowance(self._seconds)
+        return TimeBudget(self._seconds)
 
     async def inspect(
-        self, data: Range, *, key: bytes, modality: Modality, field: str, allowance: Allowance | None = None
+        self, data: Range, *, key: bytes, modality: Modality, field: str, time_budget: TimeBudget | None = None
     ) -> Inspection:
         """Parses the header of encoded bytes, in a `turn`. What is slow is kept open under `key`, until its process has
-        another one to look at. Where no `allowance` is given, this is the item's only job.
+        another one to look at. Where no `time_budget` is given, this is the item's only job.
 
         Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
         there, or those that tried were ended or stopped from outside.
         """
         job = Inspect(key=_kept(key, modality), modality=modality.value, offset=data.offset, size=data.size)
-        answer = await self._job(job, field, allowance or self.allowance())
+        answer = await self._job(job, field, time_budget or self.time_budget())
         if not isinstance(answer, Inspected):
             raise ChildDied("an answer to another question")
         return answer.seen
@@ -113,7 +134,7 @@ class DecoderPool:
         modality: Modality,
         field: str,
         on_frames: Callable[[int], None] = lambda _: None,
-        allowance: Allowance | None = None,
+        time_budget: TimeBudget | None = None,
     ) -> None:
         """Decodes the plan's frames into `pixels`, in a `turn`; raises as `inspect`.
 
@@ -129,22 +150,22 @@ class DecoderPool:
             height=plan.height,
             width=plan.width,
         )
-        await self._job(job, field, allowance or self.allowance(), on_frames)
+        await self._job(job, field, time_budget or self.time_budget(), on_frames)
 
     async def _job(
         self,
         job: Inspect | Decode,
         field: str,
-        allowance: Allowance,
+        time_budget: TimeBudget,
         on_frames: Callable[[int], None] = lambda _: None,
     ) -> FromDecoder:
         struck, slow = False, False
         for attempt in range(1, _ATTEMPTS + 1):
-            if allowance.left <= 0:
+            if time_budget.left <= 0:
                 raise _too_slow(field)
             child = await self.processes.take(job.key)
             try:
-                answer = await self._ask(child, job, allowance, on_frames)
+                answer = await self._ask(child, job, time_budget, on_frames)
             except TimeoutError:
                 raise _too_slow(field) from None
             except ProcessStalled as error:
@@ -167,7 +188,7 @@ class DecoderPool:
         self,
         child: Child[FromDecoder],
         job: Inspect | Decode,
-        allowance: Allowance,
+        time_budget: TimeBudget,
         on_frames: Callable[[int], None],
     ) -> FromDecoder:
         """One question to one process. The process is idle again, or gone, when this returns or raises."""
@@ -175,8 +196,8 @@ class DecoderPool:
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
-            with allowance.spent_by(pid := child.process.pid):
-                async with CpuTimeLimit(pid, allowance.left):
+            with time_budget.spent_by(pid := child.process.pid):
+                async with CpuTimeLimit(pid, time_budget.left):
                     while isinstance(answer := await asyncio.shield(asked), Decoding):
                         on_frames(answer.frames)
                         asked = asyncio.ensure_future(child.receive())

@@ -9,7 +9,7 @@ from common.errors import InvalidInput
 from common.media.item import Embedding
 from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
-from encoder_service.media.limits import MOST_SECONDS, MediaLimits
+from encoder_service.media.limits import MAX_SECONDS, MediaLimits
 from encoder_service.media.modalities import SPECS
 
 
@@ -44,8 +44,8 @@ def _check_times(rows: Embedding, field: str, *, has_times: bool) -> None:
         raise _bad("the timestamps must be in order", field)
     if not (math.isfinite(apart) and apart > 0):
         raise _bad("seconds_per_grid must be above 0", field)
-    if max(apart, times[-1]) > MOST_SECONDS:
-        raise _bad(f"a time is beyond {MOST_SECONDS:.0f} seconds", field)
+    if max(apart, times[-1]) > MAX_SECONDS:
+        raise _bad(f"a time is beyond {MAX_SECONDS:.0f} seconds", field)
 
 
 def check_finite(rows: Embedding, field: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,15 +22,15 @@ from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
 from common.tasks import in_daemon_thread
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
-from encoder_service.media.places import Caller, Place, Places
+from encoder_service.media.download_slots import Caller, DownloadSlots
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """From a host and a port to every IP address that the host has; raises OSError where there is none."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MOST_REDIRECTS = 3
+_MAX_REDIRECTS = 3
 _TRY_LATER = (408, 425, 429)
-_MOST_ADDRESSES = 4
+_MAX_ADDRESSES = 4
 """Addresses of one host that are tried, in the order in which they were answered."""
 
 _HEADERS = [(b"User-Agent", b"twinlens"), (b"Accept", b"*/*"), (b"Accept-Encoding", b"identity")]
@@ -64,17 +65,17 @@ class FetchConfig:
 
 @dataclass(slots=True)
 class _Asked:
-    """What a caller asked for, and whether it `waits` for a place just now."""
+    """What a caller asked for, and whether it `waits` for a slot just now."""
 
-    most_bytes: int
+    max_bytes: int
     field: str
     caller: Caller
     waits: bool = False
 
-    async def waiting(self, place: Awaitable[Place]) -> Place:
-        """The place, once it is there."""
+    async def waiting(self, slot: Awaitable[ExitStack]) -> ExitStack:
+        """The slot, once it is there."""
         self.waits = True
-        taken = await place
+        taken = await slot
         self.waits = False
         return taken
 
@@ -88,8 +89,8 @@ class Fetcher:
         self._rules = HostRules(config.allow_media_host, config.allow_private_media_host)
         self._seconds = config.fetch_seconds
         self._stall = config.fetch_stall_seconds
-        self._downloads = Places(config.max_fetches)
-        self._look_ups = Places(config.max_fetches)
+        self._downloads = DownloadSlots(config.max_fetches)
+        self._look_ups = DownloadSlots(config.max_fetches)
         self._resolve = resolve
         self._tls = tls
 
@@ -103,14 +104,14 @@ class Fetcher:
             raise forbidden(field)
         return address
 
-    async def fetch(self, url: str, most_bytes: int, field: str, caller: Caller = ("", "")) -> bytearray:
-        """The content at an address, at most `most_bytes`, for a caller who shares the places with others.
+    async def fetch(self, url: str, max_bytes: int, field: str, caller: Caller = ("", "")) -> bytearray:
+        """The content at an address, at most `max_bytes`, for a caller who shares the slots with others.
 
         Raises InvalidInput (an address that makes no sense, too many redirects, content that is too large), Forbidden,
         Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow, or
-        all places for it or for the caller are taken for too long).
+        all slots for it or for the caller are taken for too long).
         """
-        address, asked = self.check(url, field), _Asked(most_bytes, field, caller)
+        address, asked = self.check(url, field), _Asked(max_bytes, field, caller)
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(address, asked)
@@ -121,17 +122,17 @@ class Fetcher:
             raise _failed("the media host cannot be reached, or broke off", field) from None
 
     async def _follow(self, address: Address, asked: _Asked) -> bytearray:
-        for _ in range(_MOST_REDIRECTS + 1):
+        for _ in range(_MAX_REDIRECTS + 1):
             with await asked.waiting(self._downloads.take(address.host, asked.caller)):
                 found = await self._get(address, asked)
             if isinstance(found, bytearray):
                 return found
             address = address.joined(found, asked.field)
-        raise InvalidInput(f"more than {_MOST_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=asked.field)
+        raise InvalidInput(f"more than {_MAX_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=asked.field)
 
     async def _get(self, address: Address, asked: _Asked) -> bytearray | str:
         """The content at an address, or where a redirect leads. One connection, for this request alone."""
-        most_bytes, field = asked.most_bytes, asked.field
+        max_bytes, field = asked.max_bytes, asked.field
         resolve = self._resolve or partial(self._look_up, asked)
         network = _CheckedNetwork(resolve, self._rules.find(address, field), field)
         url = httpcore2.URL(
@@ -147,12 +148,12 @@ class Fetcher:
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
                 return headers[b"location"].decode("latin-1")
-            _check_answer(response.status, headers, most_bytes, field)
+            _check_answer(response.status, headers, max_bytes, field)
             content = bytearray()
             async for piece in response.aiter_stream():
                 content += piece
-                if len(content) > most_bytes:
-                    raise _too_large(most_bytes, field)
+                if len(content) > max_bytes:
+                    raise _too_large(max_bytes, field)
             return content
 
     async def _context(self, address: Address) -> ssl.SSLContext | None:
@@ -161,10 +162,10 @@ class Fetcher:
         return self._tls
 
     async def _look_up(self, asked: _Asked, host: str, port: int) -> list[str]:
-        """One that hangs cannot be cancelled: it keeps its thread, and its place among those at once, until it ends."""
-        place = await asked.waiting(self._look_ups.take(host, asked.caller))
+        """One that hangs cannot be cancelled: it keeps its thread, and its slot, until it ends."""
+        slot = await asked.waiting(self._look_ups.take(host, asked.caller))
         looking = asyncio.wrap_future(in_daemon_thread(_addresses, host, port))
-        looking.add_done_callback(lambda _: place.end())
+        looking.add_done_callback(lambda _: slot.close())
         return list(dict.fromkeys(await asyncio.shield(looking)))
 
 
@@ -191,7 +192,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
             _log.warning("a media host is in a network that is not allowed", host=host)
             raise forbidden(self._field)
         failures: list[Exception] = []
-        for answer in answers[:_MOST_ADDRESSES]:
+        for answer in answers[:_MAX_ADDRESSES]:
             try:
                 return await self._network.connect_tcp(answer, port, timeout, local_address, socket_options)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
@@ -217,7 +218,7 @@ def _addresses(host: str, port: int) -> list[str]:
     return [str(answer[4][0]) for answer in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-def _check_answer(status: int, headers: dict[bytes, bytes], most_bytes: int, field: str) -> None:
+def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, field: str) -> None:
     if status >= 500 or status in _TRY_LATER:
         raise _failed("the media host cannot answer now", field)
     if status != 200:
@@ -225,8 +226,8 @@ def _check_answer(status: int, headers: dict[bytes, bytes], most_bytes: int, fie
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         raise Precondition("the media host packs what it sends", reason="MEDIA_HOST_REFUSED", field=field)
     length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > most_bytes:
-        raise _too_large(most_bytes, field)
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes, field)
 
 
 def _too_late(asked: _Asked) -> TwinlensError:
@@ -236,8 +237,8 @@ def _too_late(asked: _Asked) -> TwinlensError:
     return DeadlineExceeded("the media host is too slow", reason="MEDIA_HOST_SLOW", field=asked.field)
 
 
-def _too_large(most: int, field: str) -> InvalidInput:
-    return InvalidInput(f"the media is larger than {most} bytes", reason="MEDIA_TOO_LARGE", field=field)
+def _too_large(max_bytes: int, field: str) -> InvalidInput:
+    return InvalidInput(f"the media is larger than {max_bytes} bytes", reason="MEDIA_TOO_LARGE", field=field)
 
 
 def _failed(why: str, field: str) -> TwinlensError:

@@ -14,7 +14,7 @@ from common.errors import InvalidInput
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import Bounds
 
-MOST_SECONDS = 1e7
+MAX_SECONDS = 1e7
 """The latest time in a video, 115 days. Times are written into prompts, and counted in positions of 32 bits."""
 
 
@@ -88,9 +88,9 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
             reason="VIDEO_TOO_LONG",
             field=field,
         )
-    if max(plan.seconds_per_grid, *plan.timestamps, 0.0) > MOST_SECONDS:
+    if max(plan.seconds_per_grid, *plan.timestamps, 0.0) > MAX_SECONDS:
         raise InvalidInput(
-            f"the video goes on for more than {MOST_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
+            f"the video goes on for more than {MAX_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
         )
     if plan.grid.h * plan.grid.w > max_patches:
         raise InvalidInput(

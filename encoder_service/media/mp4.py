@@ -27,7 +27,7 @@ _REPEATS: Final = 20
 """An edit list may play a track's samples again and again, and the library lists every sample that is shown. A track
 with more than the usual edits (a pause, and all the rest) may show twenty times the parts that a file may have: some
 ten million, which take half a second."""
-_LEAST_SAMPLE: Final = 1 / 8
+_MIN_SAMPLE: Final = 1 / 8
 """Bytes of the smallest sample of sound in use."""
 
 
@@ -66,9 +66,9 @@ def boxes(data: bytes) -> Iterator[Box]:
             at = end
 
 
-def count(data: bytes, most: int) -> None:
-    """Raises TooComplex for more boxes, edits and samples of fragments than `most`, or edits that show too much."""
-    parts, edits, track = Count(most), 0, _Track()
+def count(data: bytes, max_parts: int) -> None:
+    """Raises TooComplex for more boxes, edits and samples of fragments than `max_parts`, or too long edits."""
+    parts, edits, track = Count(max_parts), 0, _Track()
     for box in boxes(data):
         parts.add()
         track.see(box, data)
@@ -80,7 +80,7 @@ def count(data: bytes, most: int) -> None:
                 edits += entries
             case b"trun":
                 parts.add(_number(data, box.begin + 4))
-        if edits > _USUAL_EDITS and edits * track.listed > _REPEATS * most:
+        if edits > _USUAL_EDITS and edits * track.listed > _REPEATS * max_parts:
             raise TooComplex("an edit list shows too many samples")
 
 
@@ -129,7 +129,7 @@ class _Track:
         sizes, runs = self.tables.get(b"stsz", _NOTHING), self.tables.get(b"stsc", _NOTHING)
         one, samples = _number(sizes, 4), _number(sizes, 8)
         if self.handler != b"vide":  # what a size means depends on how sound is coded
-            return int(samples * _LEAST_SAMPLE) if one else 0
+            return int(samples * _MIN_SAMPLE) if one else 0
         wide = b"co64" in self.tables
         begins = _numbers(self.tables.get(b"co64" if wide else b"stco", _NOTHING), 8, 1, ">u8" if wide else ">u4")[:, 0]
         if not len(begins) or len(sizes) < 12:

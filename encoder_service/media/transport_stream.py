@@ -28,9 +28,9 @@ _WEIGHT = 4
 """For how many parts of a file a packet counts, since it is a whole frame, and is taken up twice."""
 
 
-def as_matroska(data: bytes, most: int) -> bytes:
+def as_matroska(data: bytes, max_parts: int) -> bytes:
     """The same video in Matroska: its best stream alone, each frame a packet with its own time. Raises ValueError where
-    it cannot be read, and TooComplex for more packets than `most`."""
+    it cannot be read, and TooComplex for more packets than `max_parts`."""
     if av is None:
         raise ValueError("transport streams take a package that is not installed")
     file = io.BytesIO()
@@ -40,7 +40,7 @@ def as_matroska(data: bytes, most: int) -> bytes:
             if stream is None:
                 raise ValueError("there is no video")
             track = made.add_stream_from_template(stream)
-            for packet in _in_order(given.demux(stream), Count(most)):
+            for packet in _in_order(given.demux(stream), Count(max_parts)):
                 packet.stream = track
                 made.mux(packet)
     except av.FFmpegError as error:

@@ -19,7 +19,7 @@ from encoder_service.media.sniff import VIDEOS, format_of
 
 _AT_ONCE = 8
 """Frames decoded in one call, so that memory does not grow with a video's length."""
-_MOST_PARTS = 500_000
+_MAX_PARTS = 500_000
 """Boxes, elements or packets of a file, unless told otherwise."""
 _NARROW = 192
 """Pixels of a line below which the padding at its end, to whole groups of 64 pixels, may hold another channel of it."""
@@ -45,17 +45,17 @@ def library() -> Any:
         sys.modules.update(before)
 
 
-def open_reader(data: bytes, threads: int = 1, most_parts: int = _MOST_PARTS) -> Any:
+def open_reader(data: bytes, threads: int = 1, max_parts: int = _MAX_PARTS) -> Any:
     """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there, and
     TooComplex where it is made of more parts than that."""
     name = format_of(data[:512], VIDEOS)
     if name is None:
         raise ValueError("not a video of a supported format")
-    check_parts(data, most_parts)
+    check_parts(data, max_parts)
     if not is_whole(data):
         raise ValueError("the video is cut off")
     if name == "MPEGTS":
-        data = transport_stream.as_matroska(data, most_parts)
+        data = transport_stream.as_matroska(data, max_parts)
     with _readable():
         return library().VideoReader(io.BytesIO(data), num_threads=threads)
 

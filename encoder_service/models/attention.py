@@ -100,7 +100,7 @@ class Triton:
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
-        return _TritonSegments(patches, longest, most_segments(patches), device)
+        return _TritonSegments(patches, longest, max_segments(patches), device)
 
 
 class _TritonSegments:
@@ -140,8 +140,8 @@ class Flash:
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
         # A launch has a program for every 128 patches of `longest`, of every segment that there is room for: not much.
-        most = min(most_segments(patches), max(16, 4 * patches // longest))
-        return _FlashSegments(self._run, longest, most, device)
+        count = min(max_segments(patches), max(16, 4 * patches // longest))
+        return _FlashSegments(self._run, longest, count, device)
 
 
 class _FlashSegments:
@@ -175,6 +175,6 @@ def _flash() -> Callable[..., Tensor]:
     raise ImportError("neither flash-attn nor a torch that has varlen_attn can be imported")
 
 
-def most_segments(patches: int) -> int:
+def max_segments(patches: int) -> int:
     """Segments for which a graph of so many patches has room: as many as windows or thumbnails of 16 patches."""
     return max(1, patches // 16)

@@ -18,7 +18,7 @@ _A = -0.5
 """The bicubic kernel's parameter, where it is antialiased."""
 _SUPPORT = 2.0
 """Input pixels that it reaches to either side, at full size."""
-_MOST_PRECISION = 22
+_MAX_PRECISION = 22
 _WEIGHT_LIMIT = 1 << 15
 """Weights are 16-bit numbers there."""
 _CHUNK = 1 << 25
@@ -98,7 +98,7 @@ def _bicubic(x: Tensor) -> Tensor:
 
 def _precision(largest: float) -> int:
     """The most bits behind the point with which the largest weight still fits."""
-    for bits in range(_MOST_PRECISION):
+    for bits in range(_MAX_PRECISION):
         if int(0.5 + largest * (1 << (bits + 1))) >= _WEIGHT_LIMIT:
             return bits
-    return _MOST_PRECISION
+    return _MAX_PRECISION

@@ -81,11 +81,11 @@ class GraphedTower:
         budgets: Sequence[int],
         capture: Capture,
         *,
-        most_bytes: int,
+        max_bytes: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Captures a graph for each budget, the largest first, except for those that need more than `most_bytes`.
+        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`.
 
         Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares.
         """
@@ -96,8 +96,8 @@ class GraphedTower:
         self._graphs: list[Graph] = []
         for patches in sorted(set(budgets), reverse=True):
             graph = self._capture(patches, capture, device)
-            if capture.held > most_bytes:
-                _log.warning("a graph is left out: it needs too much memory", patches=patches, most_bytes=most_bytes)
+            if capture.held > max_bytes:
+                _log.warning("a graph is left out: it needs too much memory", patches=patches, max_bytes=max_bytes)
                 del graph
                 continue
             self._graphs.insert(0, graph)
@@ -148,10 +148,10 @@ class GraphedTower:
             raise GraphsUnavailable(f"a graph of {patches} patches: budgets must be multiples of {square}")
         tables = []
         for longest in tower.longest:
-            most = min(longest or patches, patches)
-            if (stable := tower.captured.stable(patches, most, device)) is None:
+            length = min(longest or patches, patches)
+            if (stable := tower.captured.stable(patches, length, device)) is None:
                 raise GraphsUnavailable(f"graphs do not go with --attention {tower.captured.name}")
-            stable.fill([most] * (patches // most) + [patches % most] * (patches % most > 0))
+            stable.fill([length] * (patches // length) + [patches % length] * (patches % length > 0))
             tables.append(stable)
         rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
 

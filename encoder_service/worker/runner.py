@@ -140,7 +140,7 @@ class Runner:
             self._tower,
             budgets,
             CudaCapture(self.device),
-            most_bytes=begin.graph_bytes,
+            max_bytes=begin.graph_bytes,
             device=self.device,
             dtype=self.dtype,
         )

@@ -50,8 +50,8 @@ def drawn(tower: PackedTower, grids: list[Grid], dtype: torch.dtype, seed: int) 
     return torch.randn(sum(grid.patches for grid in grids), inputs, generator=generator).to(GPU, dtype)
 
 
-def graphed(tower: PackedTower, dtype: torch.dtype, most_bytes: int = 8 << 30) -> GraphedTower:
-    return GraphedTower(tower, BUDGETS, CudaCapture(GPU), most_bytes=most_bytes, device=GPU, dtype=dtype)
+def graphed(tower: PackedTower, dtype: torch.dtype, max_bytes: int = 8 << 30) -> GraphedTower:
+    return GraphedTower(tower, BUDGETS, CudaCapture(GPU), max_bytes=max_bytes, device=GPU, dtype=dtype)
 
 
 @pytest.mark.parametrize(("dtype", "attention"), KINDS)
@@ -83,7 +83,7 @@ def test_a_batch_above_the_largest_budget_runs_eagerly(checkpoints):
 @torch.inference_mode()
 def test_a_bound_on_memory_leaves_graphs_out(checkpoints):
     tower = load(checkpoints("qwen3_vl"), torch.bfloat16, "triton")
-    assert graphed(tower, torch.bfloat16, most_bytes=0).budgets == []
+    assert graphed(tower, torch.bfloat16, max_bytes=0).budgets == []
 
 
 def test_the_ladder_is_the_default(checkpoints):

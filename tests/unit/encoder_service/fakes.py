@@ -12,7 +12,7 @@ from common.processes import ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
-from encoder_service.media.allowance import Allowance
+from encoder_service.media.decoder import TimeBudget
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, WorkerReady
 
 BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
@@ -66,7 +66,7 @@ class FakeDecoders:
         self.turns = turns
         self.failure = failure
         self.jobs = 0
-        self.allowances: list[Allowance] = []
+        self.time_budgets: list[TimeBudget] = []
         self._videos = asyncio.Semaphore(1)
 
     async def turn(self, modality: Modality) -> ExitStack:
@@ -76,13 +76,13 @@ class FakeDecoders:
             turn.callback(self._videos.release)
         return turn
 
-    def allowance(self) -> Allowance:
-        return Allowance(60.0)
+    def time_budget(self) -> TimeBudget:
+        return TimeBudget(60.0)
 
     async def inspect(
-        self, data: Any, *, key: bytes, modality: Modality, field: str, allowance: Allowance
+        self, data: Any, *, key: bytes, modality: Modality, field: str, time_budget: TimeBudget
     ) -> Inspection:
-        self.allowances.append(allowance)
+        self.time_budgets.append(time_budget)
         await self._work()
         return self.seen
 
@@ -96,9 +96,9 @@ class FakeDecoders:
         modality: Modality,
         field: str,
         on_frames: Any,
-        allowance: Allowance,
+        time_budget: TimeBudget,
     ) -> None:
-        self.allowances.append(allowance)
+        self.time_budgets.append(time_budget)
         await self._work()
 
     async def _work(self) -> None:

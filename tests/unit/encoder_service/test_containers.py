@@ -102,13 +102,13 @@ CROWDED: dict[str, Callable[[], bytes]] = {
 def test_no_decoder_sees_a_video_of_too_many_parts(name, monkeypatch):
     monkeypatch.setattr(video, "library", lambda: pytest.fail("the decoder was asked"))
     with pytest.raises(TooComplex):
-        video.open_reader(CROWDED[name](), most_parts=LIMIT)
+        video.open_reader(CROWDED[name](), max_parts=LIMIT)
 
 
 @pytest.mark.parametrize("form", ["mp4", "mov", "matroska", "webm", "avi", "flv", "mpegts"])
 def test_an_ordinary_video_is_far_from_the_limit(form):
     codec = {"flv": "flv", "mpegts": "mpeg2video", "webm": "vp8"}.get(form, "mpeg4")
-    seen = video.inspect(video.open_reader(film(20, container=form, codec=codec), most_parts=400))
+    seen = video.inspect(video.open_reader(film(20, container=form, codec=codec), max_parts=400))
     assert (seen.frames, seen.fps) == (20, 10.0)
 
 

@@ -361,15 +361,15 @@ async def test_the_time_of_an_item_is_that_of_all_its_jobs():
     plan = geometry.plan_image(Inspection(2000, 2000), CONFIG.image, Options())
     async with pool() as (decoders, _, stage):
         data, pixels = stage(pictures.encoded(pictures.noise(2000, 2000))), Range(PIXELS_AT, plan.pixel_bytes)
-        allowance = decoders.allowance()
-        given = allowance.left
+        time_budget = decoders.time_budget()
+        given = time_budget.left
         for _ in range(2):
-            before = allowance.left
-            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", allowance=allowance)
-            assert allowance.left < before
-        allowance.left -= given
+            before = time_budget.left
+            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", time_budget=time_budget)
+            assert time_budget.left < before
+        time_budget.left -= given
         with pytest.raises(InvalidInput) as refused:
-            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", allowance=allowance)
+            await decoders.decode(data, pixels, plan, key=b"x", modality=IMAGE, field="x", time_budget=time_budget)
         assert refused.value.reason == "MEDIA_TOO_SLOW"
         assert not decoders.processes.restarts
 

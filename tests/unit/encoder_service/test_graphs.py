@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import registry
-from encoder_service.models.attention import Triton, most_segments
+from encoder_service.models.attention import Triton, max_segments
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for
 from tests.checkpoints import FAMILIES
@@ -55,7 +55,7 @@ class Bounds:
         return made
 
     def stable(self, patches, longest, device, most=0):
-        return StableBounds(most or most_segments(patches))
+        return StableBounds(most or max_segments(patches))
 
 
 class StableBounds:
@@ -92,9 +92,9 @@ def load(folder: Path) -> PackedTower:
     return tower
 
 
-def graphed(tower: PackedTower, *budgets: int, capture: Again | None = None, most_bytes: int = 1) -> GraphedTower:
+def graphed(tower: PackedTower, *budgets: int, capture: Again | None = None, max_bytes: int = 1) -> GraphedTower:
     capture = capture or Again()
-    return GraphedTower(tower, budgets, capture, most_bytes=most_bytes, device=CPU, dtype=torch.float32)
+    return GraphedTower(tower, budgets, capture, max_bytes=max_bytes, device=CPU, dtype=torch.float32)
 
 
 def patches_of(tower: PackedTower, grids: list[Grid], seed: int = 0) -> Tensor:
@@ -179,7 +179,7 @@ def test_larger_batches_and_too_many_segments_run_eagerly_with_the_same_result(t
 
 def test_graphs_that_need_too_much_memory_are_left_out(checkpoints):
     tower = load(checkpoints("qwen3_vl"))
-    graphs = graphed(tower, 16, 64, 256, capture=Again(900, 300, 100), most_bytes=300)
+    graphs = graphed(tower, 16, 64, 256, capture=Again(900, 300, 100), max_bytes=300)
     assert graphs.budgets == [16, 64]
 
 

@@ -57,12 +57,12 @@ class Busy(FakeDecoders):
         self.kind = kind
         self.go_on = asyncio.Event()
 
-    async def inspect(self, data, *, key, modality, field, allowance):
+    async def inspect(self, data, *, key, modality, field, time_budget):
         if modality is Modality.VIDEO and self.kind == "inspect":
             await self.go_on.wait()
         return self.seen if modality is Modality.VIDEO else Inspection(56, 56)
 
-    async def decode(self, data, pixels, plan, *, key, modality, field, on_frames, allowance):
+    async def decode(self, data, pixels, plan, *, key, modality, field, on_frames, time_budget):
         if modality is Modality.VIDEO and self.kind == "decode":
             await self.go_on.wait()
 
@@ -101,5 +101,5 @@ async def test_all_jobs_of_an_item_draw_on_one_allowance(monkeypatch):
     decoders = FakeDecoders(Inspection(56, 56))
     async with encoder(monkeypatch, decoders=decoders) as (made, _):
         await rows(made, item())
-    first, second = decoders.allowances
+    first, second = decoders.time_budgets
     assert first is second

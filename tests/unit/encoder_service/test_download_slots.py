@@ -1,8 +1,9 @@
-"""Places for downloads: nobody can take all of them, and who waits is served in turns."""
+"""Slots for downloads: nobody can take all of them, and who waits is served in turns."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from common.errors import DeadlineExceeded
 from common.media.item import Modality, Url
 from encoder_service.item import Item
+from encoder_service.media.download_slots import DownloadSlots
 from encoder_service.media.fetch import FetchConfig, Fetcher
-from encoder_service.media.places import Place, Places
 from tests.media_host import media_host
 from tests.unit.encoder_service.fakes import turns
 from tests.waiting import until
@@ -24,81 +25,81 @@ def caller(name: str) -> tuple[str, str]:
     return name, ""
 
 
-async def claims(places: Places, *whose: tuple[str, str]) -> list[asyncio.Task[Place]]:
-    """For each (host, caller), who asks for a place."""
-    asked = [asyncio.create_task(places.take(host, caller(name))) for host, name in whose]
+async def claims(slots: DownloadSlots, *whose: tuple[str, str]) -> list[asyncio.Task[ExitStack]]:
+    """For each (host, caller), who asks for a slot."""
+    asked = [asyncio.create_task(slots.take(host, caller(name))) for host, name in whose]
     await turns()
     return asked
 
 
-def held(asked: list[asyncio.Task[Place]]) -> int:
+def held(asked: list[asyncio.Task[ExitStack]]) -> int:
     return sum(each.done() for each in asked)
 
 
-async def test_one_host_gets_half_of_the_places_and_each_further_one_half_of_the_rest():
-    places = Places(16)
-    got = [held(await claims(places, *[(host, f"{host}{number}") for number in range(16)])) for host in "abcde"]
+async def test_one_host_gets_half_of_the_slots_and_each_further_one_half_of_the_rest():
+    slots = DownloadSlots(16)
+    got = [held(await claims(slots, *[(host, f"{host}{number}") for number in range(16)])) for host in "abcde"]
     assert got == [8, 4, 2, 1, 1]
 
 
-async def test_one_caller_gets_half_of_the_places_whatever_hosts_it_names():
-    places = Places(16)
-    assert held(await claims(places, *[(f"host {number}", "greedy") for number in range(100)])) == 8
-    assert held(await claims(places, ("host 0", "another"))) == 1
+async def test_one_caller_gets_half_of_the_slots_whatever_hosts_it_names():
+    slots = DownloadSlots(16)
+    assert held(await claims(slots, *[(f"host {number}", "greedy") for number in range(100)])) == 8
+    assert held(await claims(slots, ("host 0", "another"))) == 1
 
 
-async def test_of_those_who_wait_the_one_with_the_fewest_places_is_next():
-    places = Places(4)
-    greedy = await claims(places, *[("a", "greedy")] * 6)
+async def test_of_those_who_wait_the_one_with_the_fewest_slots_is_next():
+    slots = DownloadSlots(4)
+    greedy = await claims(slots, *[("a", "greedy")] * 6)
     assert held(greedy) == 2
-    others = await claims(places, ("b", "modest"), ("c", "new"), ("d", "last"))
+    others = await claims(slots, ("b", "modest"), ("c", "new"), ("d", "last"))
     assert held(others) == 2
-    greedy[0].result().end()
+    greedy[0].result().close()
     await turns()
     assert (held(others), held(greedy)) == (3, 2)
     for each in (*others, greedy[1]):
-        each.result().end()
+        each.result().close()
     await turns()
     assert held(greedy) == 4
 
 
-async def test_who_leaves_while_waiting_or_at_the_last_moment_takes_no_place_along():
-    places = Places(2)
-    (first, waiting, last) = await claims(places, *[("a", "x")] * 3)
+async def test_who_leaves_while_waiting_or_at_the_last_moment_takes_no_slot_along():
+    slots = DownloadSlots(2)
+    (first, waiting, last) = await claims(slots, *[("a", "x")] * 3)
     waiting.cancel()
-    first.result().end()
-    last.cancel()  # it has been given a place, and does not know yet
+    first.result().close()
+    last.cancel()  # it has been given a slot, and does not know yet
     await asyncio.gather(waiting, last, return_exceptions=True)
-    assert held(await claims(places, ("a", "x"), ("b", "y"))) == 2
+    assert held(await claims(slots, ("a", "x"), ("b", "y"))) == 2
 
 
-async def test_a_place_is_given_back_once():
-    places = Places(1)
-    with await places.take("a", caller("x")) as place:
-        place.end()
-    first, second = await claims(places, ("a", "x"), ("a", "x"))
+async def test_a_slot_is_given_back_once():
+    slots = DownloadSlots(1)
+    with await slots.take("a", caller("x")) as slot:
+        slot.close()
+    first, second = await claims(slots, ("a", "x"), ("a", "x"))
     assert (first.done(), second.done()) == (True, False)
     second.cancel()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.booleans()), max_size=40))
-def test_no_place_is_lost_or_given_twice(steps):
+def test_no_slot_is_lost_or_given_twice(steps):
     async def run() -> None:
-        places, asked = Places(5), []
+        slots, asked = DownloadSlots(5), []
         for host, name, leave in steps:
-            asked += await claims(places, (host, name))
+            asked += await claims(slots, (host, name))
             if leave:
                 each = asked.pop(0)
-                each.result().end() if each.done() else each.cancel()
+                each.result().close() if each.done() else each.cancel()
                 await turns(2)
             assert held(asked) <= 5
         for _ in range(len(asked)):
             await turns(2)
             if ready := [each for each in asked if each.done()]:
-                ready[0].result().end()
+                ready[0].result().close()
                 asked.remove(ready[0])
         assert not asked, "whoever waits is served in the end"
-        assert held(await claims(places, *[(f"{number}", f"{number}") for number in range(9)])) == 5
+        assert held(await claims(slots, *[(f"{number}", f"{number}") for number in range(9)])) == 5
 
     asyncio.run(run())
 
@@ -110,7 +111,7 @@ async def test_a_host_that_drips_keeps_nobody_else_waiting():
             asyncio.create_task(made.fetch(slow.url("/held"), 1 << 20, "url", caller(f"tenant {number}")))
             for number in range(40)
         ]
-        await asyncio.to_thread(until, lambda: slow.asked["/held"] == 16, "half of the places are taken")
+        await asyncio.to_thread(until, lambda: slow.asked["/held"] == 16, "half of the slots are taken")
         assert await made.fetch(quick.url("/good", "localhost"), 1 << 20, "url", caller("tenant 0")) == GOOD
         assert slow.asked["/held"] == 16
         slow.held.set()
@@ -121,7 +122,7 @@ async def test_the_time_for_a_download_runs_from_the_asking():
     with media_host(good=GOOD) as slow:
         made = Fetcher(FetchConfig(allow_private_media_host=(slow.authority,), max_fetches=2, fetch_seconds=0.3))
         url = slow.url("/held")
-        with await made._downloads.take(made.check(url, "").host, caller("a")):  # the host has no second place
+        with await made._downloads.take(made.check(url, "").host, caller("a")):  # the host has no second slot
             with pytest.raises(DeadlineExceeded) as waited:
                 await made.fetch(url, 1 << 20, "items[0].url", caller("b"))
             assert (waited.value.reason, waited.value.field) == ("FETCHES_BUSY", "items[0].url")

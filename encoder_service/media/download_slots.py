@@ -1,0 +1,69 @@
+"""Slots for work that others may draw out, shared between the hosts that it waits for and the callers that want it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import ExitStack
+
+Caller = tuple[str, str]
+"""A tenant's salt, or, where there is none, where the connection comes from."""
+
+
+class DownloadSlots:
+    """`max_slots` slots. A host, and a caller, gets a further one only while it holds fewer than are free.
+
+    So whoever is alone has half of them, and whoever comes next finds some: of 16 slots that one host would hold for
+    ever it gets 8, a second such host 4, a third one 2. Of those who wait, the caller that holds the fewest is next,
+    then the host, then whoever came first.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self._free = max_slots
+        self._hosts: Counter[str] = Counter()
+        self._callers: Counter[Caller] = Counter()
+        self._waiting: list[_Claim] = []
+
+    async def take(self, host: str, caller: Caller) -> ExitStack:
+        """A slot, once there is one for this host and this caller. Whoever takes it closes it, once or more often."""
+        claim = _Claim(host, caller)
+        self._waiting.append(claim)
+        self._serve()
+        try:
+            return await claim.slot
+        except asyncio.CancelledError:
+            if claim in self._waiting:
+                self._waiting.remove(claim)
+            elif not claim.slot.cancelled():
+                claim.slot.result().close()
+            raise
+
+    def _serve(self) -> None:
+        while claim := min(filter(self._may, self._waiting), key=self._held, default=None):
+            self._waiting.remove(claim)
+            if not claim.slot.done():  # or its caller has just left
+                self._free -= 1
+                self._hosts[claim.host] += 1
+                self._callers[claim.caller] += 1
+                slot = ExitStack()
+                slot.callback(self._give_back, claim)
+                claim.slot.set_result(slot)
+
+    def _may(self, claim: _Claim) -> bool:
+        return max(self._held(claim)) < self._free
+
+    def _held(self, claim: _Claim) -> tuple[int, int]:
+        return self._callers[claim.caller], self._hosts[claim.host]
+
+    def _give_back(self, claim: _Claim) -> None:
+        self._free += 1
+        self._hosts -= Counter((claim.host,))  # which forgets those that hold none
+        self._callers -= Counter((claim.caller,))
+        self._serve()
+
+
+class _Claim:
+    def __init__(self, host: str, caller: Caller) -> None:
+        self.host = host
+        self.caller = caller
+        self.slot: asyncio.Future[ExitStack] = asyncio.get_running_loop().create_future()
