@@ -30,7 +30,6 @@ WIRE = (
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
     "encoder_service.delivery",
     "encoder_service.transports.*",
-    "llm_service.convert_sampling",
     "llm_service.encoders.*",
 )
 PROTOBUF = ("twinlens.v1.*", "google.protobuf.*", "google.rpc.*")

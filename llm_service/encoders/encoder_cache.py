@@ -1,9 +1,4 @@
-"""Where embedding rows land: one shared-memory arena that the workers have mapped, and the index of what is in it.
-
-An entry holds all rows of one item, under its content key, for as long as any request refers to it, and after that as
-cache until the space is needed (least recently used first, whole entries). The rows of a request's items are reserved
-together or not at all, so two requests that do not fit at the same time go one after the other.
-"""
+"""The encoder cache: one shared-memory arena for embedding rows, which the workers have mapped, and its index."""
 
 from __future__ import annotations
 
@@ -72,8 +67,11 @@ class CacheCounters:
 
 class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
-    Those that `retained` names are the last to make room for others. `on_place` is told of each place that is given to
-    new rows, before anybody else is."""
+
+    An entry holds all rows of one item, under its content key, as long as a request refers to it, and after that until
+    the space is needed: least recently used first, whole entries, those that `retained` names last. `on_place` is told
+    of each place that is given to new rows, before anybody else is.
+    """
 
     def __init__(
         self,
@@ -114,7 +112,8 @@ class EncoderCache:
         return header.tokens * self.layout.row_bytes
 
     async def acquire(self, headers: Sequence[Header]) -> list[CacheEntry]:
-        """The entries of a request's items, in order; waits until all fit at once.
+        """The entries of a request's items, in order; waits until all fit at once. They are reserved together or not at
+        all, so two requests that do not fit at the same time go one after the other.
 
         One that is new has no filler yet: the caller starts it. Raises InvalidInput where they can never fit.
         """

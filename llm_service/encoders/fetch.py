@@ -1,9 +1,4 @@
-"""One item's way in: its header, then its rows, over as many streams as it takes within bounds.
-
-A stream that breaks is opened again, on another encoder where there is one, from the first row that is missing: rows
-are the same wherever they are computed. An encoder that is full is passed over, or waited for where all are. What is
-the item's own fault is not tried again.
-"""
+"""One item's way in: its header, then its rows, over as many streams as it takes within bounds."""
 
 from __future__ import annotations
 
@@ -217,7 +212,12 @@ class Fetch:
             raise DataLoss("two encoders contradict each other on an item")
 
     async def _after(self, error: TwinlensError) -> None:
-        """Returns where another stream is worth its while; else raises the error, or what it amounts to."""
+        """Returns where another stream is worth its while; else raises the error, or what it amounts to.
+
+        A stream that breaks is opened again, on another encoder where there is one, from the first row that is missing:
+        rows are the same wherever they are computed. An encoder that is full is passed over, or waited for where all
+        are. What is the item's own fault is not tried again.
+        """
         peer, heard = self._peer, self._stream is not None and self._stream.heard
         self._hang_up()
         if peer is None:  # none could be picked, and that was waited for

@@ -1,9 +1,4 @@
-"""Whether an encoder lives: asked again and again, and at once when a stream to it breaks.
-
-Three answers must be told apart, since under load the third looks like the second: it answers; nobody is there; nothing
-has come back in time. An encoder that was late once, or that is merely suspected, is not taken for dead: it is used
-where there is no other, and no item is blamed for its end, until the next question decides.
-"""
+"""Whether an encoder lives: asked again and again, and at once when a stream to it breaks."""
 
 from __future__ import annotations
 
@@ -24,7 +19,11 @@ _log = log.get("encoders")
 
 
 class Verdict(Enum):
-    """What a question to an encoder has shown."""
+    """What a question to an encoder has shown. Under load the second looks like the third.
+
+    An encoder that was late once, or that is merely suspected, is not taken for dead: it is used where there is no
+    other, and no item is blamed for its end, until the next question decides.
+    """
 
     ANSWERS = auto()
     LATE = auto()

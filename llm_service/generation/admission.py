@@ -1,9 +1,4 @@
-"""How much may be under way and how much may wait; whoever comes when that is reached is refused at once.
-
-A request waits from its arrival until the engine computes its first token: while its media are encoded, its rows land,
-and earlier ones are served. What it will cost is only known when its prompt is laid out, so the bound on waiting tokens
-is checked then, the others on arrival.
-"""
+"""How much may be under way and how much may wait; whoever comes when that is reached is refused at once."""
 
 from __future__ import annotations
 
@@ -14,14 +9,15 @@ from common.errors import Exhausted
 
 @dataclass(slots=True, eq=False)
 class AdmissionTicket:
-    """One request's place, taken with `Admission.enter` and given back with `leave`; `tokens` count while it waits."""
+    """One request's place, taken with `Admission.enter` and given back with `leave`. `tokens` count while it waits:
+    from its arrival until the engine computes its first token."""
 
     _admission: Admission
     tokens: int = 0
     waiting: bool = True
 
     def measure(self, tokens: int) -> None:
-        """The prompt has so many tokens; raises Exhausted where too many wait already."""
+        """The prompt, now that it is laid out, has so many tokens; raises Exhausted where too many wait already."""
         limits = self._admission
         if limits.waiting_tokens and limits.waiting_tokens + tokens > limits.max_waiting_tokens:
             limits.refused += 1

@@ -1,9 +1,4 @@
-"""The rows of one request's media, from their headers to the moment in which the engine no longer reads them.
-
-Rows that the prefix cache covers are not fetched: their items have no place in the arena, and the engine, which knows
-what its cache still holds, asks for them where it does need them after all. So there is never a hole. A request that
-has to wait for room gives back what it has, and takes everything at once: no two can hold each other up.
-"""
+"""The rows of one request's media, from their headers to the moment in which the engine no longer reads them."""
 
 from __future__ import annotations
 
@@ -61,6 +56,9 @@ class MediaRows:
     async def take(self, layout: PromptLayout, covered: Collection[int]) -> list[ItemRows]:
         """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway: what the
         engine is told of each span.
+
+        What the prefix cache covers has no place in the arena; the engine, which knows what the cache still holds, asks
+        for it where it does need it after all. So there is never a hole.
 
         Raises InvalidInput where the rows of all items could never be here together.
         """
@@ -126,7 +124,8 @@ class MediaRows:
         return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed) for entry in entries]
 
     async def _place(self) -> None:
-        """Takes places for all items together; the engine has forgotten those that it knew."""
+        """Takes places for all items together; the engine has forgotten those that it knew. What this request has is
+        given back first, so no two can hold each other up."""
         self._unwatch()
         self._receiver.counters.covered -= len(self._fetches) - len(self._entries)
         self._give_back()

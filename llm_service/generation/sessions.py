@@ -1,13 +1,4 @@
-"""Conversations that are kept: what their turns used is given up later than everything else.
-
-A session is a name within a tenant's salt. It owns nothing and reserves nothing: it only says what should go last, to
-the encoder cache (which asks `is_retained`) and to the engine (which is told a session's number with each of its
-requests, and when the session is over). So a session can slow nobody down, and one that is forgotten costs
-its next turn time alone.
-
-Bounded are the number of sessions, of a tenant's sessions, the time since a session's last turn, and how many bytes of
-rows a tenant's sessions keep. Past a bound the tenant's, or everybody's, longest unused session gives way.
-"""
+"""Conversations whose cached rows and blocks are given up later than everything else, within bounds."""
 
 from __future__ import annotations
 
@@ -39,7 +30,12 @@ class SessionLimits:
 
 
 class Sessions:
-    """All sessions, the longest unused first."""
+    """All sessions, the longest unused first. They own nothing and reserve nothing: they only say what should go last,
+    to the encoder cache (which asks `is_retained`) and to the engine (which is told a session's number with each of its
+    requests, and when it is over). So one can slow nobody down, and one that is forgotten costs its next turn time.
+
+    Past a bound the tenant's, or everybody's, longest unused session gives way.
+    """
 
     def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits

@@ -1,8 +1,7 @@
 """A process that compiles structures: `python -m llm_service.grammar SOCKET_FD`, started by the front, never by hand.
 
-A structure of a few bytes can take minutes and gigabytes. So each is compiled in a fork of this process, which the
-kernel ends when it has had its processor time, and refuses more memory than it may have. This process, which has read
-the vocabulary, stays, and is ready for the next one at once.
+Each is compiled in a fork of this process, which has read the vocabulary: a structure of a few bytes can take minutes
+and gigabytes, and the kernel ends the fork at its limits. This process stays, ready for the next one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Compiles structures for the front, in bounded time: in processes of their own, which are ended when time is over.
-
-Time is processor time: what has used its up is refused, and refused untried for a while. What was ended from outside,
-or stood still, is no structure's fault: it is tried once more, elsewhere, and its caller told to come again.
-
-Answers are remembered, refusals among them, and who asks for what is being compiled waits for that; but one tenant is
-not told from what another has asked for. One that nobody waits for any more is not begun on. Callers take turns, and
-none has every process at a time. The processes are started when the first structure comes.
-"""
+"""Compiles structures for the front, in bounded time: in processes of their own, which are ended when time is over."""
 
 from __future__ import annotations
 
@@ -75,8 +67,14 @@ class _Job:
 
 
 class Compiler:
-    """Owns the processes. `seconds` is the longest that a structure may take; one that took longer is refused untried
-    for a while."""
+    """Owns the processes, which are started when the first structure comes; callers take turns at them, and none has
+    every process at a time. `seconds` of processor time are the longest that a structure may take; one that took longer
+    is refused untried for a while. What was ended from outside, or stood still, is no structure's fault: it is tried
+    once more, elsewhere, and its caller told to come again.
+
+    Answers are remembered, refusals among them, and who asks for what is being compiled waits for that; but one tenant
+    is not told from what another has asked for. What nobody waits for any more is not begun on.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,6 @@
 """What can be told of a structure before it is compiled: whether it is bound to take more than it may.
 
-Three things make a short text cost seconds and hundreds of megabytes, measured with llguidance 1.8 on one core: a
-`multipleOf` has about a state for each of its remainders (0.6 s and 43 MB at 99 991, 8 s and 370 MB at 999 983), text
-that must come so many times is followed to its end at once (0.6 s and 90 MB at `a{1000000}`), and groups within groups
-are read by a function that calls itself. Upper bounds cost nothing ahead (`[a-z]{0,1000000000}`, `maxLength`): they
-are not looked at. What is not foreseen here meets the limits on time and memory.
+What is not foreseen here meets the limits on time and memory.
 """
 
 from __future__ import annotations
@@ -52,7 +48,14 @@ class StructureLimits:
 
 class Demand(NamedTuple):
     """What a structure is bound to take: `multiple` is the sum of what its numbers must be multiples of, `repeats` its
-    length once what comes at least so often is written out, `depth` how deep its groups nest."""
+    length once what comes at least so often is written out, `depth` how deep its groups nest.
+
+    With these a short text costs seconds and hundreds of megabytes, measured with llguidance 1.8 on one core. A
+    `multipleOf` has about a state for each of its remainders (0.6 s and 43 MB at 99 991, 8 s and 370 MB at 999 983).
+    Text that must come so many times is followed to its end at once (0.6 s and 90 MB at `a{1000000}`). Groups within
+    groups are read by a function that calls itself. Upper bounds cost nothing ahead (`[a-z]{0,1000000000}`,
+    `maxLength`): they are not looked at.
+    """
 
     multiple: int = 0
     repeats: int = 0

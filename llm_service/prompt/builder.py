@@ -1,9 +1,4 @@
-"""From a request's prompt to token ids with media spans.
-
-Laying out takes two steps, since a span's length is known only when its header has come: `pieces` turns the prompt into
-texts, special tokens and slots for media; `layout` fills the slots and tokenizes. Special tokens come from the
-template or from a caller who lays the prompt out himself, never from a chat message's text.
-"""
+"""From a request's prompt to token ids with media spans."""
 
 from __future__ import annotations
 
@@ -38,7 +33,11 @@ Piece: TypeAlias = str | int | Slot | list[int]
 
 
 class PromptBuilder:
-    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: not for the event loop."""
+    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: not for the event loop.
+
+    A span's length is known only when its header has come, so there are two steps: `pieces`, then `layout`. Special
+    tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         source = checkpoint.text("tokenizer.json")
