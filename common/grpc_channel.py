@@ -30,7 +30,7 @@ OPTIONS = (
     ("grpc.enable_retries", 0),
     # `http_proxy` is for downloads; a name's addresses are connected to one by one, which no `no_proxy` lists.
     ("grpc.enable_http_proxy", 0),
-    # A window of four chunks from the first byte on, in place of one that is found by probing (docs/PERFORMANCE.md).
+    # A window of four chunks from the first byte on, in place of one that is found by probing (docs/design/link.md).
     ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share one connection

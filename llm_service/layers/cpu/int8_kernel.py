@@ -1,5 +1,5 @@
 """A product of few rows with an 8-bit weight, compiled by numba: each weight is read once for each row, and that is all
-that one row costs. torch's own operator for this takes bfloat16 and reads slower (docs/PERFORMANCE.md)."""
+that one row costs. torch's own operator for this takes bfloat16 and reads slower (docs/design/cpu-kernels.md)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Few rows wait for memory: the kernel multiplies with the weights as they are stored, and asks for the next stretch while
 it computes with the last. Many wait for arithmetic: a stretch is made float32 first, in the first-level cache, and all
 rows go through it. Either way a row's sums are taken in the same order, so they are the same to the bit whatever rows
-are beside it (docs/PERFORMANCE.md has the figures).
+are beside it (docs/design/cpu-kernels.md has the figures).
 """
 
 from __future__ import annotations
