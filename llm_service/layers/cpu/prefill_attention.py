@@ -3,8 +3,8 @@
 Keys and values are laid out in panels first, as products want them, from wherever they lie; then each tile of queries
 goes over a stretch of keys at a time and keeps its highest score and its sums (Milakov and Gimelshein 2018, arXiv
 1805.02867; Dao et al. 2022, arXiv 2205.14135). torch's own kernel does the same by general products of small blocks,
-and masks a chunk that has a context all over (docs/design/cpu-kernels.md). A query's sums are taken in the same order whatever
-queries are beside it.
+and masks a chunk that has a context all over (docs/design/cpu-kernels.md). A query's sums are taken in the same order
+whatever queries are beside it.
 """
 
 from __future__ import annotations
