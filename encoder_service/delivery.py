@@ -1,11 +1,12 @@
-"""One item of an `Encode` call, from its message to its last: header, rows as they land, done, or its error."""
+"""The items of an `Encode` call, each from its header to its last row, and their events in one stream."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from typing import Generic, TypeVar
 
 from common import tracing
 from common.errors import TwinlensError
@@ -18,8 +19,13 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from twinlens.v1 import encoder_pb2
 
+T = TypeVar("T")
+
 Events = AsyncGenerator[encoder_pb2.EncodeResponse | bytes, None]
 """Messages; bytes are ones that are serialized already."""
+
+_AHEAD = 4
+"""Events of all items together that may wait for the reader."""
 
 PROGRESS_SECONDS = 1.0
 """A caller hears of a waiting item at least this often."""
@@ -128,3 +134,52 @@ def _rows_message(rows: encoder_pb2.EncodeRows) -> encoder_pb2.EncodeResponse:
     """Rows that are handed over, with what tells whether the message was damaged on the way."""
     add_checksum(rows)
     return encoder_pb2.EncodeResponse(rows=rows)
+
+
+class _Outbox(Generic[T]):
+    """Events of running streams, and the ends of those that have run out."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
+        self._room = asyncio.Semaphore(_AHEAD)
+
+    async def put(self, event: T) -> None:
+        await self._room.acquire()
+        self.events.put_nowait(event)
+
+    async def get(self) -> T | asyncio.Task[None]:
+        event = await self.events.get()
+        if not isinstance(event, asyncio.Task):
+            self._room.release()
+        return event
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Every event of every stream: what is ready goes first, and no stream runs far ahead of the reader. Closing it
+    closes all of them.
+
+    Raises what a stream raises.
+    """
+    outbox: _Outbox[T] = _Outbox()
+    tasks = [asyncio.create_task(_pump(stream, outbox)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(outbox.events.put_nowait)
+    try:
+        running = len(tasks)
+        while running:
+            event = await outbox.get()
+            if isinstance(event, asyncio.Task):
+                event.result()
+                running -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: AsyncGenerator[T, None], outbox: _Outbox[T]) -> None:
+    async with aclosing(stream):
+        async for event in stream:
+            await outbox.put(event)

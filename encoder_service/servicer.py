@@ -15,11 +15,10 @@ from common.errors import TwinlensError, Unavailable
 from common.media import convert as media_convert
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
-from encoder_service.delivery import Delivery
+from encoder_service.delivery import Delivery, merged
 from encoder_service.engine.encode import Encoder
 from encoder_service.media.modalities import SPECS
 from encoder_service.meters import Meters
-from encoder_service.streams import merged
 from encoder_service.transports.link import Link
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from common.arena import Range
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Header, Key
+from common.tasks import wait_until_done
+from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.media_loader import MediaLoader, fill
-from encoder_service.engine.pieces import Pieces
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.item import Plan
 from encoder_service.media.decoder import TimeBudget
+from encoder_service.worker.messages import Piece
+
+_WORTH_CUTTING = 2048
+"""Patches below which a run of frame groups is not worth a worker, or a start before the others, of its own."""
 
 
 class Pipeline:
@@ -161,7 +168,8 @@ class Pipeline:
         """Has the workers compute the rows; returns or raises when no worker can write them any more."""
         submitted = time.perf_counter()
         try:
-            await Pieces(self.dispatcher, self.layout, flight, plan, pixels, rows).run(frames, self._batch_patches)
+            work = _ItemWork(self.dispatcher, flight, plan, pixels, rows, self.layout.row_bytes)
+            await work.run(frames, self._batch_patches)
         finally:
             now = time.perf_counter()
             begun = min((unit.started_at for unit in flight.units if unit.started_at), default=now)
@@ -169,6 +177,89 @@ class Pipeline:
             flight.times.add("queue", begun - submitted)
             flight.times.add("preprocess", preprocess)
             flight.times.add("vit", now - begun - preprocess)
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemWork:
+    """One item's work for the device workers, cut at frame groups: `pixels` is where its frames are, or will be, `rows`
+    where its rows go."""
+
+    dispatcher: Dispatcher
+    flight: Flight
+    plan: Plan
+    pixels: Range
+    rows: Range
+    row_bytes: int
+
+    @property
+    def frames_per_group(self) -> int:
+        return len(self.plan.frames) // self.plan.grid.t
+
+    async def run(self, frames: Progress, batch_patches: int) -> None:
+        """Queues each piece when its frames are there; returns or raises when no worker can write rows any more.
+
+        The first piece that fails is the end of `frames`: those that are still to come are of no use.
+        """
+        units = self.flight.units
+        try:
+            cuts = self._cut(frames, batch_patches)
+            self.flight.cut(len(cuts))
+            for first, end in cuts:
+                await frames.reach(end * self.frames_per_group)
+                self._submit(first, end, frames)
+            await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
+            if errors := _errors(units):
+                raise errors[0]
+        finally:
+            for unit in units:
+                self.dispatcher.withdraw(unit)
+            await wait_until_done(asyncio.gather(*(unit.done for unit in units), return_exceptions=True))
+            _errors(units)  # one is raised; nobody asks for the others
+
+    def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:
+        """Runs of frame groups [first, end). Smaller ones where frames are still to come: so work can begin, and what
+        waits goes to a worker in one batch all the same."""
+        coming = frames.count < len(self.plan.frames)
+        budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
+        return cut(self.plan.grid, budget, self.dispatcher.alive, _WORTH_CUTTING)
+
+    def _submit(self, first: int, end: int, frames: Progress) -> None:
+        flight, grid = self.flight, self.plan.grid
+        first_row = first * self.plan.tokens // grid.t
+
+        def on_done(_: asyncio.Future[None]) -> None:
+            for error in _errors([unit]):
+                frames.fail(error)
+            flight.unit_done(unit, first_row)
+
+        unit = self.dispatcher.submit(
+            flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
+        )
+        unit.done.add_done_callback(on_done)
+        flight.submitted(unit)
+
+    def _piece(self, first: int, end: int) -> Piece:
+        """Frame groups [first, end)."""
+        plan = self.plan
+        frame_bytes = plan.height * plan.width * 3
+        tokens = plan.tokens // plan.grid.t
+        return Piece(
+            modality=self.flight.item.modality.value,
+            pixels=self.pixels.offset + first * self.frames_per_group * frame_bytes,
+            frames=(end - first) * self.frames_per_group,
+            height=plan.height,
+            width=plan.width,
+            resized=plan.resized,
+            grid=(end - first, plan.grid.h, plan.grid.w),
+            tokens=(end - first) * tokens,
+            rows=self.rows.offset + first * tokens * self.row_bytes,
+        )
+
+
+def _errors(units: Iterable[Unit]) -> list[BaseException]:
+    """What units have failed with so far, in their order."""
+    ended = (unit.done for unit in units if unit.done.done() and not unit.done.cancelled())
+    return [error for done in ended if (error := done.exception())]
 
 
 def not_found(field: str) -> NotFound:

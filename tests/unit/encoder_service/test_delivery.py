@@ -15,7 +15,7 @@ from common.arena import Range
 from common.row_frames import RowsFrame, unpack
 from encoder_service import convert
 from encoder_service.delivery import Delivery, Events
-from encoder_service.engine import pieces
+from encoder_service.engine import pipeline
 from encoder_service.engine.encode import Encoder
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import BatchFailed
@@ -113,7 +113,7 @@ def rows_of(*groups: int) -> bytes:
 
 @pytest.fixture(params=["inline", "shared memory"])
 async def bench(request, monkeypatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     async with opened(monkeypatch, shared=request.param == "shared memory") as each:
         yield each
 
@@ -218,7 +218,7 @@ async def test_a_stream_that_is_closed_between_two_groups_leaves_nothing(bench: 
 
 
 async def test_a_reader_that_dies_in_the_middle_leaves_no_lease(monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     async with opened(monkeypatch, shared=True) as bench, aclosing(bench.events()) as events:
         await bench.computed_run(events)
         assert bench.link.leases == 1

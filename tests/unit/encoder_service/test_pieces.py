@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import TwinlensError
 from common.media.item import Modality, Pixels
-from encoder_service.engine import pieces
+from encoder_service.engine import pipeline
 from encoder_service.item import Inspection, Item
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import encoder, rows
@@ -17,7 +17,7 @@ from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 
 @pytest.mark.parametrize("good", [True, False])
 async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monkeypatch, good):
-    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     clip = Item(Modality.VIDEO, Pixels(bytes(4 * 56 * 56 * 3), 4, 56, 56), field="items[0]")
     async with (
         encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker),
@@ -48,7 +48,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
 
 def clip(monkeypatch, groups: int) -> Item:
     """A video whose frame groups go to workers one by one."""
-    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     return Item(Modality.VIDEO, Pixels(bytes(2 * groups * 56 * 56 * 3), 2 * groups, 56, 56), field="items[0]")
 
 
@@ -83,7 +83,7 @@ class Slow(FakeDecoders):
 
 
 async def test_a_video_ends_with_its_first_piece_that_fails_though_frames_are_still_to_come(monkeypatch):
-    monkeypatch.setattr(pieces, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
+    monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     film = Item(Modality.VIDEO, b"\0\0\0\x20ftypisom", field="items[0]")
     failed = BatchFailed(why="broken")
     async with encoder(monkeypatch, answers=lambda _: failed, decoders=Slow(), staging=1 << 18) as (made, worker):

@@ -9,8 +9,8 @@ from contextlib import aclosing
 import pytest
 
 from common.grpc_calls import Call
-from encoder_service.servicer import _patience
-from encoder_service.streams import merged
+from encoder_service.delivery import merged
+from encoder_service.servicer import _stall_limit
 from tests.unit.encoder_service.fakes import turns
 
 
@@ -58,7 +58,7 @@ async def test_a_failure_reaches_the_reader_and_closes_the_others():
     assert all(source.closed for source in sources)
 
 
-async def test_a_caller_who_does_not_read_loses_patience():
+async def test_a_caller_who_does_not_read_loses_stall_limit():
     source = Counted("a", 3)
     never, calls = asyncio.Event(), list[Call]()
 
@@ -66,7 +66,7 @@ async def test_a_caller_who_does_not_read_loses_patience():
         calls.append(Call())
         async with aclosing(merged([source.events()])) as events:
             async for _ in events:
-                with _patience(calls[0], 0.001):
+                with _stall_limit(calls[0], 0.001):
                     await never.wait()
 
     with pytest.raises(asyncio.CancelledError):
