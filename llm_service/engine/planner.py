@@ -1,20 +1,4 @@
-"""Which sequences a step computes, and how many tokens of each.
-
-Decodes come first, one token each. What the token budget has left goes to prefill: half of it in order of rank, so
-that nobody is overtaken for ever, the other half to those with the fewest tokens left, so that a short prompt does not
-stand behind a long one. A sequence that waits is admitted when blocks for all its tokens are free; while the first one
-in rank cannot be, nobody is.
-
-A chunk never passes the rows that have landed. While rows are missing none is computed that is too short, and none that
-ends inside a run of media rows, whose others follow at once, if they fit a step: it would read all weights for what the
-next chunk gets nearly for nothing, and take its time from an encoder on the same cores.
-
-A sequence that runs and can only wait for its next row keeps its place and its blocks until one that has all of its
-rows needs them. One that waits for a place or blocks and has not all of its rows may be overtaken.
-
-When blocks run out, the last sequence in rank that the step does not use gives its blocks back and is computed again
-later. No sequence can want more blocks than there are, so the first in rank always gets on: there is no deadlock.
-"""
+"""Which sequences a step computes, and how many tokens of each: decodes first, one token each, then prefill chunks."""
 
 from __future__ import annotations
 
@@ -87,7 +71,7 @@ class Planner:
         return prefills
 
     def _by_rank(self, choice: Choice, prefills: list[Sequence], budget: int) -> int:
-        """Spends half of the budget in order of rank; what is left of all of it."""
+        """Spends half of the budget in order of rank: nobody is overtaken for ever. What is left of all of it."""
         half = budget - budget // 2
         choice.closed = self._is_crowded() and not self._idle(choice)
         waiting = () if choice.closed else tuple(self._queues.waiting)
@@ -102,7 +86,7 @@ class Planner:
         return budget
 
     def _by_length(self, choice: Choice, prefills: list[Sequence], budget: int) -> None:
-        """Spends what is left on those with the fewest tokens to go."""
+        """Spends what is left on those with the fewest tokens to go: no short prompt stands behind a long one."""
         waiting = () if choice.closed else islice(self._queues.waiting, _LOOK_AHEAD)
         candidates = [*prefills, *choice.started, *waiting]
         for sequence in sorted(candidates, key=lambda s: (s.pending - choice.work.get(s, 0), s.order)):
@@ -125,7 +109,8 @@ class Planner:
         return count - given
 
     def _admit(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
-        """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now."""
+        """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now. While the
+        first one in rank that has all of its rows cannot start, nobody does."""
         if choice.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
             return 0
         identities = sequence.identities(self._blocks.block_size)
@@ -158,6 +143,8 @@ class Planner:
         ready = sequence.num_computable(begin)
         if begin + ready == len(sequence.tokens):
             return ready
+        # A chunk that is too short, or ends inside a run of media rows whose others follow at once, would read all
+        # weights for what the next chunk gets nearly for nothing, and take its time from an encoder on the same cores.
         ready = sequence.without_partial_media(begin, ready, self._max_media_tokens)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
@@ -169,7 +156,8 @@ class Planner:
 
     def _make_room(self, sequence: Sequence, count: int, choice: Choice) -> bool:
         """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
-        its rows, else of those behind it that the step spares."""
+        its rows, else of those behind it that the step spares. No sequence can want more blocks than there are, so the
+        first in rank always gets on: there is no deadlock."""
         while not self._blocks.grow(sequence.table, sequence.num_computed_tokens + count):
             complete = sequence.num_computable(sequence.num_computed_tokens) == sequence.pending
             idle = self._idle(choice) if complete else []

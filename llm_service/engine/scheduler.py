@@ -1,16 +1,5 @@
-"""Continuous batching: what to compute in the next step, and what follows from its result.
-
-`schedule` may be called again while earlier steps are still computed (*under way*): steps run in the order in which
-they were planned, so a step may use the KV and, by its number, the token of the one before. What is only known
-afterwards, an end token, an end of a structure, is found one step late: the sequence's token in the step under way is
-dropped, and its blocks, though free by then, are not written by anyone else before that step is through.
-
-A sequence with penalties is planned ahead as well, since the worker puts the token into its history. One with a grammar
-is not: what it allows next is worked out here, so the next step waits until its token is known. That costs a batch with
-structured output the overlap, and nothing more.
-
-The module knows requests and their ends; `planner` chooses, `batch` writes the plan, `blocks` owns the KV cache.
-"""
+"""Continuous batching: what to compute in the next step, and what follows from its result. It knows requests and their
+ends; `planner` chooses, `batch` writes the plan, `block_manager` owns the KV cache."""
 
 from __future__ import annotations
 
@@ -131,7 +120,13 @@ class Scheduler:
     # --- what to compute -----------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[Step | None, list[Started]]:
-        """The next step, or None where nothing can be computed now; and the requests that it starts."""
+        """The next step, or None where nothing can be computed now; and the requests that it starts.
+
+        It may be called again while earlier steps are *under way*: steps run in the order in which they were planned,
+        so a step may use the KV and, by its number, the token of the one before.
+        """
+        # What a grammar allows next is worked out here, so a batch with one in it has no overlap. Penalties need the
+        # token as well, but the worker puts it into the history.
         if self._matching and any(self._waits_for_token(sequence) for sequence in self._queues.running):
             return None, []
         choice = self._planner.choose()
@@ -181,7 +176,7 @@ class Scheduler:
         tokens: list[Token] = []
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             if sequence.finished:
-                continue  # it ended while the step was under way
+                continue  # it ended while the step was under way, and nobody else has written to its blocks meanwhile
             sequence.fill_placeholder(token)
             self.counters.generated_tokens += 1
             ended = _finish_reason(sequence, token)

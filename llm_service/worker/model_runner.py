@@ -15,8 +15,7 @@ from llm_service.plan import StepPlan, StepResult, TokenLogprobs
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.fusion import RowArena, fuse
 from llm_service.worker.graphs import Bounds, GraphRunner, StableBackend
-from llm_service.worker.sampler import sample
-from llm_service.worker.scores import score
+from llm_service.worker.sampler import sample, score
 
 
 class ModelRunner:

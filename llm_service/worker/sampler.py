@@ -1,4 +1,4 @@
-"""One token from each row of logits, as its `Draw` says; all rows of a step together.
+"""One token from each row of logits, as its `Draw` says, all rows of a step together; and how likely tokens were.
 
 The order is transformers' own: penalties, bias, bans, temperature, top-k, top-p, min-p; then
 the draw by inverse CDF over the vocabulary at the plan's `uniform`, so that a token depends on its logits and its seed
@@ -8,20 +8,22 @@ and on nothing else in the batch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.plan import Draw, StepResult, TokenLogprobs
-from llm_service.worker.scores import entries
+from llm_service.plan import Draw, Score, StepResult, TokenLogprobs
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
 """Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""
 
 _REACH = (512, 8192)
 """Of how many values the order is found at first, and then."""
+
+_PLACES = 128
+"""Places whose logits are held at once: with 150 000 words, about 80 MB of float32."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> StepResult:
@@ -168,7 +170,7 @@ def _logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[Tok
     for part in _parts(asking, logits.device):
         at = torch.tensor(part, device=logits.device)
         values = logits[at].double().log_softmax(-1)
-        for index, entry in zip(part, entries(values, tokens[at], [draws[k].logprobs for k in part]), strict=True):
+        for index, entry in zip(part, _entries(values, tokens[at], [draws[k].logprobs for k in part]), strict=True):
             found[index] = entry
     return found
 
@@ -177,3 +179,30 @@ def _parts(indices: list[int], device: torch.device) -> Iterator[list[int]]:
     size = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_GPU
     for first in range(0, len(indices), size):
         yield indices[first : first + size]
+
+
+def score(hidden: Tensor, scores: list[Score], logits: Callable[[Tensor], Tensor]) -> list[list[TokenLogprobs]]:
+    """How likely a prompt's tokens were: hidden [n, hidden] of a whole batch → one entry for each target of each score.
+
+    `logits` is [m, hidden] → float32 [m, vocabulary]. Where a group computes it together, every rank must come here.
+    """
+    out: list[list[TokenLogprobs]] = []
+    for asked in scores:
+        targets = torch.tensor(array("i", asked.targets).tolist(), device=hidden.device)
+        found: list[TokenLogprobs] = []
+        for first in range(0, len(targets), _PLACES):
+            part = targets[first : first + _PLACES]
+            places = hidden[asked.at + first : asked.at + first + len(part)]
+            found.extend(_entries(logits(places).double().log_softmax(-1), part, [asked.top] * len(part)))
+        out.append(found)
+    return out
+
+
+def _entries(values: Tensor, targets: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → of each row the target's, and the highest."""
+    chosen = values.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
+    likeliest = values.topk(max(tops, default=0))
+    found = zip(chosen, likeliest.indices.tolist(), likeliest.values.tolist(), tops, strict=True)
+    return [
+        TokenLogprobs(own, list(zip(tokens[:top], logprobs[:top], strict=True))) for own, tokens, logprobs, top in found
+    ]
