@@ -20,8 +20,8 @@ _MAX_KEYS = _MAX_LEASES = 1024
 _MAX_TRANSPORTS = 64
 """Transports that a caller accepts, and GPUs that it has."""
 
-Order = tuple[Item, str] | TwinlensError
-"""An item that is asked for, with the MIME type that was stated; or why it cannot be."""
+Order = Item | TwinlensError
+"""An item that is asked for, or why it cannot be."""
 
 
 def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
@@ -83,12 +83,12 @@ def item(message: media_pb2.Media, index: int, salt: str, priority: int) -> Item
 
 
 def items(given: Sequence[media_pb2.Media], salt: str, priority: int, connection: str = "") -> list[Order]:
-    """Every item of a request that came over a connection, with its MIME type, or with what is wrong with it."""
+    """Every item of a request that came over a connection, or what is wrong with it."""
     peer = connection.rpartition(":")[0]  # without its port
     orders: list[Order] = []
     for index, media in enumerate(given):
         try:
-            orders.append((replace(item(media, index, salt, priority), peer=peer), media.mime_type))
+            orders.append(replace(item(media, index, salt, priority), peer=peer))
         except TwinlensError as error:
             orders.append(error)
     return orders

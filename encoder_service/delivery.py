@@ -57,9 +57,8 @@ class Delivery:
         try:
             if isinstance(self._order, TwinlensError):
                 raise self._order
-            item, mime_type = self._order
             async with (
-                self._encoder.ticket(item, mime_type, rows=not self._request.header_only) as ticket,
+                self._encoder.ticket(self._order, rows=not self._request.header_only) as ticket,
                 aclosing(self._item_events(ticket)) as events,
             ):
                 async for event in events:

@@ -207,7 +207,7 @@ class EncoderServicer(EncoderServiceServicer):
         try:
             if isinstance(order, TwinlensError):
                 raise order
-            header, cached = await served.encoder.prefetch(*order)
+            header, cached = await served.encoder.prefetch(order)
         except TwinlensError as failure:
             served.meters.failed(failure.reason)
             return convert.error(index, failure)

@@ -30,20 +30,20 @@ class Contents:
         self._digest = digest
         self._downloads: SingleFlight[tuple[str, str, Modality], bytearray] = SingleFlight()
 
-    def check(self, item: Item, mime_type: str) -> None:
+    def check(self, item: Item) -> None:
         """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
-        check_item(item, mime_type, self._limits)
+        check_item(item, self._limits)
         if isinstance(item.source, Url) and not data_url.is_data(item.source.address):
             self._fetcher.check(item.source.address, f"{item.field}.url")
 
-    async def fetched(self, item: Item, mime_type: str) -> Item:
+    async def fetched(self, item: Item) -> Item:
         """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `check_item`."""
         assert isinstance(item.source, Url)
         address, field = item.source.address, f"{item.field}.url"
         content: Encoded
         if data_url.is_data(address):
             content, stated = await sized(data_url.decode, address, field, size=len(address))
-            mime_type = mime_type or stated
+            item = dataclasses.replace(item, mime_type=item.mime_type or stated)
         else:
             limit = SPECS[item.modality].max_bytes(self._limits)
             try:
@@ -54,7 +54,7 @@ class Contents:
             except TwinlensError as shared:
                 raise shared.at(field) from None
         brought = dataclasses.replace(item, source=content)
-        check_item(brought, mime_type, self._limits)
+        check_item(brought, self._limits)
         return brought
 
     async def key(self, item: Item) -> bytes:

@@ -47,16 +47,16 @@ class Encoder:
         """Flights, those that nobody wants any more until they have ended as well, and prefetches."""
 
     @asynccontextmanager
-    async def ticket(self, item: Item, mime_type: str, *, rows: bool) -> AsyncIterator[Ticket]:
+    async def ticket(self, item: Item, *, rows: bool) -> AsyncIterator[Ticket]:
         """Holds an item for the length of the block; `rows` says whether they are wanted, or the header alone.
 
         Raises InvalidInput for what no limit allows, Forbidden for an address that may not be fetched, and Exhausted
         where too much is held.
         """
-        self._contents.check(item, mime_type)
+        self._contents.check(item)
         with self._admission.reserve(item.size, item.field) as reservation:
             times = StageTimes("hash", self.pipeline.seconds)
-            ticket = Ticket(item, mime_type, reservation, times, rows=rows)
+            ticket = Ticket(item, reservation, times, rows=rows)
             try:
                 yield ticket
             finally:
@@ -74,7 +74,7 @@ class Encoder:
             if item.source.known_key and await self._is_known(ticket, item.source):
                 return await ticket.header()
             with ticket.times.timed("fetch"):
-                item = await self._contents.fetched(item, ticket.mime_type)
+                item = await self._contents.fetched(item)
         # 2. The key.
         if isinstance(item.source, Key):
             key = item.source.value
@@ -88,10 +88,10 @@ class Encoder:
         # 4. The header, which the flight learns.
         return await ticket.header()
 
-    async def prefetch(self, item: Item, mime_type: str) -> tuple[Header, bool]:
+    async def prefetch(self, item: Item) -> tuple[Header, bool]:
         """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
         known: asyncio.Future[tuple[Header, bool]] = asyncio.get_running_loop().create_future()
-        self._start(self._prefetch(item, mime_type, known), "prefetch")
+        self._start(self._prefetch(item, known), "prefetch")
         return await asyncio.shield(known)
 
     async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
@@ -223,9 +223,9 @@ class Encoder:
             self._forget(flight)
             flight.failed(Internal("the media could not be encoded", reason="ENCODE_FAILED"))
 
-    async def _prefetch(self, item: Item, mime_type: str, known: asyncio.Future[tuple[Header, bool]]) -> None:
+    async def _prefetch(self, item: Item, known: asyncio.Future[tuple[Header, bool]]) -> None:
         try:
-            async with self.ticket(item, mime_type, rows=True) as ticket:
+            async with self.ticket(item, rows=True) as ticket:
                 known.set_result((await self.resolve(ticket), ticket.cached))
                 await ticket.ready()
         except TwinlensError as error:

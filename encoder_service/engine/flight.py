@@ -182,9 +182,8 @@ class Ticket:
     is. `rows` says whether the caller wants them, or the header alone.
     """
 
-    def __init__(self, item: Item, mime_type: str, reservation: Reservation, times: StageTimes, *, rows: bool) -> None:
+    def __init__(self, item: Item, reservation: Reservation, times: StageTimes, *, rows: bool) -> None:
         self.item = item
-        self.mime_type = mime_type
         self.reservation = reservation
         self.times = times
         self.rows = rows

@@ -115,7 +115,7 @@ class Pipeline:
             raise not_found(f"{field}.key")
         try:
             with flight.times.timed("fetch"):
-                item = await self.contents.fetched(dataclasses.replace(ticket.item, field=field), ticket.mime_type)
+                item = await self.contents.fetched(dataclasses.replace(ticket.item, field=field))
                 if await self.contents.key(item) != flight.key:
                     raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=field)
                 if ticket.flight is not None:  # its caller is still there

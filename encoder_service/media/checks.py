@@ -14,7 +14,7 @@ from encoder_service.media.limits import MediaLimits, check_sides
 from encoder_service.media.modalities import SPECS, ModalitySpec
 
 
-def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
+def check_item(item: Item, limits: MediaLimits) -> None:
     """Checks size, format and options of an item. Raises InvalidInput with a stable reason and the request field."""
     spec = SPECS[item.modality]
     _check_options(item.options, spec, item.field, limits)
@@ -31,7 +31,7 @@ def check_item(item: Item, mime_type: str, limits: MediaLimits) -> None:
             if not data:
                 raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
             _check_size(item, spec, limits)
-            sniff.check(data, spec.formats, item.modality, mime_type, item.field)
+            sniff.check(data, spec.formats, item.modality, item.mime_type, item.field)
 
 
 def _check_size(item: Item, spec: ModalitySpec, limits: MediaLimits) -> None:

@@ -86,7 +86,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
             convert.check_lists(request)
         for index, media in enumerate(request.items):
             with contextlib.suppress(TwinlensError):
-                checks.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)
+                checks.check_item(convert.item(media, index, "", 0), BOUNDS)
 
 
 def test_what_is_not_spoilt_is_read() -> None:
@@ -95,4 +95,4 @@ def test_what_is_not_spoilt_is_read() -> None:
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):
-        checks.check_item(convert.item(media, index, "", 0), media.mime_type, BOUNDS)
+        checks.check_item(convert.item(media, index, "", 0), BOUNDS)

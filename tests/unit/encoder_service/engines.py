@@ -106,7 +106,7 @@ def item(number: int = 0, **fields) -> Item:
 
 async def rows(made: Encoder, wanted: Item) -> bool:
     """Waits for an item's rows; true where they had been there."""
-    async with made.ticket(wanted, "", rows=True) as ticket:
+    async with made.ticket(wanted, rows=True) as ticket:
         header = await made.resolve(ticket)
         await ticket.ready()
         with made.pipeline.store.pinned(ticket.allocation) as data:

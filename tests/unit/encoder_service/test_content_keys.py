@@ -27,8 +27,8 @@ def key(item: Item, digest: str = "a tower") -> bytes:
     return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), digest).key(item))
 
 
-def fetched(item: Item, mime_type: str = "") -> Item:
-    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), "a tower").fetched(item, mime_type))
+def fetched(item: Item) -> Item:
+    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), "a tower").fetched(item))
 
 
 few = st.integers(0, 2)

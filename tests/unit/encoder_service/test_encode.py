@@ -63,7 +63,7 @@ async def test_what_waits_while_a_worker_is_busy_goes_in_one_batch(monkeypatch):
 async def test_a_header_alone_decodes_and_computes_nothing_until_someone_wants_rows(monkeypatch):
     decoders = FakeDecoders(SEEN)
     async with encoder(monkeypatch, decoders=decoders) as (made, worker):
-        async with made.ticket(item(), "", rows=False) as ticket:
+        async with made.ticket(item(), rows=False) as ticket:
             assert (await made.resolve(ticket)).tokens == 4
             await turns()
             assert (decoders.jobs, worker.batches) == (1, [])
@@ -183,7 +183,7 @@ async def test_an_unforeseen_failure_is_ours_and_leaves_nothing(monkeypatch):
 async def test_what_never_fits_is_refused_before_its_header_leaves_and_before_it_is_decoded(monkeypatch, room, reason):
     decoders = FakeDecoders(SEEN)
     async with encoder(monkeypatch, decoders=decoders, **room) as (made, worker):
-        async with made.ticket(item(), "", rows=True) as ticket:
+        async with made.ticket(item(), rows=True) as ticket:
             with pytest.raises(InvalidInput) as refused:
                 await made.resolve(ticket)
         assert (refused.value.reason, refused.value.field) == (reason, "items[0]")
@@ -200,7 +200,7 @@ async def test_two_items_that_do_not_fit_together_go_one_after_the_other(monkeyp
 
 async def test_a_prefetched_item_goes_on_after_its_header(monkeypatch):
     async with encoder(monkeypatch, answers=None) as (made, worker):
-        header, cached = await made.prefetch(item(), "")
+        header, cached = await made.prefetch(item())
         assert (header.tokens, cached) == (4, False)
         await turns(30)
         worker.say(DONE)
@@ -213,7 +213,7 @@ async def test_pixels_need_no_decoder(monkeypatch):
     given = Pixels(bytes(5 * 56 * 56 * 3), 5, 56, 56)
     async with encoder(monkeypatch, decoders=decoders, staging=1 << 18) as (made, worker):
         wanted = Item(Modality.VIDEO, given, field="items[0]")
-        async with made.ticket(wanted, "", rows=True) as ticket:
+        async with made.ticket(wanted, rows=True) as ticket:
             header = await made.resolve(ticket)
             await ticket.ready()
         assert (header.grid.t, header.timestamps, decoders.jobs) == (3, (0.25, 1.25, 2.0), 0)
@@ -231,7 +231,7 @@ async def test_leaving_at_any_moment_leaves_nothing(monkeypatch, seed):
     decoders = FakeDecoders(SEEN, turns=chance.randint(0, 4))
     async with encoder(monkeypatch, answers=answers, decoders=decoders, store_bytes=1024) as (made, _):
         tasks = [asyncio.create_task(rows(made, item(chance.randrange(8)))) for _ in range(30)]
-        tasks += [asyncio.create_task(made.prefetch(item(chance.randrange(8)), "")) for _ in range(5)]
+        tasks += [asyncio.create_task(made.prefetch(item(chance.randrange(8)))) for _ in range(5)]
         for task in chance.sample(tasks, 18):
             await turns(chance.randint(0, 4))
             task.cancel()

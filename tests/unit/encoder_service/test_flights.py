@@ -34,7 +34,7 @@ steps = st.lists(
 
 
 async def _ask(made, wanted, *, rows: bool) -> None:
-    async with made.ticket(wanted, "", rows=rows) as ticket:
+    async with made.ticket(wanted, rows=rows) as ticket:
         header = await made.resolve(ticket)
         await turns(1)
         if rows:

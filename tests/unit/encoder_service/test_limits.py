@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import InvalidInput
@@ -52,7 +54,7 @@ def item(source, modality: Modality = Modality.IMAGE, **options) -> Item:
     ],
 )
 def test_items(what, refused):
-    assert reason(checks.check_item, what, "", LIMITS) == refused
+    assert reason(checks.check_item, what, LIMITS) == refused
 
 
 @pytest.mark.parametrize(
@@ -109,5 +111,5 @@ def test_plans(plan, refused):
 
 
 def test_a_mime_type_may_have_parameters_and_capitals():
-    assert reason(checks.check_item, item(JPEG), "Image/JPEG; charset=binary", LIMITS) == ""
-    assert reason(checks.check_item, item(JPEG), "image/png", LIMITS) == "MIME_MISMATCH"
+    assert reason(checks.check_item, replace(item(JPEG), mime_type="Image/JPEG; charset=binary"), LIMITS) == ""
+    assert reason(checks.check_item, replace(item(JPEG), mime_type="image/png"), LIMITS) == "MIME_MISMATCH"

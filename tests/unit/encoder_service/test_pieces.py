@@ -21,7 +21,7 @@ async def test_rows_that_have_landed_are_there_before_the_item_is_complete(monke
     clip = Item(Modality.VIDEO, Pixels(bytes(4 * 56 * 56 * 3), 4, 56, 56), field="items[0]")
     async with (
         encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker),
-        made.ticket(clip, "", rows=True) as ticket,
+        made.ticket(clip, rows=True) as ticket,
     ):
         header = await made.resolve(ticket)
         more = asyncio.create_task(ticket.more(0))

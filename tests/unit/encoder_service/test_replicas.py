@@ -43,7 +43,7 @@ async def test_what_is_in_the_shared_store_is_neither_decoded_nor_computed(monke
     ):
         await rows(one, item(salt="mine"))
         await written(one, 1)
-        async with two.ticket(item(salt="mine"), "", rows=False) as ticket:
+        async with two.ticket(item(salt="mine"), rows=False) as ticket:
             header = await two.resolve(ticket)
             assert ticket.cached
         assert await two.has([header.key], "theirs") == [False]
@@ -57,7 +57,7 @@ async def test_what_is_in_the_shared_store_is_neither_decoded_nor_computed(monke
 
 async def test_content_that_comes_while_its_key_is_looked_for_is_used(monkeypatch, server):
     async with encoder(monkeypatch, shared=server.url) as (one, worker):
-        async with one.ticket(item(), "", rows=False) as ticket:
+        async with one.ticket(item(), rows=False) as ticket:
             key = (await one.resolve(ticket)).key
         by_key = asyncio.create_task(rows(one, item(source=Key(key))))
         by_content = asyncio.create_task(rows(one, item()))
@@ -88,12 +88,12 @@ def address(number: int, key: bytes) -> Url:
 async def lost(made, server, source: Url | Key, key: bytes) -> bool:
     """Asks for what is known by its key, has the shared store lose the rows when the header is out, and waits for them;
     whether rows came that fit the header."""
-    async with made.ticket(item(source=source), "", rows=False) as ticket:
+    async with made.ticket(item(source=source), rows=False) as ticket:
         header = await made.resolve(ticket)
         assert header.key == key
         with server.client() as client:
             client.delete(*client.keys("twinlens:rows:*"))
-        async with made.ticket(item(source=Key(key)), "", rows=True) as wanting:
+        async with made.ticket(item(source=Key(key)), rows=True) as wanting:
             assert await made.resolve(wanting) == header
             await wanting.ready()
             return wanting.entry.header == header
@@ -108,7 +108,7 @@ async def shared_picture(monkeypatch, server):
     ):
         await rows(one, item(3))
         await written(one, 1)
-        async with one.ticket(item(3), "", rows=False) as ticket:
+        async with one.ticket(item(3), rows=False) as ticket:
             key = (await one.resolve(ticket)).key
         yield two, worker, key
 
@@ -144,7 +144,7 @@ async def test_rows_that_are_made_otherwise_than_the_header_said_are_not_sent_be
         with pytest.raises(Unavailable) as error:
             await lost(made, server, address(3, key), key)
         assert error.value.reason == "MEDIA_CHANGED"
-        async with made.ticket(item(3), "", rows=True) as ticket:
+        async with made.ticket(item(3), rows=True) as ticket:
             assert (await made.resolve(ticket)).tokens == 16
             await ticket.ready()
 
@@ -152,11 +152,11 @@ async def test_rows_that_are_made_otherwise_than_the_header_said_are_not_sent_be
 async def test_whoever_waits_for_another_s_address_hears_of_its_failure_by_a_place_of_its_own(monkeypatch, server):
     async with shared_picture(monkeypatch, server) as (made, _, key):
         last = dataclasses.replace(item(source=Key(key)), field="items[5]")
-        async with made.ticket(item(source=address(4, key)), "", rows=False) as first:
+        async with made.ticket(item(source=address(4, key)), rows=False) as first:
             await made.resolve(first)
             with server.client() as client:
                 client.delete(*client.keys("twinlens:rows:*"))
-            async with made.ticket(last, "", rows=True) as wanting:
+            async with made.ticket(last, rows=True) as wanting:
                 await made.resolve(wanting)
                 for ticket, place in ((wanting, "items[5]"), (first, "items[0]")):
                     with pytest.raises(Unavailable) as error:
@@ -168,11 +168,11 @@ async def test_content_that_comes_while_an_address_is_fetched_is_used_where_that
     async with shared_picture(monkeypatch, server) as (made, worker, key):
         fetched, fetch = asyncio.Event(), made._contents.fetched
 
-        async def slow_fetch(wanted, mime_type):
+        async def slow_fetch(wanted):
             await fetched.wait()
-            return await fetch(wanted, mime_type)
+            return await fetch(wanted)
 
-        async with made.ticket(item(source=address(4, key)), "", rows=True) as ticket:
+        async with made.ticket(item(source=address(4, key)), rows=True) as ticket:
             with server.client() as client:
                 client.hset(f"twinlens:rows:{key.hex()}", "0", b"spoilt")
             monkeypatch.setattr(made._contents, "fetched", slow_fetch)
