@@ -1,4 +1,4 @@
-"""Encoders that say what a test scripted for them, over real gRPC, and a row store behind them."""
+"""Encoders that say what a test scripted for them, over real gRPC, and an encoder cache behind them."""
 
 from __future__ import annotations
 
