@@ -44,7 +44,7 @@ def scheduler(running: int, sampling: Sampling) -> Scheduler:
                 id=id,
                 token_ids=prompt.tobytes(),
                 positions=positions,
-                delta=0,
+                mrope_delta=0,
                 items=[],
                 sampling=sampling,
                 salt="",
