@@ -13,7 +13,7 @@ from common.errors import DataLoss
 from common.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.peer import Asking, LinkSettings, Peer
-from llm_service.encoders.transports.base import MirrorPlace, Run
+from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.engine.messages import PullEnded
 from llm_service.engine.mirrors import Mirrors
@@ -63,12 +63,12 @@ class Bench:
     def _mark(self) -> None:
         self.marked += 1
 
-    def run(self, **changes: object) -> Run:
+    def run(self, **changes: object) -> ArrivedRows:
         given = {"transport": self.ipc.number, "region": "a", "offset": 64, "length": 32, "ipc_handle": b"h"}
         handle = encoder_pb2.RowsHandle(**{**given, "slot": 1, "number": 7, "row_sum": 9, **changes})
-        return Run(0, 4, handle, MirrorPlace(PLACE, self._mark))
+        return ArrivedRows(0, 4, handle, MirrorPlace(PLACE, self._mark))
 
-    async def read(self, run: Run | None = None) -> list[int]:
+    async def read(self, run: ArrivedRows | None = None) -> list[int]:
         async with aclosing(self.ipc.read(run or self.run(), memoryview(bytearray(32)))) as pieces:
             return [piece async for piece in pieces]
 
@@ -164,7 +164,7 @@ async def test_only_handles_of_this_kind_are_taken_and_only_where_there_is_a_pla
     bench = Bench()
     assert not bench.ipc.takes(bench.run(transport=encoder_pb2.TRANSPORT_SHARED_MEMORY))
     run = bench.run()
-    assert not bench.ipc.takes(Run(run.first, run.count, run.payload))
+    assert not bench.ipc.takes(ArrivedRows(run.first, run.count, run.payload))
 
 
 @pytest.mark.parametrize(
