@@ -21,7 +21,7 @@ import numpy as np
 from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.item import Inspection
-from encoder_service.media.bounds import TooComplex
+from encoder_service.media.complexity import TooComplex
 from encoder_service.media.messages import (
     Begin,
     Decode,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from encoder_service.media.bounds import Count, TooComplex
+from encoder_service.media.complexity import PartCount, TooComplex
 from encoder_service.media.messages import Bounds
 
 _PACKED: Final = frozenset((b"iCCP", b"zTXt", b"iTXt"))
@@ -33,16 +33,16 @@ def check(data: bytes, name: str, bounds: Bounds) -> None:
     before its first frame count, since no other is looked at. A WebP's parts cost its decoder next to nothing."""
     match name:
         case "PNG":
-            _check_png(data, Count(bounds.image_chunks))
+            _check_png(data, PartCount(bounds.image_chunks))
         case "JPEG":
             read_jpeg(data, bounds)
         case "GIF":
-            _check_gif(data, Count(bounds.image_chunks))
+            _check_gif(data, PartCount(bounds.image_chunks))
         case "BMP":
             _check_bmp(data, bounds.packed_bmp_bytes)
 
 
-def _check_png(data: bytes, count: Count) -> None:
+def _check_png(data: bytes, count: PartCount) -> None:
     """Chunks are: length (4 bytes), kind (4), body, checksum (4)."""
     at, kind = 8, b""
     while at + 8 <= len(data) and kind != b"IEND":
@@ -51,7 +51,7 @@ def _check_png(data: bytes, count: Count) -> None:
         at += 12 + length
 
 
-def _check_gif(data: bytes, count: Count) -> None:
+def _check_gif(data: bytes, count: PartCount) -> None:
     """Behind a head of 13 bytes and a palette come extensions: a mark, a label, and sub-blocks that begin with their
     length, up to an empty one. What is none of all this is passed over, byte by byte."""
     flags = data[10] if len(data) > 10 else 0
@@ -90,7 +90,7 @@ class _Scans:
     """What the scans of a JPEG cover. A progressive one codes the upper bits of values first, and the rest later."""
 
     def __init__(self, max_scans: int) -> None:
-        self._count = Count(max_scans)
+        self._count = PartCount(max_scans)
         self._components: frozenset[int] = frozenset()
         self._progressive = False
         self._seen: set[int] = set()
@@ -127,7 +127,7 @@ def read_jpeg(data: bytes, bounds: Bounds) -> JpegLayout:
 
     Bytes between segments, which a decoder passes over one by one, count as much as segments.
     """
-    count, scans = Count(bounds.image_chunks), _Scans(bounds.image_scans)
+    count, scans = PartCount(bounds.image_chunks), _Scans(bounds.image_scans)
     at, end = 2, len(data)
     while (mark := data.find(b"\xff", at)) >= 0:
         count.add(1 + mark - at)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from encoder_service.media import mp4
-from encoder_service.media.bounds import Count
+from encoder_service.media.complexity import PartCount
 from encoder_service.media.sniff import VIDEOS, ebml_size, format_of
 
 _SEGMENT: Final = b"\x18\x53\x80\x67"
@@ -110,7 +110,7 @@ def _matroska_is_whole(data: bytes) -> bool:
 
 def _count_matroska(data: bytes, max_parts: int) -> None:
     """Elements, and the frames of laced blocks. Where no element begins, a byte counts as one."""
-    parts = Count(max_parts)
+    parts = PartCount(max_parts)
     for kind, begin, end in _elements(data):
         parts.add()
         if kind in _BLOCKS:
@@ -145,7 +145,7 @@ def _elements(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 def _count_avi(data: bytes, max_parts: int) -> None:
     """Chunks are: kind (4 bytes), size (4), body, to an even length."""
-    parts, at = Count(max_parts), 0
+    parts, at = PartCount(max_parts), 0
     while at + 8 <= len(data):
         parts.add()
         if data[at : at + 4] in _LISTS:
@@ -157,7 +157,7 @@ def _count_avi(data: bytes, max_parts: int) -> None:
 
 def _count_flv(data: bytes, max_parts: int) -> None:
     """Tags are: kind (1 byte), size (3), 7 others, body, back link (4)."""
-    parts, at = Count(max_parts), 13
+    parts, at = PartCount(max_parts), 13
     while at + 11 <= len(data):
         parts.add()
         at += 15 + int.from_bytes(data[at + 1 : at + 4], "big")

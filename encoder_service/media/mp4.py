@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from encoder_service.media.bounds import Count, TooComplex
+from encoder_service.media.complexity import PartCount, TooComplex
 
 _LARGE = 1
 """A box size that stands for a size of eight bytes behind the box's kind."""
@@ -68,7 +68,7 @@ def boxes(data: bytes) -> Iterator[Box]:
 
 def count(data: bytes, max_parts: int) -> None:
     """Raises TooComplex for more boxes, edits and samples of fragments than `max_parts`, or too long edits."""
-    parts, edits, track = Count(max_parts), 0, _Track()
+    parts, edits, track = PartCount(max_parts), 0, _Track()
     for box in boxes(data):
         parts.add()
         track.see(box, data)

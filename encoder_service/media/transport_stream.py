@@ -22,7 +22,7 @@ try:
 except ImportError:  # a machine for a trial, whose environment was put together by hand, does without
     av = None  # type: ignore[assignment]
 
-from encoder_service.media.bounds import Count
+from encoder_service.media.complexity import PartCount
 
 _WEIGHT = 4
 """For how many parts of a file a packet counts, since it is a whole frame, and is taken up twice."""
@@ -40,7 +40,7 @@ def as_matroska(data: bytes, max_parts: int) -> bytes:
             if stream is None:
                 raise ValueError("there is no video")
             track = made.add_stream_from_template(stream)
-            for packet in _in_order(given.demux(stream), Count(max_parts)):
+            for packet in _in_order(given.demux(stream), PartCount(max_parts)):
                 packet.stream = track
                 made.mux(packet)
     except av.FFmpegError as error:
@@ -48,7 +48,7 @@ def as_matroska(data: bytes, max_parts: int) -> bytes:
     return file.getvalue()
 
 
-def _in_order(packets: Iterator[Any], count: Count) -> Iterator[Any]:
+def _in_order(packets: Iterator[Any], count: PartCount) -> Iterator[Any]:
     """The packets of a stream that have a time. Where it jumps back, as where one stream was put behind another, what
     follows is moved to behind what was there."""
     last, shift = None, 0

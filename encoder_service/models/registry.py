@@ -12,7 +12,7 @@ from common.identity import VISION_PREFIXES
 from common.linear import finalize_linears
 from common.weights import load_tensors
 from encoder_service.families.family import ModelConfig
-from encoder_service.models.choice import AttentionUnavailable, choose, choose_captured
+from encoder_service.models.attention_choice import AttentionUnavailable, choose, choose_captured
 from encoder_service.models.tower import PackedTower
 
 

@@ -29,7 +29,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     log.configure(begin.log_level, service="encoder")
     gc.disable()  # what is imported stays: collections would look through it again and again
     from common.device_memory import DeviceMemoryError  # torch takes a second to import
-    from encoder_service.models.choice import AttentionUnavailable
+    from encoder_service.models.attention_choice import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
     from encoder_service.worker.runner import Runner
 

@@ -11,7 +11,7 @@ from common.graphs import CudaCapture
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import registry
-from encoder_service.models.choice import candidates
+from encoder_service.models.attention_choice import candidates
 from encoder_service.models.tower import PackedTower
 from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
 from tests import pictures

@@ -12,7 +12,7 @@ from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import registry
 from encoder_service.models.attention import Sdpa
-from encoder_service.models.choice import BACKENDS, candidates, choose
+from encoder_service.models.attention_choice import BACKENDS, candidates, choose
 from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
 from tests.checkpoints import FAMILIES
 

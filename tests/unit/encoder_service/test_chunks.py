@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from encoder_service.media import chunks, image
-from encoder_service.media.bounds import TooComplex
+from encoder_service.media.complexity import TooComplex
 from encoder_service.media.limits import MediaLimits
 from tests import bad_files, pictures
 from tests.bad_files import chunk

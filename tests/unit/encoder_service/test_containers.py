@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from encoder_service.media import container, mp4, transport_stream, video
-from encoder_service.media.bounds import TooComplex
+from encoder_service.media.complexity import TooComplex
 from tests import bad_files, pictures
 
 PATH = (b"moov", b"trak", b"mdia", b"minf", b"stbl")

@@ -11,7 +11,7 @@ class TooComplex(ValueError):
     """A file is made of more parts than are taken."""
 
 
-class Count:
+class PartCount:
     """Parts of one file, of which there may be `max_parts`."""
 
     def __init__(self, max_parts: int) -> None:
