@@ -12,7 +12,18 @@ from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
 from common.media.item import Modality
 from llm_service.config import LlmConfig
-from llm_service.request import ChatPrompt, MediaItem, Message, Request, Sampling, Structure, TextPrompt, TokenPrompt
+from llm_service.request import (
+    ChatPrompt,
+    MediaItem,
+    Message,
+    Request,
+    Sampling,
+    Structure,
+    TextPrompt,
+    TokenPrompt,
+    ToolCall,
+    ToolDefinition,
+)
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 
 SERVED = (Modality.IMAGE, Modality.VIDEO)
@@ -77,7 +88,14 @@ class RequestReader:
     def chat(self, chat: llm_pb2.ChatInput, media: list[MediaItem]) -> ChatPrompt:
         """Reads messages; their items are appended to `media` in prompt order."""
         self._check_parts(chat)
-        self._check_text((part.text for m in chat.messages for part in m.parts), "chat.messages")
+        texts = (
+            text for m in chat.messages for text in (m.reasoning, m.tool_call_id, *(part.text for part in m.parts))
+        )
+        said = (text for m in chat.messages for call in m.tool_calls for text in (call.id, call.name, call.arguments))
+        known = (text for tool in chat.tools for text in (tool.name, tool.description, tool.parameters))
+        self._check_text((*texts, *said, *known), "chat.messages")
+        depth = self._config.max_schema_depth
+        tools = [read_tool(tool, depth, f"chat.tools[{number}]") for number, tool in enumerate(chat.tools)]
         messages = []
         for number, message in enumerate(chat.messages):
             parts: list[str | MediaItem] = []
@@ -91,8 +109,12 @@ class RequestReader:
                 else:
                     media.append(self._media(part.media, len(media), f"{field}.media"))
                     parts.append(media[-1])
-            messages.append(Message(message.role, tuple(parts)))
-        return ChatPrompt(tuple(messages))
+            calls = [
+                read_tool_call(call, depth, f"chat.messages[{number}].tool_calls[{place}]")
+                for place, call in enumerate(message.tool_calls)
+            ]
+            messages.append(Message(message.role, tuple(parts), tuple(calls), message.tool_call_id, message.reasoning))
+        return ChatPrompt(tuple(messages), tuple(tools), chat.thinking if chat.HasField("thinking") else None)
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
         if len(given) > self._config.max_images + self._config.max_videos:
@@ -111,9 +133,13 @@ class RequestReader:
     def _check_parts(self, chat: llm_pb2.ChatInput) -> None:
         """A flood of messages or parts is only counted: each costs microseconds of the event loop."""
         limit = self._config.max_parts
-        if len(chat.messages) > limit or sum(len(message.parts) for message in chat.messages) > limit:
+        if (
+            len(chat.messages) > limit
+            or len(chat.tools) > limit
+            or sum(len(message.parts) + len(message.tool_calls) for message in chat.messages) > limit
+        ):
             raise InvalidInput(
-                f"a conversation may have {limit} messages, and {limit} parts",
+                f"a conversation may have {limit} messages, {limit} parts and calls, and {limit} tools",
                 reason="TOO_MANY_PARTS",
                 field="chat.messages",
             )
@@ -212,6 +238,41 @@ class SamplingReader:
             raise InvalidInput(
                 f"a stop text has 1 to {self._config.max_stop_bytes} bytes", reason="BAD_STOP", field="sampling.stop"
             )
+
+
+def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:
+    """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
+    _check_name(message.name, field)
+    parameters = _parsed(message.parameters, max_depth, f"{field}.parameters") if message.parameters else None
+    return ToolDefinition(message.name, message.description, parameters)
+
+
+def read_tool_call(message: llm_pb2.ToolCall, max_depth: int, field: str) -> ToolCall:
+    """A call, likewise."""
+    _check_name(message.name, field)
+    return ToolCall(message.id, message.name, _parsed(message.arguments or "{}", max_depth, f"{field}.arguments"))
+
+
+def _check_name(name: str, field: str) -> None:
+    if not name:
+        raise InvalidInput("a function has no name", reason="BAD_TOOL", field=f"{field}.name")
+
+
+def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not _is_flat(value, max_depth):
+        raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)
+    return value
+
+
+def _is_flat(value: Any, depth: int) -> bool:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_flat(each, depth - 1) for each in inner)
+    return True
 
 
 def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,18 +18,43 @@ class MediaItem(Media):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolDefinition:
+    """A function that the model may call; `parameters` is a JSON Schema, None for a function without any."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model has made."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """A chat message; a part is text, or the item that stands there."""
+    """A chat message; a part is text, or the item that stands there. Calls and reasoning are an assistant's, the id of
+    a call is a tool's, whose message is its result."""
 
     role: str
     parts: tuple[str | MediaItem, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages, to be laid out by the chat template."""
+    """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None: as the
+    template has it."""
 
     messages: tuple[Message, ...]
+    tools: tuple[ToolDefinition, ...] = ()
+    thinking: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

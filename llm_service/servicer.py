@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import grpc
 
 from common.errors import InvalidInput
+from common.media.convert import MODALITIES
 from llm_service.config import LlmConfig
-from llm_service.convert import RequestReader
+from llm_service.convert import SERVED, RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
@@ -20,6 +21,7 @@ from llm_service.generation.events import Begun, Delta, Ended, PromptScores
 from llm_service.generation.generator import Generator
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import MediaItem
 from twinlens import __version__
@@ -77,7 +79,7 @@ class LlmServicer(LlmServiceServicer):
                 match event:
                     case Begun():
                         begun = event
-                        yield llm_pb2.GenerateResponse(started=_started(read.id, event))
+                        yield llm_pb2.GenerateResponse(started=_started(read.id, event, components.prompts))
                     case PromptScores():
                         yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
@@ -118,6 +120,20 @@ class LlmServicer(LlmServiceServicer):
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
         return llm_pb2.TokenizeResponse(ids=ids)
 
+    async def Detokenize(
+        self,
+        request: llm_pb2.DetokenizeRequest,
+        context: Context[llm_pb2.DetokenizeRequest, llm_pb2.DetokenizeResponse],
+    ) -> llm_pb2.DetokenizeResponse:
+        """Gives the text of token ids."""
+        components = self._components
+        if len(request.ids) > components.longest:
+            raise InvalidInput("there are more tokens than a context holds", reason="PROMPT_TOO_LONG", field="ids")
+        if any(token >= components.prompts.vocab_size for token in request.ids):
+            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="ids")
+        text = await asyncio.to_thread(components.prompts.decode, request.ids)
+        return llm_pb2.DetokenizeResponse(text=text)
+
     async def GetInfo(
         self,
         request: llm_pb2.LlmServiceGetInfoRequest,
@@ -134,6 +150,8 @@ class LlmServicer(LlmServiceServicer):
             vocab_size=components.prompts.vocab_size,
             tensor_parallel=components.config.tp,
             devices=ready.devices if ready else [],
+            modalities=[MODALITIES[modality] for modality in SERVED],
+            tool_format=_tool_format(components.prompts.template),
         )
 
     async def GetLoad(
@@ -198,7 +216,7 @@ class LlmServicer(LlmServiceServicer):
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
 
 
-def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
+def _started(request_id: str, event: Begun, prompts: PromptBuilder) -> llm_pb2.GenerateStarted:
     spans = [
         llm_pb2.MediaSpan(
             item=span.item,
@@ -211,8 +229,18 @@ def _started(request_id: str, event: Begun) -> llm_pb2.GenerateStarted:
         for span in event.layout.spans
     ]
     return llm_pb2.GenerateStarted(
-        prompt_tokens=len(event.layout.ids), cached_tokens=event.cached, spans=spans, request_id=request_id
+        prompt_tokens=len(event.layout.ids),
+        cached_tokens=event.cached,
+        spans=spans,
+        request_id=request_id,
+        thinking=prompts.ends_in_thinking(event.layout.ids),
     )
+
+
+def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
+    if template.writes_xml_calls:
+        return llm_pb2.TOOL_FORMAT_XML
+    return llm_pb2.TOOL_FORMAT_JSON if template.writes_json_calls else llm_pb2.TOOL_FORMAT_UNSPECIFIED
 
 
 def _delta(event: Delta, texts: TokenTexts) -> llm_pb2.GenerateDelta:

@@ -14,7 +14,7 @@ from twinlens.answers import Answer, Completion
 from twinlens.channel import Endpoint, Tls
 from twinlens.client import EncoderClient, LlmClient
 from twinlens.errors import InterruptedStreamError, NotReachableError, TwinlensError
-from twinlens.prompts import Prompt, assistant, generate_request, image, message, system, user, video
+from twinlens.prompts import Prompt, assistant, generate_request, image, message, system, tool, tool_result, user, video
 from twinlens.streams import AsyncStream, Stream
 from twinlens.v1 import SamplingParams
 
@@ -40,6 +40,8 @@ __all__ = [
     "image",
     "message",
     "system",
+    "tool",
+    "tool_result",
     "user",
     "video",
 ]

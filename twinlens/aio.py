@@ -110,6 +110,10 @@ class AsyncLlmClient(_AsyncClient):
         """The token ids of a text, or of messages as the chat template lays them out."""
         return list((await self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special))).ids)
 
+    async def detokenize(self, *ids: int) -> str:
+        """The text of token ids, special tokens by their names."""
+        return (await self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids))).text
+
     async def get_info(self) -> v1.LlmServiceGetInfoResponse:
         """What the service is."""
         return await self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())

@@ -116,6 +116,10 @@ class LlmClient(_Client):
         """The token ids of a text, or of messages as the chat template lays them out."""
         return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special)).ids)
 
+    def detokenize(self, *ids: int) -> str:
+        """The text of token ids, special tokens by their names."""
+        return self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids)).text
+
     def get_info(self) -> v1.LlmServiceGetInfoResponse:
         """What the service is."""
         return self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from twinlens.v1 import (
     MODALITY_IMAGE,
@@ -20,6 +21,8 @@ from twinlens.v1 import (
     SamplingParams,
     TextInput,
     TokensInput,
+    ToolCall,
+    ToolDefinition,
 )
 
 _ADDRESS = re.compile(r"[a-zA-Z][\w+.-]*://")
@@ -92,9 +95,25 @@ def system(text: str) -> ChatMessage:
     return message("system", text)
 
 
-def assistant(text: str) -> ChatMessage:
-    """An earlier answer of the model."""
-    return message("assistant", text)
+def assistant(text: str, *calls: ToolCall, reasoning: str = "") -> ChatMessage:
+    """An earlier answer of the model: what it said, the calls that it made, and what it thought before."""
+    answer = message("assistant", *([text] if text else []))
+    answer.tool_calls.extend(calls)
+    answer.reasoning = reasoning
+    return answer
+
+
+def tool(name: str, description: str = "", parameters: dict[str, Any] | None = None) -> ToolDefinition:
+    """A function that the model may call; `parameters` is a JSON Schema of an object (None: it has none)."""
+    schema = "" if parameters is None else json.dumps(parameters, ensure_ascii=False)
+    return ToolDefinition(name=name, description=description, parameters=schema)
+
+
+def tool_result(text: str, call_id: str = "") -> ChatMessage:
+    """What a call has given."""
+    result = message("tool", text)
+    result.tool_call_id = call_id
+    return result
 
 
 def generate_request(
@@ -106,8 +125,11 @@ def generate_request(
     cache_salt: str = "",
     priority: int = 0,
     session_id: str = "",
+    tools: Sequence[ToolDefinition] = (),
+    thinking: bool | None = None,
 ) -> GenerateRequest:
-    """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset."""
+    """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools` and
+    `thinking` (see `ChatInput`) go with a conversation alone, else ValueError."""
     request = GenerateRequest(
         request_id=request_id,
         model=model,
@@ -116,6 +138,8 @@ def generate_request(
         priority=priority,
         session_id=session_id,
     )
+    if isinstance(prompt, TextInput | TokensInput) and (tools or thinking is not None):
+        raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
         case TextInput():
             request.text.CopyFrom(prompt)
@@ -123,6 +147,9 @@ def generate_request(
             request.tokens.CopyFrom(prompt)
         case _:
             request.chat.CopyFrom(chat(prompt))
+            request.chat.tools.extend(tools)
+            if thinking is not None:
+                request.chat.thinking = thinking
     return request
 
 

@@ -54,9 +54,19 @@ class PromptBuilder:
         self._plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
         self._added = added
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
-        self._template = ChatTemplate.of(checkpoint)
+        self.template = ChatTemplate.of(checkpoint)
         self._media = MediaTokens.of(checkpoint.config)
         self._media_layout = MediaLayout.of(checkpoint.config)
+
+        self._thinking = [self.encode(text, allow_special=True) for text in ("<think>", "<think>\n")]
+
+    def ends_in_thinking(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends where the model thinks, so that its output begins with that."""
+        return any(list(ids[-len(tail) :]) == tail for tail in self._thinking)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens by their names."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of a text; special tokens are recognised only where that is allowed."""
@@ -79,7 +89,7 @@ class PromptBuilder:
         if not prompt.messages:
             raise InvalidInput("the conversation has no messages", reason="EMPTY_PROMPT", field="chat.messages")
         pieces: list[Piece] = []
-        for text, from_caller in self._template.render(prompt.messages):
+        for text, from_caller in self.template.render(prompt):
             pieces.extend([text] if from_caller else self._split(text))
         return pieces
 

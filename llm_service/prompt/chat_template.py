@@ -6,9 +6,9 @@ can look like a part of the template, and a template that inspects its input can
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -16,16 +16,61 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from llm_service.request import MediaItem, Message
+from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 # What a template raises over a conversation of a shape that it does not know: its own errors, and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 
 
+# A word of a tool's definition, such as a type or a name, which a template may look at: no sign that any template or
+# special token is made with.
+_WORD = re.compile(r"[A-Za-z_$][\w$.-]{0,127}", re.ASCII)
+_MARK = re.compile(r"(\ue000[0-9a-f]{16}:\d+)\ue001")
+
+
+class _Marks:
+    """Stands for the caller's texts while a template runs."""
+
+    def __init__(self) -> None:
+        self._name = secrets.token_hex(8)
+        self._texts: list[str] = []
+
+    def put(self, text: str) -> str:
+        """What stands for a text."""
+        self._texts.append(text)
+        return f"\ue000{self._name}:{len(self._texts) - 1}\ue001"
+
+    def put_all(self, value: Any) -> Any:
+        """A JSON value in which something stands for every text and key, but for plain words."""
+        match value:
+            case str():
+                return value if _WORD.fullmatch(value) else self.put(value)
+            case dict():
+                return {self.put_all(name): self.put_all(each) for name, each in value.items()}
+            case list():
+                return [self.put_all(each) for each in value]
+            case _:
+                return value
+
+    def take(self, rendered: str) -> list[tuple[str, bool]]:
+        """The pieces of what a template has made, each with whether the caller wrote it. A text that stands inside of
+        JSON is written as JSON has it."""
+        out: list[tuple[str, bool]] = []
+        begin, end = "(?:\ue000|\\\\ue000)", "(?:\ue001|\\\\ue001)"  # escaped, where a template prints a list
+        parts = re.split(f"{begin}{self._name}:(\\d+)(j?){end}", rendered)
+        for text, number, within_json in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
+            if text:
+                out.append((text, False))
+            if number and (own := self._texts[int(number)]):
+                out.append((json.dumps(own, ensure_ascii=False)[1:-1] if within_json else own, True))
+        return out
+
+
 class ChatTemplate:
-    """A compiled template; `render` gives (piece, is the caller's) pairs."""
+    """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, and a choice of thinking,
+    where it names their variables."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -33,6 +78,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
         self._variables = variables
+        self.knows_tools = bool(re.search(r"\btools\b", source))
+        self.knows_thinking = "enable_thinking" in source
+        self.knows_reasoning = "reasoning_content" in source
+        self.writes_xml_calls = "<function=" in source
+        self.writes_json_calls = "<tool_call>" in source and not self.writes_xml_calls
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ChatTemplate:
@@ -48,40 +98,86 @@ class ChatTemplate:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return cls(source, {name: settings[name] for name in names if isinstance(settings.get(name), str)})
 
-    def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    def render(self, prompt: ChatPrompt) -> list[tuple[str, bool]]:
         """The laid-out conversation as (text, whether the caller wrote it); media stand as the template has them.
 
-        Raises InvalidInput for a role that is not known, or a conversation that the template refuses.
+        Raises InvalidInput for a role that is not known, for what the template has no place for, or a conversation that
+        it refuses.
         """
-        mark = f"\ue000{secrets.token_hex(8)}:"
-        texts: list[str] = []
-        laid = [self._message(index, message, texts, mark) for index, message in enumerate(messages)]
+        marks = _Marks()
+        self._check(prompt)
+        messages = [self._message(message, marks) for message in prompt.messages]
+        variables: dict[str, Any] = dict(self._variables)
+        if prompt.tools:
+            variables["tools"] = [{"type": "function", "function": _function(tool, marks)} for tool in prompt.tools]
+        if prompt.thinking is not None:
+            variables["enable_thinking"] = prompt.thinking
         try:
-            rendered = self._template.render(messages=laid, add_generation_prompt=True, **self._variables)
+            rendered = self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _TEMPLATE_FAILURES as error:
             raise InvalidInput(
                 "the model's chat template refuses this conversation", reason="CHAT_REFUSED", field="chat.messages"
             ) from error
-        parts = re.split(f"{mark}(\\d+)\ue001", rendered)
-        return [(texts[int(part)], True) if index % 2 else (part, False) for index, part in enumerate(parts) if part]
+        return marks.take(rendered)
 
-    def _message(self, index: int, message: Message, texts: list[str], mark: str) -> dict[str, Any]:
-        if message.role not in ROLES:
+    def _check(self, prompt: ChatPrompt) -> None:
+        """Raises InvalidInput for what the template would leave out."""
+        if prompt.tools and not self.knows_tools:
+            raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
+        if prompt.thinking is not None and not self.knows_thinking:
             raise InvalidInput(
-                f"a message's role must be one of {', '.join(ROLES)}",
-                reason="UNKNOWN_ROLE",
-                field=f"chat.messages[{index}].role",
+                "the model's chat template leaves no choice of thinking", reason="NO_THINKING", field="chat.thinking"
             )
+        for index, message in enumerate(prompt.messages):
+            field = f"chat.messages[{index}]"
+            if message.role not in ROLES:
+                raise InvalidInput(
+                    f"a message's role must be one of {', '.join(ROLES)}", reason="UNKNOWN_ROLE", field=f"{field}.role"
+                )
+            if (message.role == "tool" or message.tool_calls) and not self.knows_tools:
+                raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field=field)
+            if message.reasoning and not self.knows_reasoning:
+                raise InvalidInput(
+                    "the model's chat template has no place for reasoning", reason="NO_THINKING", field=field
+                )
+            if (message.tool_calls or message.reasoning) and message.role != "assistant":
+                raise InvalidInput("calls and reasoning are an assistant's", reason="BAD_TOOL", field=field)
+            if message.tool_call_id and message.role != "tool":
+                raise InvalidInput("the result of a call is a tool's", reason="BAD_TOOL", field=field)
+
+    def _message(self, message: Message, marks: _Marks) -> dict[str, Any]:
         content: list[dict[str, str]] = []
         for part in message.parts:
             if isinstance(part, MediaItem):
                 content.append({"type": part.modality, part.modality: "here"})
             else:
-                content.append({"type": "text", "text": f"{mark}{len(texts)}\ue001"})
-                texts.append(part)
+                content.append({"type": "text", "text": marks.put(part)})
+        more: dict[str, Any] = {}
+        if message.tool_calls:
+            more["tool_calls"] = [
+                {
+                    "id": marks.put_all(call.id),
+                    "type": "function",
+                    "function": {"name": marks.put_all(call.name), "arguments": marks.put_all(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            more["tool_call_id"] = marks.put_all(message.tool_call_id)
+        if message.reasoning:
+            more["reasoning_content"] = marks.put(message.reasoning)
         if all(part["type"] == "text" for part in content):
-            return {"role": message.role, "content": "".join(part["text"] for part in content)}
-        return {"role": message.role, "content": content}
+            return {"role": message.role, "content": "".join(part["text"] for part in content), **more}
+        return {"role": message.role, "content": content, **more}
+
+
+def _function(tool: ToolDefinition, marks: _Marks) -> dict[str, Any]:
+    out: dict[str, Any] = {"name": marks.put_all(tool.name)}
+    if tool.description:
+        out["description"] = marks.put_all(tool.description)
+    if tool.parameters is not None:
+        out["parameters"] = marks.put_all(tool.parameters)
+    return out
 
 
 def _refuse(message: str) -> None:
@@ -89,6 +185,5 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, **options)
+    """As Hugging Face's templates expect it; what stands for texts is told that it stands inside of JSON."""
+    return _MARK.sub("\\1j\ue001", json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options))

@@ -14,10 +14,19 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_STRUCTURE: _ClassVar[FinishReason]
+
+class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOOL_FORMAT_UNSPECIFIED: _ClassVar[ToolFormat]
+    TOOL_FORMAT_JSON: _ClassVar[ToolFormat]
+    TOOL_FORMAT_XML: _ClassVar[ToolFormat]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STRUCTURE: FinishReason
+TOOL_FORMAT_UNSPECIFIED: ToolFormat
+TOOL_FORMAT_JSON: ToolFormat
+TOOL_FORMAT_XML: ToolFormat
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "chat", "text", "tokens", "sampling", "cache_salt", "priority", "session_id")
@@ -42,18 +51,48 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class ChatInput(_message.Message):
-    __slots__ = ("messages",)
+    __slots__ = ("messages", "tools", "thinking")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+    tools: _containers.RepeatedCompositeFieldContainer[ToolDefinition]
+    thinking: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ToolDefinition, _Mapping]]] = ..., thinking: bool = ...) -> None: ...
+
+class ToolDefinition(_message.Message):
+    __slots__ = ("name", "description", "parameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    parameters: str
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters: _Optional[str] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "parts")
+    __slots__ = ("role", "parts", "tool_calls", "tool_call_id", "reasoning")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     role: str
     parts: _containers.RepeatedCompositeFieldContainer[ChatPart]
-    def __init__(self, role: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ChatPart, _Mapping]]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    tool_call_id: str
+    reasoning: str
+    def __init__(self, role: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ChatPart, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class ChatPart(_message.Message):
     __slots__ = ("text", "media")
@@ -149,16 +188,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id")
+    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     spans: _containers.RepeatedCompositeFieldContainer[MediaSpan]
     request_id: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    thinking: bool
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("item", "start", "length", "rows", "key", "cached")
@@ -278,12 +319,24 @@ class TokenizeResponse(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class LlmServiceGetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LlmServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling")
+    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +347,8 @@ class LlmServiceGetInfoResponse(_message.Message):
     UNIMPLEMENTED_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     UNIMPLEMENTED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MODALITIES_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -304,7 +359,9 @@ class LlmServiceGetInfoResponse(_message.Message):
     unimplemented: _containers.RepeatedScalarFieldContainer[str]
     devices: _containers.RepeatedScalarFieldContainer[str]
     unimplemented_sampling: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ...) -> None: ...
+    modalities: _containers.RepeatedScalarFieldContainer[_media_pb2.Modality]
+    tool_format: ToolFormat
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ...) -> None: ...
 
 class LlmServiceGetLoadRequest(_message.Message):
     __slots__ = ()

@@ -50,6 +50,11 @@ class LlmServiceStub(object):
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=twinlens_dot_v1_dot_llm__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/twinlens.v1.LlmService/Detokenize',
+                request_serializer=twinlens_dot_v1_dot_llm__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=twinlens_dot_v1_dot_llm__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/twinlens.v1.LlmService/GetInfo',
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceGetInfoRequest.SerializeToString,
@@ -87,6 +92,13 @@ class LlmServiceServicer(object):
 
     def Tokenize(self, request, context):
         """Gives the token ids of a text, or of a chat without media.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Gives the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +142,11 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=twinlens_dot_v1_dot_llm__pb2.TokenizeRequest.FromString,
                     response_serializer=twinlens_dot_v1_dot_llm__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=twinlens_dot_v1_dot_llm__pb2.DetokenizeRequest.FromString,
+                    response_serializer=twinlens_dot_v1_dot_llm__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -229,6 +246,33 @@ class LlmService(object):
             '/twinlens.v1.LlmService/Tokenize',
             twinlens_dot_v1_dot_llm__pb2.TokenizeRequest.SerializeToString,
             twinlens_dot_v1_dot_llm__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinlens.v1.LlmService/Detokenize',
+            twinlens_dot_v1_dot_llm__pb2.DetokenizeRequest.SerializeToString,
+            twinlens_dot_v1_dot_llm__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

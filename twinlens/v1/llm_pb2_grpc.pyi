@@ -73,6 +73,22 @@ _LlmServiceTokenizeType = typing_extensions.TypeVar(
     ],
 )
 
+_LlmServiceDetokenizeType = typing_extensions.TypeVar(
+    '_LlmServiceDetokenizeType',
+    grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.DetokenizeRequest,
+        twinlens.v1.llm_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.DetokenizeRequest,
+        twinlens.v1.llm_pb2.DetokenizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.DetokenizeRequest,
+        twinlens.v1.llm_pb2.DetokenizeResponse,
+    ],
+)
+
 _LlmServiceGetInfoType = typing_extensions.TypeVar(
     '_LlmServiceGetInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _LlmServiceFlushCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceFlushCacheType]):
+class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceDetokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceFlushCacheType]):
     """Generates text about text, pictures, videos and clips."""
 
     @typing.overload
@@ -137,6 +153,10 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.TokenizeRequest,
             twinlens.v1.llm_pb2.TokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.DetokenizeRequest,
+            twinlens.v1.llm_pb2.DetokenizeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.LlmServiceGetInfoRequest,
@@ -167,6 +187,10 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
             twinlens.v1.llm_pb2.TokenizeResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.DetokenizeRequest,
+            twinlens.v1.llm_pb2.DetokenizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.LlmServiceGetInfoRequest,
             twinlens.v1.llm_pb2.LlmServiceGetInfoResponse,
         ],
@@ -189,6 +213,9 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
     Tokenize: _LlmServiceTokenizeType
     """Gives the token ids of a text, or of a chat without media."""
 
+    Detokenize: _LlmServiceDetokenizeType
+    """Gives the text of token ids."""
+
     GetInfo: _LlmServiceGetInfoType
     """Describes the model and what this service can do."""
 
@@ -210,6 +237,10 @@ LlmServiceAsyncStub: typing_extensions.TypeAlias = LlmServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.TokenizeRequest,
         twinlens.v1.llm_pb2.TokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.DetokenizeRequest,
+        twinlens.v1.llm_pb2.DetokenizeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.LlmServiceGetInfoRequest,
@@ -251,6 +282,14 @@ class LlmServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.llm_pb2.TokenizeResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.TokenizeResponse]]:
         """Gives the token ids of a text, or of a chat without media."""
+
+    @abc.abstractmethod
+    def Detokenize(
+        self,
+        request: twinlens.v1.llm_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[twinlens.v1.llm_pb2.DetokenizeResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.DetokenizeResponse]]:
+        """Gives the text of token ids."""
 
     @abc.abstractmethod
     def GetInfo(

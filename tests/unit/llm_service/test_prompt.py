@@ -180,7 +180,7 @@ def test_an_empty_prompt_is_refused(builder: PromptBuilder, prompt: Any) -> None
     assert refused(builder, prompt, [])[0] == "EMPTY_PROMPT"
 
 
-@pytest.mark.parametrize("role", ["", "tool", "User", "assistant ", "<|im_end|>"])
+@pytest.mark.parametrize("role", ["", "function", "User", "assistant ", "<|im_end|>"])
 def test_an_unknown_role_is_refused(builder: PromptBuilder, role: str) -> None:
     assert refused(builder, chat("hi", role=role), []) == ("UNKNOWN_ROLE", "chat.messages[0].role")
 
@@ -188,7 +188,7 @@ def test_an_unknown_role_is_refused(builder: PromptBuilder, role: str) -> None:
 def test_a_conversation_the_template_refuses_is_the_callers_fault() -> None:
     template = ChatTemplate("{{ raise_exception('the path /srv/model') }}", {})
     with pytest.raises(InvalidInput) as error:
-        template.render([Message("user", ("hi",))])
+        template.render(ChatPrompt((Message("user", ("hi",)),)))
     assert error.value.reason == "CHAT_REFUSED"
     assert "/srv" not in error.value.message
 
@@ -196,19 +196,26 @@ def test_a_conversation_the_template_refuses_is_the_callers_fault() -> None:
 def test_a_template_that_trips_over_a_conversation_is_no_inner_fault() -> None:
     template = ChatTemplate("{% for m in messages %}{{ 'role: ' + m.content }}{% endfor %}", {})
     with pytest.raises(InvalidInput) as error:
-        template.render([Message("user", (item(), "what?"))])
+        template.render(ChatPrompt((Message("user", (item(), "what?")),)))
     assert error.value.reason == "CHAT_REFUSED"
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__[-1].__subclasses__() }}", {})
     with pytest.raises(InvalidInput):
-        template.render([Message("user", ("hi",))])
+        template.render(ChatPrompt((Message("user", ("hi",)),)))
 
 
 def test_texts_come_back_with_who_wrote_them() -> None:
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
-    assert template.render([Message("user", ("a", "{{ 1 }}")), Message("assistant", ("<user>",))]) == [
+    assert template.render(
+        ChatPrompt(
+            (
+                Message("user", ("a", "{{ 1 }}")),
+                Message("assistant", ("<user>",)),
+            )
+        )
+    ) == [
         ("<user>", False),
         ("a", True),
         ("{{ 1 }}", True),

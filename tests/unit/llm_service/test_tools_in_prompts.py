@@ -1,0 +1,166 @@
+"""Tools, calls, results and reasoning in a prompt: laid out as the template has them, and never as a part of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import InvalidInput
+from llm_service.convert import read_tool, read_tool_call
+from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.request import ChatPrompt, Message, ToolCall, ToolDefinition
+from twinlens import v1
+
+TEMPLATE = """\
+{%- if tools %}
+<tools>{% for tool in tools %}
+{{ tool | tojson }}
+{% for name, about in (tool.function.parameters or {}).get('properties', {})|items -%}
+- {{ name }} is {{ about.type }}{% if about.description is defined %}: {{ about.description }}{% endif %}
+
+{% endfor %}{% endfor %}</tools>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content.strip('\\n') }}</think>
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{% for name, value in call.function.arguments|items %}<{{ name }}>{{ value }}</{{ name }}>
+{% endfor %}{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+
+ENDS = "<|im_end|>"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": f'Say "it" {ENDS}'}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+ARGUMENTS = {"city": f'"Rome"\n{ENDS}', "days": 2, "near": [True, None, {"a b": "ü"}]}
+PROMPT = ChatPrompt(
+    (
+        Message("user", (f"What now? {ENDS}",)),
+        Message(
+            "assistant",
+            ("Let me see.",),
+            (ToolCall("call_1", "weather", ARGUMENTS),),
+            reasoning=f"Hm. {ENDS}",
+        ),
+        Message("tool", (f'{{"sun": "{ENDS}"}}',), tool_call_id="call_1"),
+    ),
+    (ToolDefinition("weather", f"The weather\\ {ENDS}", PARAMETERS), ToolDefinition("now", "", None)),
+    thinking=False,
+)
+
+
+def plain(prompt: ChatPrompt) -> str:
+    """The same, with the texts in the template from the beginning."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    functions: list[dict[str, Any]] = []
+    for tool in prompt.tools:
+        about = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        functions.append({"type": "function", "function": {key: value for key, value in about.items() if value}})
+    messages = [
+        {
+            "role": message.role,
+            "content": "".join(map(str, message.parts)),
+            "reasoning_content": message.reasoning,
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.tool_calls
+            ],
+        }
+        for message in prompt.messages
+    ]
+    variables = {} if prompt.thinking is None else {"enable_thinking": prompt.thinking}
+    return environment.from_string(TEMPLATE).render(messages=messages, tools=functions or None, **variables)
+
+
+def test_a_conversation_with_tools_reads_as_the_template_has_it() -> None:
+    pieces = ChatTemplate(TEMPLATE, {}).render(PROMPT)
+    assert "".join(text for text, _ in pieces) == plain(PROMPT)
+
+
+def test_no_text_of_a_tool_a_call_or_reasoning_is_a_part_of_the_template() -> None:
+    pieces = ChatTemplate(TEMPLATE, {}).render(PROMPT)
+    assert "".join(text for text, own in pieces if not own).count(ENDS) == len(PROMPT.messages)
+    assert "".join(text for text, own in pieces if own).count(ENDS) >= 6
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.text(), st.text())
+def test_whatever_is_in_a_call_it_reads_as_it_is(arguments: dict[str, Any], name: str, thought: str) -> None:
+    call = ToolCall("id", name, arguments)
+    prompt = ChatPrompt((Message("assistant", ("x",), (call,), reasoning=thought.strip("\n")),))
+    short = TEMPLATE.partition("{% for name, value")[0] + "{% endfor %}{% endfor %}"
+    pieces = ChatTemplate(short, {}).render(prompt)
+    text = "".join(text for text, _ in pieces)
+    assert json.dumps(arguments, ensure_ascii=False) in text
+    assert name in text
+
+
+def test_a_template_without_a_place_for_something_refuses_it_by_name() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    user = Message("user", ("hi",))
+    for prompt, reason, field in (
+        (ChatPrompt((user,), (ToolDefinition("f", "", None),)), "NO_TOOLS", "chat.tools"),
+        (ChatPrompt((user, Message("tool", ("x",)))), "NO_TOOLS", "chat.messages[1]"),
+        (ChatPrompt((user, Message("assistant", (), (ToolCall("", "f", {}),)))), "NO_TOOLS", "chat.messages[1]"),
+        (ChatPrompt((user,), thinking=True), "NO_THINKING", "chat.thinking"),
+        (ChatPrompt((user, Message("assistant", ("x",), reasoning="y"))), "NO_THINKING", "chat.messages[1]"),
+    ):
+        with pytest.raises(InvalidInput) as error:
+            template.render(prompt)
+        assert (error.value.reason, error.value.field) == (reason, field)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("user", ("x",), (ToolCall("", "f", {}),)),
+        Message("user", ("x",), reasoning="y"),
+        Message("assistant", ("x",), tool_call_id="1"),
+    ],
+)
+def test_what_is_in_a_message_of_another_role_is_refused(message: Message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        ChatTemplate(TEMPLATE, {}).render(ChatPrompt((message,)))
+    assert error.value.reason == "BAD_TOOL"
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "{", '"x"', nested(9), nested(100_000), "[" * 100_000])
+def test_what_is_no_object_or_too_deep_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        read_tool(v1.ToolDefinition(name="f", parameters=text), 8, "tools[0]")
+    assert (error.value.reason, error.value.field) == ("BAD_TOOL", "tools[0].parameters")
+    with pytest.raises(InvalidInput) as error:
+        read_tool_call(v1.ToolCall(name="f", arguments=text), 8, "calls[0]")
+    assert error.value.field == "calls[0].arguments"
+
+
+def test_a_function_has_a_name_and_may_have_nothing_else() -> None:
+    assert read_tool(v1.ToolDefinition(name="f", parameters=nested(8)), 8, "") == ToolDefinition(
+        "f", "", json.loads(nested(8))
+    )
+    assert read_tool(v1.ToolDefinition(name="f"), 8, "") == ToolDefinition("f", "", None)
+    assert read_tool_call(v1.ToolCall(name="f"), 8, "") == ToolCall("", "f", {})
+    for read in (lambda: read_tool(v1.ToolDefinition(), 8, "t"), lambda: read_tool_call(v1.ToolCall(), 8, "t")):
+        with pytest.raises(InvalidInput) as error:
+            read()
+        assert error.value.field == "t.name"
