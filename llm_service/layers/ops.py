@@ -69,7 +69,7 @@ class TorchOps:
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return functional.silu(gate).mul_(up)
 
 
 TORCH = TorchOps()
