@@ -12,7 +12,7 @@ from gateway.api.fields import MediaSettings, Sampling
 from twinlens.v1 import llm_pb2, media_pb2
 
 if TYPE_CHECKING:
-    from gateway.api.chat import Message, Part, ResponseFormat
+    from gateway.api.chat import Function, Message, Part, ResponseFormat
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "min_tokens", "ignore_eos"),
@@ -93,13 +93,18 @@ def set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -
         case "json_schema":
             if asked.json_schema is None:
                 raise InvalidInput("the schema is missing", reason="BAD_FIELD", field="response_format.json_schema")
-            set_form(params, "json_schema", str(_schema(asked.json_schema.schema_)))
+            set_form(params, "json_schema", schema(asked.json_schema.schema_))
         case "text":
             return
 
 
+def schema(given: dict[str, Any]) -> str:
+    """A schema as JSON."""
+    return to_json(given).decode()
+
+
 def _schema(given: dict[str, Any] | str | None) -> str | None:
-    return to_json(given).decode() if isinstance(given, dict) else given
+    return schema(given) if isinstance(given, dict) else given
 
 
 def generate_request(
@@ -116,14 +121,55 @@ def generate_request(
     )
 
 
-def message(given: Message, settings: MediaSettings) -> llm_pb2.ChatMessage:
-    """One message: its parts in order."""
+def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
+    """One message: its parts in order. An assistant's that calls may have none."""
+    if given.content is None and not given.tool_calls:
+        raise InvalidInput("a message has content", reason="BAD_FIELD", field=f"{field}.content")
+    if given.role == "tool" and given.tool_call_id is None:
+        raise InvalidInput("the call is not named", reason="BAD_FIELD", field=f"{field}.tool_call_id")
     parts = (
         [llm_pb2.ChatPart(text=given.content)]
         if isinstance(given.content, str)
-        else [_part(part, settings) for part in given.content]
+        else [_part(part, settings) for part in given.content or ()]
     )
-    return llm_pb2.ChatMessage(role=_ROLES.get(given.role, given.role), parts=parts)
+    calls = [
+        llm_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in given.tool_calls or ()
+    ]
+    return llm_pb2.ChatMessage(
+        role=_ROLES.get(given.role, given.role),
+        parts=parts,
+        tool_calls=calls,
+        tool_call_id=given.tool_call_id or "",
+        reasoning=given.reasoning_content or "",
+    )
+
+
+def tool(function: Function) -> llm_pb2.ToolDefinition:
+    """A function that the model may call."""
+    return llm_pb2.ToolDefinition(
+        name=function.name,
+        description=function.description or "",
+        parameters="" if function.parameters is None else schema(function.parameters),
+    )
+
+
+def calls_schema(functions: Sequence[Function], most: int | None) -> str:
+    """What an answer looks like that is one or more calls, at most so many."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"enum": [function.name]},
+                "parameters": function.parameters or {"type": "object"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    bound = {} if most is None else {"maxItems": most}
+    return schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **bound})
 
 
 def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,14 +13,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import convert
+from common.errors import InvalidInput
+from gateway import convert, frame
 from gateway.api.fields import Int, MediaSettings, Metadata, Model, Sampling, kind_of, text_or_list
-from gateway.frame import Call
 from gateway.services import LlmServices
+from gateway.speech import Arguments, Call, Form, Piece, Speech, Thought, Words
 from gateway.stream import DONE, EventStream, event, json_answer
 from twinlens.v1 import llm_pb2
-
-Chunks = AsyncGenerator[bytes]
 
 
 class TextPart(Model):
@@ -81,12 +81,74 @@ Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
 Content = Annotated[Annotated[str, Tag("$text")] | Annotated[Parts, Tag("$list")], Discriminator(text_or_list)]
 
 
+class CalledFunction(Model):
+    """What a call names, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Model):
+    """A call that the model has made; `index` is what streams have."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Int | None = None
+
+
 class Message(Model):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Model):
+    """A function that the model may call; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Model):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Model):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedTool, Tag("$list")],
+    Discriminator(text_or_list),
+]
+
+
+class TemplateSettings(Model):
+    """vLLM's `chat_template_kwargs`."""
+
+    enable_thinking: bool | None = None
 
 
 class JsonSchema(Model):
@@ -115,10 +177,8 @@ class ChatRequest(Sampling):
         "verbosity": ("medium",),
         "tools": ([],),
         "functions": ([],),
-        "tool_choice": ("none", "auto"),
         "function_call": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "reasoning_effort": ("none",),
+        "parallel_tool_calls": (True,),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -126,6 +186,10 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     metadata: Metadata | None = None
@@ -137,6 +201,8 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs go with logprobs alone")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("give max_completion_tokens or max_tokens, not both")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice names tools, and there are none")
         return self
 
 
@@ -144,9 +210,65 @@ class ChatRequest(Sampling):
 class _Choice:
     """What one choice has said so far."""
 
-    text: list[str] = field(default_factory=list)
+    speech: Speech
+    words: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """Takes more of it in; returns what a stream says of it."""
+        match piece:
+            case Words(text):
+                self.words.append(text)
+                return {"content": text}
+            case Thought(text):
+                self.thoughts.append(text)
+                return {"reasoning_content": text}
+            case Call(name):
+                call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                self.calls.append({**call, "function": {"name": name, "arguments": ""}})
+                begun = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": begun}]}
+            case Arguments(text):
+                function = self.calls[-1]["function"]
+                function["arguments"] += text
+                return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": text}}]}
+
+    def finish(self) -> dict[str, Any]:
+        """Why it ended."""
+        ended = convert.finish(self.finished)
+        if self.calls and ended["finish_reason"] == "stop":
+            ended["finish_reason"] = "tool_calls"
+        return ended
+
+    def message(self) -> dict[str, Any]:
+        """All of it."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.words), "refusal": None}
+        if self.thoughts:
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self.calls
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What of a request matters to its answer."""
+
+    head: dict[str, Any]
+    n: int
+    scored: bool
+    with_usage: bool
+    form: Form
+    functions: dict[str, dict[str, Any]]
+    single: bool
+
+    def choice(self, started: llm_pb2.GenerateStarted) -> _Choice:
+        """One that has said nothing yet."""
+        return _Choice(Speech(self.form, self.functions, single=self.single, thinking=started.thinking))
 
 
 class Chat:
@@ -158,17 +280,52 @@ class Chat:
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole."""
-        call: Call = request.scope["twinlens.call"]
+        call: frame.Call = request.scope["twinlens.call"]
         call.surface = "chat"
-        asked = await call.read(ChatRequest)
-        message = _generate_request(asked, call.id)
-        head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": self._services.name(asked.model)}
+        body = await call.read(ChatRequest)
+        message = _generate_request(body, call.id)
+        name = self._services.name(body.model)
+        asked = _Asked(
+            {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": name},
+            body.n or 1,
+            bool(body.logprobs),
+            body.stream_options is not None and bool(body.stream_options.include_usage),
+            self._form(body, name),
+            {tool.function.name: tool.function.parameters or {} for tool in _offered(body)},
+            body.parallel_tool_calls is False,
+        )
         events = self._services.generate(message, call.metadata, self._seconds, call.held.release)
-        del message
-        if asked.stream:
-            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            return EventStream(_chunks(events, head, asked.n or 1, with_usage=usage, scored=bool(asked.logprobs)))
-        return json_answer(await _whole(events, head, scored=bool(asked.logprobs)))
+        stream = body.stream
+        del message, body
+        return EventStream(_chunks(events, asked)) if stream else json_answer(await _whole(events, asked))
+
+    def _form(self, body: ChatRequest, model: str) -> Form:
+        """How calls are written: as the model does by itself, unless they are what it must answer."""
+        if not _offered(body):
+            return Form.NONE
+        if isinstance(body.tool_choice, NamedTool):
+            return Form.ARGUMENTS
+        if body.tool_choice == "required":
+            return Form.LIST
+        info = self._services.models.get(model)
+        form = _FORMS.get(info.tool_format) if info is not None else Form.JSON  # nobody is there to be asked
+        if form is None:
+            raise InvalidInput("how this model writes calls is not known", reason="NO_TOOLS", field="tools")
+        return form
+
+
+_FORMS: dict[int, Form] = {llm_pb2.TOOL_FORMAT_JSON: Form.JSON, llm_pb2.TOOL_FORMAT_XML: Form.XML}
+
+
+def _offered(body: ChatRequest) -> list[Tool]:
+    """What the model may call; it is not told of what it may not."""
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise InvalidInput("there is no tool of that name", reason="BAD_FIELD", field="tool_choice.function.name")
+    return tools
 
 
 def _generate_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
@@ -177,23 +334,29 @@ def _generate_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRe
         sampling.logprobs = asked.top_logprobs or 0
     if asked.response_format is not None:
         convert.set_response_format(sampling, asked.response_format)
+    tools = _offered(asked)
+    if isinstance(asked.tool_choice, NamedTool):
+        convert.set_form(sampling, "json_schema", convert.schema(tools[0].function.parameters or {"type": "object"}))
+    elif asked.tool_choice == "required":
+        most = 1 if asked.parallel_tool_calls is False else None
+        convert.set_form(sampling, "json_schema", convert.calls_schema([tool.function for tool in tools], most))
+    settings = asked.mm_processor_kwargs or MediaSettings()
     chat = llm_pb2.ChatInput(
-        messages=[convert.message(each, asked.mm_processor_kwargs or MediaSettings()) for each in asked.messages]
+        messages=[convert.message(each, settings, f"messages[{number}]") for number, each in enumerate(asked.messages)],
+        tools=[convert.tool(tool.function) for tool in tools],
     )
+    if asked.chat_template_kwargs is not None and asked.chat_template_kwargs.enable_thinking is not None:
+        chat.thinking = asked.chat_template_kwargs.enable_thinking
     return convert.generate_request(asked, sampling, request_id, chat=chat, session_id=asked.prompt_cache_key or "")
 
 
-async def _chunks(
-    events: AsyncGenerator[llm_pb2.GenerateResponse],
-    head: dict[str, Any],
-    n: int,
-    *,
-    with_usage: bool,
-    scored: bool,
-) -> Chunks:
-    head = {**head, "object": "chat.completion.chunk"}
-    more = {"usage": None} if with_usage else {}
-    finished: list[llm_pb2.GenerateFinished] = []
+Events = AsyncGenerator[llm_pb2.GenerateResponse]
+
+
+async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
+    head = {**asked.head, "object": "chat.completion.chunk"}
+    more = {"usage": None} if asked.with_usage else {}
+    choices: list[_Choice] = []
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
@@ -203,49 +366,63 @@ async def _chunks(
         async for said in each:
             match said.WhichOneof("event"):
                 case "started":
-                    for index in range(n):
+                    choices = [asked.choice(said.started) for _ in range(asked.n)]
+                    for index in range(asked.n):
                         yield chunk(index, {"role": "assistant", "content": ""})
                 case "delta":
-                    delta = said.delta
-                    logprobs = {"content": convert.chat_logprobs(delta.logprobs)} if scored else None
-                    if delta.text or delta.logprobs:
-                        yield chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+                    index, choice = said.delta.index, choices[said.delta.index]
+                    deltas = [choice.add(piece) for piece in choice.speech.feed(said.delta.text)]
+                    scores = {}
+                    if said.delta.logprobs and asked.scored:
+                        deltas = deltas or [{"content": ""}]
+                        scores = {"logprobs": {"content": convert.chat_logprobs(said.delta.logprobs)}}
+                    for delta in deltas:
+                        yield chunk(index, delta, **scores)
+                        scores = {}
                 case "finished":
-                    finished.append(said.finished)
-                    yield chunk(said.finished.index, {}, **convert.finish(said.finished))
+                    index, choice = said.finished.index, choices[said.finished.index]
+                    choice.finished = said.finished
+                    for piece in choice.speech.end():
+                        yield chunk(index, choice.add(piece))
+                    yield chunk(index, {}, **choice.finish())
                 case _:  # an event of a newer service
                     continue
-    if with_usage:
-        yield event({**head, "choices": [], "usage": convert.usage([finished])})
+    if asked.with_usage:
+        usage = convert.usage([[choice.finished for choice in choices]])
+        yield event({**head, "choices": [], "usage": usage})
     yield DONE
 
 
-async def _whole(
-    events: AsyncGenerator[llm_pb2.GenerateResponse], head: dict[str, Any], *, scored: bool
-) -> dict[str, Any]:
-    choices: dict[int, _Choice] = {}
+async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
+    choices: list[_Choice] = []
     async with aclosing(events) as each:
         async for said in each:
             match said.WhichOneof("event"):
+                case "started":
+                    choices = [asked.choice(said.started) for _ in range(asked.n)]
                 case "delta":
-                    choice = choices.setdefault(said.delta.index, _Choice())
-                    choice.text.append(said.delta.text)
+                    choice = choices[said.delta.index]
+                    for piece in choice.speech.feed(said.delta.text):
+                        choice.add(piece)
                     choice.logprobs += convert.chat_logprobs(said.delta.logprobs)
                 case "finished":
-                    choices.setdefault(said.finished.index, _Choice()).finished = said.finished
+                    choice = choices[said.finished.index]
+                    choice.finished = said.finished
+                    for piece in choice.speech.end():
+                        choice.add(piece)
                 case _:
                     continue
     return {
-        **head,
+        **asked.head,
         "object": "chat.completion",
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                "logprobs": {"content": choice.logprobs, "refusal": None} if scored else None,
-                **convert.finish(choice.finished),
+                "message": choice.message(),
+                "logprobs": {"content": choice.logprobs, "refusal": None} if asked.scored else None,
+                **choice.finish(),
             }
-            for index, choice in sorted(choices.items())
+            for index, choice in enumerate(choices)
         ],
-        "usage": convert.usage([[choice.finished for choice in choices.values()]]),
+        "usage": convert.usage([[choice.finished for choice in choices]]),
     }

@@ -65,7 +65,12 @@ class House:
         if asked.messages is None:
             message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True)
         else:
-            chat = llm_pb2.ChatInput(messages=[convert.message(each, MediaSettings()) for each in asked.messages])
+            chat = llm_pb2.ChatInput(
+                messages=[
+                    convert.message(each, MediaSettings(), f"messages[{number}]")
+                    for number, each in enumerate(asked.messages)
+                ]
+            )
             message = llm_pb2.TokenizeRequest(chat=chat)
         reply, info = await self._services.tokenize(asked.model or "", message, call.metadata)
         ids = list(reply.ids)

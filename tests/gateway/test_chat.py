@@ -231,3 +231,16 @@ def test_a_clip_is_refused_by_the_service_that_may_serve_it_one_day(door: Trio) 
     reply = door.chat(messages=[said(text("Listen"), clip)])
     assert (reply.status, reply.error["code"], reply.error["param"]) == (501, "NO_AUDIO", "messages[0].content[1]")
     assert reply.headers["x-should-retry"] == "false"
+
+
+def test_tools_are_refused_by_name_where_the_template_knows_none(door: Trio) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    reply = door.chat(tools=[tool])
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_TOOLS", "tools")
+    reply = door.chat(tools=[tool], tool_choice="required")
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_TOOLS", "tools")
+    result = {"role": "tool", "content": "x", "tool_call_id": "y"}
+    reply = door.chat(messages=[said("x"), result])
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_TOOLS", "messages[1]")
+    reply = door.chat(chat_template_kwargs={"enable_thinking": True})
+    assert (reply.status, reply.error["code"]) == (400, "NO_THINKING")

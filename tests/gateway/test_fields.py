@@ -45,8 +45,7 @@ SAMPLES: dict[str, Any] = {
     "service_tier": "flex",
     "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
+    "chat_template_kwargs": {"enable_thinking": False},
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "reasoning_effort": "high",
@@ -72,7 +71,12 @@ SAMPLES: dict[str, Any] = {
 }
 IN_THE_ANSWER = {"stream", "stream_options"}
 """Served by what comes back, not by what the LLM service is asked."""
-TOGETHER = {"top_logprobs": {"logprobs": True, "top_logprobs": 3}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TOGETHER: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True, "top_logprobs": 3},
+    "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
+    "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 QUESTION = [{"role": "user", "content": "What?"}]
 
@@ -150,6 +154,8 @@ def test_a_field_that_nobody_knows_is_refused_by_name(door: Scripted) -> None:
 
 def test_fields_that_go_together(door: Scripted) -> None:
     assert post(door, **TOGETHER["top_logprobs"]).asked.sampling.logprobs == 3
+    assert '"minItems":1}' in post(door, **TOGETHER["tool_choice"]).asked.sampling.json_schema
+    assert '"maxItems":1}' in post(door, **TOGETHER["parallel_tool_calls"]).asked.sampling.json_schema
     for pair in (
         {"top_logprobs": 3},
         {"max_tokens": 1, "max_completion_tokens": 1},
@@ -157,6 +163,9 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema"}},
+        {"tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
     ):
         outcome = post(door, **pair)
         assert (outcome.status, outcome.body["error"]["code"]) == (400, "BAD_FIELD"), pair

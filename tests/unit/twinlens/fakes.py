@@ -74,6 +74,7 @@ class FakeLlm(v1.LlmServiceServicer):
             version="0.9",
             model="demo",
             architecture="Qwen3VL",
+            tool_format=v1.TOOL_FORMAT_JSON,
             devices=["cpu"],
             encoder_digest="0123456789abcdef",
             context_tokens=4096,

@@ -1,0 +1,178 @@
+"""Tools and reasoning by the real client: calls whole and streamed, a second turn, and what is no call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.scripted import Scripted, scripted
+from tests.gateway.trio import said
+from twinlens import v1
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TEXT = f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+ASK: Any = {"model": "demo", "messages": [{"role": "user", "content": "What is the weather in Rome?"}], "tools": [TOOL]}
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Scripted]:
+    with scripted() as running:
+        yield running
+
+
+@pytest.fixture
+def client(door: Scripted) -> Iterator[openai.OpenAI]:
+    door.llm.requests.clear()
+    with openai.OpenAI(base_url=f"http://{door.gateway.address}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def says(door: Scripted, text: str, reason: v1.FinishReason = v1.FINISH_REASON_STOP, *, thinking: bool = False) -> None:
+    """Has the LLM service say this, three signs at a time."""
+
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, thinking=thinking))
+        for at in range(0, len(text), 3):
+            yield v1.GenerateResponse(delta=v1.GenerateDelta(text=text[at : at + 3], token_ids=[at]))
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=reason))
+
+    door.llm.play = play
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, list[dict[str, str]], str | None]:
+    """What a stream says: reasoning, words, calls, and how it ends."""
+    thought, words, ending = "", "", None
+    calls: list[dict[str, str]] = []
+    for chunk in client.chat.completions.create(**{**ASK, **fields}, stream=True):
+        delta = chunk.choices[0].delta
+        thought += getattr(delta, "reasoning_content", None) or ""
+        words += delta.content or ""
+        for each in delta.tool_calls or []:
+            if each.id:
+                assert each.index == len(calls)
+                calls.append({"id": each.id, "name": each.function.name, "arguments": ""})
+            calls[each.index]["arguments"] += each.function.arguments or ""
+        ending = chunk.choices[0].finish_reason
+    return thought, words, calls, ending
+
+
+def test_a_models_calls_are_the_answers(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT)
+    choice = client.chat.completions.create(**ASK).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert choice.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+    calls = choice.message.tool_calls or []
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Rome"})
+    ] * 2
+    assert len({call.id for call in calls}) == 2
+    (tool,) = door.llm.requests[0].chat.tools
+    assert (tool.name, tool.description) == ("weather", "The weather")
+    assert json.loads(tool.parameters) == TOOL["function"]["parameters"]
+
+
+def test_a_stream_has_the_same_calls(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT)
+    thought, words, calls, ending = streamed(client)
+    assert (thought, words, ending) == ("Hm.", "Let me see.", "tool_calls")
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("weather", {"city": "Rome"})] * 2
+
+
+def test_a_second_turn_brings_calls_results_and_reasoning_back(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT)
+    message = client.chat.completions.create(**ASK).choices[0].message
+    assert message.tool_calls
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Sun."} for call in message.tool_calls]
+    says(door, "It is sunny.")
+    door.llm.requests.clear()
+    turns: Any = [*ASK["messages"], message, *results]
+    answer = client.chat.completions.create(**{**ASK, "messages": turns}).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("It is sunny.", None, "stop")
+    _, said_before, *given = door.llm.requests[0].chat.messages
+    assert (said_before.role, said_before.reasoning) == ("assistant", "Hm.")
+    assert [(call.id, call.name, json.loads(call.arguments)) for call in said_before.tool_calls] == [
+        (call.id, "weather", {"city": "Rome"}) for call in message.tool_calls
+    ]
+    assert [(each.role, each.tool_call_id, each.parts[0].text) for each in given] == [
+        ("tool", call.id, "Sun.") for call in message.tool_calls
+    ]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{oops}</tool_call>", "Hm. <tool_call>{", "<tool_call></tool_call>"])
+def test_what_is_no_call_comes_back_as_it_was_written(door: Scripted, client: openai.OpenAI, text: str) -> None:
+    says(door, text, v1.FINISH_REASON_LENGTH)
+    choice = client.chat.completions.create(**ASK).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "length")
+    assert streamed(client)[1:] == (text, [], "length")
+
+
+def test_without_tools_nothing_is_a_call(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, CALL)
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        door.llm.requests.clear()
+        choice = client.chat.completions.create(**{**ASK, **fields}).choices[0]
+        assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+        assert not door.llm.requests[0].chat.tools
+
+
+def test_one_call_where_more_are_not_wanted(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT)
+    assert (
+        len(client.chat.completions.create(**ASK, parallel_tool_calls=False).choices[0].message.tool_calls or []) == 1
+    )
+    assert len(streamed(client, parallel_tool_calls=False)[2]) == 1
+
+
+def test_a_call_that_is_required_is_compiled(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, '[{"name": "weather", "parameters": {"city": "Rome"}}]', v1.FINISH_REASON_STRUCTURE)
+    choice = client.chat.completions.create(**ASK, tool_choice="required").choices[0]
+    assert choice.message.tool_calls
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    assert choice.finish_reason == "tool_calls"
+    schema = json.loads(door.llm.requests[0].sampling.json_schema)
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == TOOL["function"]["parameters"]
+
+
+def test_the_arguments_of_a_named_function_are_streamed(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, '{"city": "Rome"}', v1.FINISH_REASON_STRUCTURE)
+    named = {"type": "function", "function": {"name": "weather"}}
+    chunks = list(client.chat.completions.create(**ASK, tool_choice=named, stream=True))
+    pieces = [each.function.arguments for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(pieces) == '{"city": "Rome"}'
+    assert len(pieces) > 4
+    assert json.loads(door.llm.requests[0].sampling.json_schema) == TOOL["function"]["parameters"]
+    assert streamed(client, tool_choice=named)[2][0]["name"] == "weather"
+
+
+def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, "Hm.\n</think>\n\nYes.", thinking=True)
+    assert streamed(client, tools=[])[:2] == ("Hm.", "Yes.")
+    fields: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    client.chat.completions.create(**ASK, **fields)
+    assert door.llm.requests[-1].chat.thinking is False
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"role": "assistant"}, "messages[1].content"),
+        ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[1].tool_calls[0].function"),
+    ],
+)
+def test_a_turn_that_lacks_something_is_refused_where(door: Scripted, message: Any, param: str) -> None:
+    reply = door.post("/v1/chat/completions", {"messages": [said("x"), message]})
+    assert (reply.status, reply.error["param"]) == (400, param)
