@@ -68,10 +68,10 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
     ours = {"shared_memory": False, "connections": 3, "part_bytes": 16 * layout.row_bytes}
     settings = LinkSettings(digest=info.digest, layout=layout, merge=2, **ours)
     pool = EncoderPool([inline.encoder.address], settings)
-    with closing(EncoderCache(64 * layout.row_bytes, layout)) as store:
+    with closing(EncoderCache(64 * layout.row_bytes, layout)) as cache:
         await pool.start()
         try:
-            receiver, before = RowReceiver(pool, store, 5.0), inline.media.get_load()
+            receiver, before = RowReceiver(pool, cache, 5.0), inline.media.get_load()
             item = MediaItem(Modality.IMAGE, file, field="picture")
             wanted = Request("parts", TextPrompt("x"), (item,), Sampling(max_tokens=1))
             brought = []
@@ -80,9 +80,9 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
                 assert entry.filler is not None
                 await entry.filler
                 assert entry.error is None
-                brought.append(bytes(store.view(entry)))
+                brought.append(bytes(cache.view(entry)))
                 receiver.cache.release(entry)
-                store.flush()
+                cache.flush()
         finally:
             await pool.stop()
     sent = [

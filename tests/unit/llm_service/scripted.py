@@ -133,10 +133,10 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
 
 @dataclass
 class Bench:
-    """Scripted encoders, a store, and a receiver between them."""
+    """Scripted encoders, a cache, and a receiver between them."""
 
     encoders: list[ScriptedEncoder]
-    store: EncoderCache
+    cache: EncoderCache
     pool: EncoderPool
     receiver: RowReceiver
 
@@ -161,9 +161,9 @@ class Bench:
             await settled(entry)
             if entry.error is not None:
                 raise entry.error
-            return bytes(self.store.buffer.slice(entry.place))
+            return bytes(self.cache.buffer.slice(entry.place))
         finally:
-            self.store.release(entry)
+            self.cache.release(entry)
 
     def first_and_second(self, data: bytes) -> tuple[ScriptedEncoder, ScriptedEncoder]:
         """The encoder that is asked first for an item, and the other."""
@@ -204,16 +204,16 @@ async def bench(
             encoder.server = server
             await server.start()
             stack.push_async_callback(server.stop, None)
-        store = EncoderCache(rows * LAYOUT.row_bytes, LAYOUT)
-        stack.callback(store.close)
+        cache = EncoderCache(rows * LAYOUT.row_bytes, LAYOUT)
+        stack.callback(cache.close)
         settings = LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, **options)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
-        yield Bench(list(encoders), store, pool, RowReceiver(pool, store, patience, budget))
+        yield Bench(list(encoders), cache, pool, RowReceiver(pool, cache, patience, budget))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
-        store.check_integrity(idle=True)
+        cache.check_integrity(idle=True)
 
 
 class _Driven(v1.EncoderServiceServicer):

@@ -123,7 +123,7 @@ async def test_a_stream_that_breaks_or_lies_is_taken_up_on_another_encoder_from_
         first.script = [broken]
         assert await b.whole(b"picture") == content(b"picture")
         assert (len(first.calls), len(second.calls)) == (1, 1)
-        assert b.store.counters.received == ROWS, "a row landed twice"
+        assert b.cache.counters.received == ROWS, "a row landed twice"
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda say: say.__name__.replace("_", " "))
@@ -134,7 +134,7 @@ async def test_where_no_other_encoder_is_the_error_is_ours_and_says_nothing_of_t
             await b.whole(b"picture")
         assert "10.0.0.1" not in error.value.message
         assert "/srv" not in error.value.message
-        assert b.store.used_bytes == 0
+        assert b.cache.used_bytes == 0
 
 
 async def test_more_rows_than_the_header_said_never_reach_the_arena() -> None:
@@ -143,7 +143,7 @@ async def test_more_rows_than_the_header_said_never_reach_the_arena() -> None:
         (entry,) = await b.land(b"picture")
         await settled(entry)
         assert entry.landed <= RUN
-        b.store.release(entry)
+        b.cache.release(entry)
 
 
 async def test_a_stream_that_breaks_after_its_last_row_has_done_its_work() -> None:
@@ -175,14 +175,14 @@ async def test_how_a_stream_ends_is_of_no_account_once_all_rows_are_here(kept_un
         (entry,) = await b.land(b"picture")
         await settled(entry)
         if not kept_until_then:
-            b.store.release(entry)
+            b.cache.release(entry)
         may_break.set()
         assert entry.filler is not None
         await asyncio.wait({entry.filler})
         assert entry.error is None
         if kept_until_then:
-            b.store.release(entry)
-        assert b.store.flush() == ROWS * LAYOUT.row_bytes
+            b.cache.release(entry)
+        assert b.cache.flush() == ROWS * LAYOUT.row_bytes
 
 
 async def test_an_encoder_that_gives_another_key_is_not_believed() -> None:

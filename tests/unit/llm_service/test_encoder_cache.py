@@ -23,33 +23,33 @@ def header(name: str, tokens: int) -> Header:
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[EncoderCache]:
-    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT)
-    yield store
-    store.check_integrity(idle=True)
-    store.close()
+async def cache() -> AsyncIterator[EncoderCache]:
+    cache = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT)
+    yield cache
+    cache.check_integrity(idle=True)
+    cache.close()
 
 
-def land(store: EncoderCache, entry: CacheEntry, data: bytes) -> None:
+def land(cache: EncoderCache, entry: CacheEntry, data: bytes) -> None:
     begin = entry.landed * LAYOUT.row_bytes
-    store.view(entry)[begin : begin + len(data)] = data
-    store.advance(entry, len(data) // LAYOUT.row_bytes, 1)
+    cache.view(entry)[begin : begin + len(data)] = data
+    cache.advance(entry, len(data) // LAYOUT.row_bytes, 1)
 
 
-def fill(store: EncoderCache, entry: CacheEntry, value: int = 1) -> None:
-    land(store, entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
+def fill(cache: EncoderCache, entry: CacheEntry, value: int = 1) -> None:
+    land(cache, entry, bytes([value]) * (entry.header.tokens - entry.landed) * LAYOUT.row_bytes)
 
 
-async def cache(store: EncoderCache, *names: tuple[str, int]) -> None:
+async def remember(cache: EncoderCache, *names: tuple[str, int]) -> None:
     """Leaves whole, unused entries behind."""
     for name, tokens in names:
-        (entry,) = await store.acquire([header(name, tokens)])
-        fill(store, entry)
-        store.release(entry)
+        (entry,) = await cache.acquire([header(name, tokens)])
+        fill(cache, entry)
+        cache.release(entry)
 
 
-def waiting(store: EncoderCache, *headers: Header) -> asyncio.Task[list[CacheEntry]]:
-    return asyncio.create_task(store.acquire(headers))
+def waiting(cache: EncoderCache, *headers: Header) -> asyncio.Task[list[CacheEntry]]:
+    return asyncio.create_task(cache.acquire(headers))
 
 
 async def settle() -> None:
@@ -58,203 +58,203 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_receiver(store: EncoderCache) -> None:
-    (entry,) = await store.acquire([header("a", 4)])
+async def test_rows_land_where_the_entry_says_and_watchers_hear_of_each_receiver(cache: EncoderCache) -> None:
+    (entry,) = await cache.acquire([header("a", 4)])
     heard: list[int] = []
     entry.watchers.append(lambda entry: heard.append(entry.landed))
-    land(store, entry, b"\1" * 64)
-    land(store, entry, b"\2" * 192)
+    land(cache, entry, b"\1" * 64)
+    land(cache, entry, b"\2" * 192)
     assert heard == [1, 4]
     assert entry.complete
-    assert bytes(store.buffer.slice(entry.place)) == b"\1" * 64 + b"\2" * 192
-    assert store.counters.received == 4
-    store.release(entry)
+    assert bytes(cache.buffer.slice(entry.place)) == b"\1" * 64 + b"\2" * 192
+    assert cache.counters.received == 4
+    cache.release(entry)
 
 
-async def test_two_requests_for_one_item_share_its_entry(store: EncoderCache) -> None:
-    (first,) = await store.acquire([header("a", 4)])
+async def test_two_requests_for_one_item_share_its_entry(cache: EncoderCache) -> None:
+    (first,) = await cache.acquire([header("a", 4)])
     first.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-    second, third = await store.acquire([header("a", 4), header("a", 4)])
+    second, third = await cache.acquire([header("a", 4), header("a", 4)])
     assert first is second is third
-    assert store.counters.hits == 2
-    fill(store, first)
+    assert cache.counters.hits == 2
+    fill(cache, first)
     for _ in range(3):
-        store.release(first)
+        cache.release(first)
     first.filler.cancel()
 
 
-async def test_a_whole_entry_is_found_again_after_its_release(store: EncoderCache) -> None:
-    await cache(store, ("a", 4))
-    (again,) = await store.acquire([header("a", 4)])
+async def test_a_whole_entry_is_found_again_after_its_release(cache: EncoderCache) -> None:
+    await remember(cache, ("a", 4))
+    (again,) = await cache.acquire([header("a", 4)])
     assert again.complete
-    store.release(again)
-    assert store.knows(again.header.key)
+    cache.release(again)
+    assert cache.knows(again.header.key)
 
 
 async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_and_goes(
-    store: EncoderCache,
+    cache: EncoderCache,
 ) -> None:
-    (entry,) = await store.acquire([header("a", 4)])
+    (entry,) = await cache.acquire([header("a", 4)])
     entry.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-    land(store, entry, b"\1" * 64)
-    store.release(entry)
+    land(cache, entry, b"\1" * 64)
+    cache.release(entry)
     await settle()
     assert entry.filler.cancelled()
-    assert not store.knows(entry.header.key)
-    assert store.used_bytes == 0
+    assert not cache.knows(entry.header.key)
+    assert cache.used_bytes == 0
 
 
-async def test_the_longest_unused_entry_makes_room_and_no_other(store: EncoderCache) -> None:
-    await cache(store, ("a", 4), ("b", 4), ("c", 8))
-    (again,) = await store.acquire([header("a", 4)])
-    store.release(again)
-    (new,) = await store.acquire([header("d", 4)])
-    assert [store.knows(header(name, 1).key) for name in "abc"] == [True, False, True]
-    fill(store, new)
-    store.release(new)
+async def test_the_longest_unused_entry_makes_room_and_no_other(cache: EncoderCache) -> None:
+    await remember(cache, ("a", 4), ("b", 4), ("c", 8))
+    (again,) = await cache.acquire([header("a", 4)])
+    cache.release(again)
+    (new,) = await cache.acquire([header("d", 4)])
+    assert [cache.knows(header(name, 1).key) for name in "abc"] == [True, False, True]
+    fill(cache, new)
+    cache.release(new)
 
 
-async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(store: EncoderCache) -> None:
-    (held,) = await store.acquire([header("a", 10)])
-    late = waiting(store, header("b", 10))
+async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 10)])
+    late = waiting(cache, header("b", 10))
     await settle()
     assert not late.done()
-    fill(store, held)
-    store.release(held)
+    fill(cache, held)
+    cache.release(held)
     (entry,) = await late
-    assert not store.knows(held.header.key)
-    store.release(entry)
+    assert not cache.knows(held.header.key)
+    cache.release(entry)
 
 
-async def test_nothing_is_evicted_in_vain(store: EncoderCache) -> None:
-    await cache(store, ("a", 4))
-    (held,) = await store.acquire([header("b", 4)])
-    await cache(store, ("c", 4))
-    late = waiting(store, header("d", 12))
+async def test_nothing_is_evicted_in_vain(cache: EncoderCache) -> None:
+    await remember(cache, ("a", 4))
+    (held,) = await cache.acquire([header("b", 4)])
+    await remember(cache, ("c", 4))
+    late = waiting(cache, header("d", 12))
     await settle()
-    assert [store.knows(header(name, 4).key) for name in "abc"] == [True, True, True]
-    fill(store, held)
-    store.release(held)
+    assert [cache.knows(header(name, 4).key) for name in "abc"] == [True, True, True]
+    fill(cache, held)
+    cache.release(held)
     (entry,) = await late
-    store.release(entry)
+    cache.release(entry)
 
 
-async def test_those_who_wait_are_served_first_come_first_served(store: EncoderCache) -> None:
-    (held,) = await store.acquire([header("a", 10)])
-    large = waiting(store, header("large", 16))
-    small = waiting(store, header("small", 2))
+async def test_those_who_wait_are_served_first_come_first_served(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 10)])
+    large = waiting(cache, header("large", 16))
+    small = waiting(cache, header("small", 2))
     await settle()
     assert not small.done(), "a small request overtook a large one"
-    store.release(held)
+    cache.release(held)
     (entry,) = await large
     await settle()
     assert not small.done()
-    store.release(entry)
-    store.release((await small)[0])
+    cache.release(entry)
+    cache.release((await small)[0])
 
 
-async def test_who_wants_no_place_waits_for_nobody(store: EncoderCache) -> None:
-    (held,) = await store.acquire([header("a", 10)])
-    large = waiting(store, header("large", 16))
+async def test_who_wants_no_place_waits_for_nobody(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 10)])
+    large = waiting(cache, header("large", 16))
     await settle()
-    assert store.acquire_now([]) == []
-    assert store.acquire_now([header("small", 2)]) is None
-    store.release(held)
-    store.release((await large)[0])
+    assert cache.acquire_now([]) == []
+    assert cache.acquire_now([header("small", 2)]) is None
+    cache.release(held)
+    cache.release((await large)[0])
 
 
-async def test_one_who_leaves_while_waiting_blocks_nobody(store: EncoderCache) -> None:
-    (held,) = await store.acquire([header("a", 10)])
-    leaver = waiting(store, header("b", 10))
-    after = waiting(store, header("c", 4))
+async def test_one_who_leaves_while_waiting_blocks_nobody(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 10)])
+    leaver = waiting(cache, header("b", 10))
+    after = waiting(cache, header("c", 4))
     await settle()
     leaver.cancel()
     await settle()
     assert after.done()
     for entry in (held, *after.result()):
-        store.release(entry)
+        cache.release(entry)
 
 
-async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(store: EncoderCache) -> None:
-    (held,) = await store.acquire([header("a", 6)])
-    late = waiting(store, header("b", 8), header("c", 8))
+async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 6)])
+    late = waiting(cache, header("b", 8), header("c", 8))
     await settle()
     assert not late.done()
-    assert store.used_bytes == 6 * 64, "a request that waits holds something"
-    store.release(held)
+    assert cache.used_bytes == 6 * 64, "a request that waits holds something"
+    cache.release(held)
     for entry in await late:
-        store.release(entry)
+        cache.release(entry)
 
 
-async def test_what_can_never_fit_is_refused_at_once(store: EncoderCache) -> None:
+async def test_what_can_never_fit_is_refused_at_once(cache: EncoderCache) -> None:
     with pytest.raises(InvalidInput) as refused:
-        await store.acquire([header("a", 9), header("b", 8)])
+        await cache.acquire([header("a", 9), header("b", 8)])
     assert refused.value.reason == "EMBEDDINGS_TOO_LARGE"
     assert refused.value.retry_after is None
 
 
-async def test_one_item_twice_needs_its_room_once(store: EncoderCache) -> None:
-    entries = await store.acquire([header("a", 16), header("a", 16)])
+async def test_one_item_twice_needs_its_room_once(cache: EncoderCache) -> None:
+    entries = await cache.acquire([header("a", 16), header("a", 16)])
     assert entries[0] is entries[1]
     for entry in entries:
-        store.release(entry)
+        cache.release(entry)
 
 
 async def test_a_cached_item_in_the_middle_of_the_arena_does_not_block_its_own_request_for_ever(
-    store: EncoderCache,
+    cache: EncoderCache,
 ) -> None:
     """Both fit, but not while the cached one cuts the free space in two."""
-    await cache(store, ("left", 6), ("middle", 4), ("right", 6))
-    entries = await asyncio.wait_for(store.acquire([header("middle", 4), header("wide", 12)]), 5)
+    await remember(cache, ("left", 6), ("middle", 4), ("right", 6))
+    entries = await asyncio.wait_for(cache.acquire([header("middle", 4), header("wide", 12)]), 5)
     for entry in entries:
-        fill(store, entry)
-        store.release(entry)
+        fill(cache, entry)
+        cache.release(entry)
 
 
 async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for_ever() -> None:
     narrow = RowLayout(levels=1, width=1, dtype=DType.FLOAT32)
-    store = EncoderCache(256, narrow)
+    cache = EncoderCache(256, narrow)
     wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
     with pytest.raises(InvalidInput):
-        await asyncio.wait_for(store.acquire(wide), 5)
-    store.check_integrity(idle=True)
-    store.close()
+        await asyncio.wait_for(cache.acquire(wide), 5)
+    cache.check_integrity(idle=True)
+    cache.close()
 
 
-async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(store: EncoderCache) -> None:
-    (entry,) = await store.acquire([header("a", 4)])
+async def test_a_failed_entry_is_told_to_those_who_wait_and_not_given_to_others(cache: EncoderCache) -> None:
+    (entry,) = await cache.acquire([header("a", 4)])
     told: list[CacheEntry] = []
     entry.watchers.append(told.append)
-    store.forget(entry)
+    cache.forget(entry)
     entry.fail(Unavailable("gone"))
     assert told == [entry]
-    (other,) = await store.acquire([header("a", 4)])
+    (other,) = await cache.acquire([header("a", 4)])
     assert other is not entry
     assert other.error is None
-    store.release(entry)
-    fill(store, other)
-    store.release(other)
+    cache.release(entry)
+    fill(cache, other)
+    cache.release(other)
 
 
-async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(store: EncoderCache) -> None:
-    (entry,) = await store.acquire([header("a", 4)])
-    fill(store, entry)
-    store.forget(entry)
+async def test_an_entry_that_failed_after_its_last_row_is_dropped_whole(cache: EncoderCache) -> None:
+    (entry,) = await cache.acquire([header("a", 4)])
+    fill(cache, entry)
+    cache.forget(entry)
     entry.fail(Unavailable("the stream broke at its end"))
-    store.release(entry)
-    assert store.used_bytes == 0
-    store.flush()
+    cache.release(entry)
+    assert cache.used_bytes == 0
+    cache.flush()
 
 
-async def test_flush_keeps_what_is_in_use(store: EncoderCache) -> None:
-    await cache(store, ("a", 4), ("b", 4))
-    (held,) = await store.acquire([header("b", 4)])
-    assert store.flush() == 4 * 64
-    assert store.used_bytes == 4 * 64
-    store.release(held)
+async def test_flush_keeps_what_is_in_use(cache: EncoderCache) -> None:
+    await remember(cache, ("a", 4), ("b", 4))
+    (held,) = await cache.acquire([header("b", 4)])
+    assert cache.flush() == 4 * 64
+    assert cache.used_bytes == 4 * 64
+    cache.release(held)
 
 
-async def test_many_requests_over_a_small_arena_all_get_their_turn(store: EncoderCache) -> None:
+async def test_many_requests_over_a_small_arena_all_get_their_turn(cache: EncoderCache) -> None:
     rng = random.Random(3)
     turns = 0
 
@@ -262,19 +262,19 @@ async def test_many_requests_over_a_small_arena_all_get_their_turn(store: Encode
         nonlocal turns
         names = rng.sample(range(12), rng.randrange(1, 4))
         wanted = [header(f"item {name}", 1 + name % 5) for name in names]
-        entries = await store.acquire(wanted)
+        entries = await cache.acquire(wanted)
         for entry, asked in zip(entries, wanted, strict=True):
             assert entry.header.key == asked.key
             if entry.filler is None and not entry.complete and not entry.landed:
-                fill(store, entry, 1 + entry.header.key[0] % 255)
+                fill(cache, entry, 1 + entry.header.key[0] % 255)
         try:
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             for entry in entries:
-                assert set(store.buffer.slice(entry.place)) == {1 + entry.header.key[0] % 255}, "rows were overwritten"
+                assert set(cache.buffer.slice(entry.place)) == {1 + entry.header.key[0] % 255}, "rows were overwritten"
         finally:
             for entry in entries:
-                store.release(entry)
+                cache.release(entry)
         turns += 1
 
     tasks = [asyncio.create_task(request(number)) for number in range(300)]
@@ -288,31 +288,31 @@ async def test_many_requests_over_a_small_arena_all_get_their_turn(store: Encode
 
 async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     kept = {header("warm", 4).key}
-    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, retained=kept.__contains__)
-    await cache(store, ("warm", 4), ("cold", 4), ("colder", 4))
-    (entry,) = await store.acquire([header("new", 12)])
-    assert [store.knows(header(name, 4).key) for name in ("warm", "cold", "colder")] == [True, False, False]
-    store.release(entry)
-    (entry,) = await store.acquire([header("newer", 16)])
-    assert not store.knows(header("warm", 4).key), "but it goes"
-    store.release(entry)
-    store.check_integrity(idle=True)
-    store.close()
+    cache = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, retained=kept.__contains__)
+    await remember(cache, ("warm", 4), ("cold", 4), ("colder", 4))
+    (entry,) = await cache.acquire([header("new", 12)])
+    assert [cache.knows(header(name, 4).key) for name in ("warm", "cold", "colder")] == [True, False, False]
+    cache.release(entry)
+    (entry,) = await cache.acquire([header("newer", 16)])
+    assert not cache.knows(header("warm", 4).key), "but it goes"
+    cache.release(entry)
+    cache.check_integrity(idle=True)
+    cache.close()
 
 
-async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: EncoderCache) -> None:
+async def test_requests_that_cannot_be_here_together_all_get_their_turn(cache: EncoderCache) -> None:
     """Two items each, any two requests too large for the arena: none waits for ever, and none holds half of its own."""
     rng = random.Random(9)
     served: list[int] = []
 
     async def serve(number: int) -> None:
-        entries = await store.acquire([header(f"{number}/1", rng.randrange(5, 8)), header(f"{number}/2", 8)])
+        entries = await cache.acquire([header(f"{number}/1", rng.randrange(5, 8)), header(f"{number}/2", 8)])
         for entry in entries:
             if not entry.complete:
-                fill(store, entry)
+                fill(cache, entry)
         await asyncio.sleep(0)
         for entry in entries:
-            store.release(entry)
+            cache.release(entry)
         served.append(number)
 
     async with asyncio.timeout(20):
@@ -322,34 +322,34 @@ async def test_requests_that_cannot_be_here_together_all_get_their_turn(store: E
 
 async def test_everybody_hears_of_a_place_before_new_rows_can_land_there() -> None:
     told: list[int] = []
-    store = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
-    await cache(store, ("a", 8), ("b", 8), ("a", 8), ("c", 8))
+    cache = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
+    await remember(cache, ("a", 8), ("b", 8), ("a", 8), ("c", 8))
     assert told == [0, 8 * LAYOUT.row_bytes, 8 * LAYOUT.row_bytes]
-    store.check_integrity(idle=True)
-    store.close()
+    cache.check_integrity(idle=True)
+    cache.close()
 
 
-async def test_with_the_mirrors_go_the_rows_that_were_in_them(store: EncoderCache) -> None:
+async def test_with_the_mirrors_go_the_rows_that_were_in_them(cache: EncoderCache) -> None:
     """One entry is cache, one is being brought for somebody, and one was never in a mirror."""
-    await cache(store, ("here", 4))
-    (cached,) = await store.acquire([header("mirrored", 4)])
-    store.mirror(cached)
-    fill(store, cached)
-    store.release(cached)
-    (awaited,) = await store.acquire([header("awaited", 4)])
+    await remember(cache, ("here", 4))
+    (cached,) = await cache.acquire([header("mirrored", 4)])
+    cache.mirror(cached)
+    fill(cache, cached)
+    cache.release(cached)
+    (awaited,) = await cache.acquire([header("awaited", 4)])
     awaited.filler = asyncio.create_task(asyncio.Event().wait())
     heard: list[CacheEntry] = []
     awaited.watchers.append(heard.append)
-    store.mirror(awaited)
-    store.advance(awaited, 2, 3)
-    store.lose_mirrors()
+    cache.mirror(awaited)
+    cache.advance(awaited, 2, 3)
+    cache.lose_mirrors()
     assert isinstance(awaited.error, Unavailable)
     assert heard[-1] is awaited
-    assert [store.knows(header(name, 4).key) for name in ("here", "mirrored", "awaited")] == [True, False, False]
+    assert [cache.knows(header(name, 4).key) for name in ("here", "mirrored", "awaited")] == [True, False, False]
     with pytest.raises(asyncio.CancelledError):
         await awaited.filler
-    store.release(awaited)
-    store.check_integrity(idle=True)
+    cache.release(awaited)
+    cache.check_integrity(idle=True)
 
 
 async def filled_by_a_thread(entry: CacheEntry) -> asyncio.Event:
@@ -367,25 +367,25 @@ async def filled_by_a_thread(entry: CacheEntry) -> asyncio.Event:
     return may_end
 
 
-async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(store: EncoderCache) -> None:
-    (entry,) = await store.acquire([header("a", ROWS)])
+async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_write(cache: EncoderCache) -> None:
+    (entry,) = await cache.acquire([header("a", ROWS)])
     may_end = await filled_by_a_thread(entry)
-    store.release(entry)
-    next_one = waiting(store, header("b", ROWS))
+    cache.release(entry)
+    next_one = waiting(cache, header("b", ROWS))
     await settle()
     assert not next_one.done()
     may_end.set()
-    store.release((await asyncio.wait_for(next_one, 10))[0])
+    cache.release((await asyncio.wait_for(next_one, 10))[0])
 
 
-async def test_a_store_has_settled_when_the_last_one_who_filled_a_place_can_write_no_more(store: EncoderCache) -> None:
-    (entry,) = await store.acquire([header("a", ROWS)])
+async def test_a_cache_is_drained_when_the_last_one_who_filled_a_place_can_write_no_more(cache: EncoderCache) -> None:
+    (entry,) = await cache.acquire([header("a", ROWS)])
     may_end = await filled_by_a_thread(entry)
-    store.release(entry)
-    settling = asyncio.create_task(store.drain())
+    cache.release(entry)
+    settling = asyncio.create_task(cache.drain())
     await settle()
     assert not settling.done()
     may_end.set()
     await asyncio.wait_for(settling, 10)
-    store.check_integrity(idle=True)
-    await store.drain()
+    cache.check_integrity(idle=True)
+    await cache.drain()

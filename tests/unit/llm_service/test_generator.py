@@ -122,10 +122,10 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
         await b.usable(1)
         (held,) = await b.land(b"another")
         ends = asyncio.create_task(everything(generator(b, front, tokens=50), asked(b"picture")))
-        await eventually(b.store._turn.locked)
+        await eventually(b.cache._turn.locked)
         child.serves(context=20)
         await starting
-        b.store.release(held)
+        b.cache.release(held)
         with pytest.raises(InvalidInput) as error:
             await asyncio.wait_for(ends, 20)
         assert error.value.reason == "PROMPT_TOO_LONG"
@@ -225,7 +225,7 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
                 await request
             assert (error.value.reason, error.value.field) == ("MEDIA_UNREADABLE", field)
         child.says(Released([add.id for add in child.told(Add)]))
-        await eventually(lambda: not b.store.used_bytes)
+        await eventually(lambda: not b.cache.used_bytes)
 
 
 async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

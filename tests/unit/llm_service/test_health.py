@@ -214,4 +214,4 @@ async def test_memory_of_an_encoder_that_has_left_is_let_go_though_the_service_s
         assert not closed
         await b.pool.stop()
         assert closed
-        b.store.release(entry)
+        b.cache.release(entry)

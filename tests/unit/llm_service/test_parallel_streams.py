@@ -82,9 +82,9 @@ async def test_stretches_come_over_connections_of_their_own_and_count_when_there
         await eventually(lambda: entry.landed == 4)
         gates.open(4)
         await settled(entry)
-        assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)
-        assert b.store.counters.received == ROWS
-        b.store.release(entry)
+        assert bytes(b.cache.buffer.slice(entry.place)) == content(DATA)
+        assert b.cache.counters.received == ROWS
+        b.cache.release(entry)
 
 
 async def test_a_part_that_breaks_is_no_end_and_rows_before_it_are_kept() -> None:
@@ -98,9 +98,9 @@ async def test_a_part_that_breaks_is_no_end_and_rows_before_it_are_kept() -> Non
         assert sorted(gates.asked[3:]) == [(1, 6), (6, 12)], "eleven rows are left: two parts"
         gates.open(1, 6)
         await settled(entry)
-        assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)
-        assert (b.receiver.counters.retries, b.store.counters.received) == (1, ROWS)
-        b.store.release(entry)
+        assert bytes(b.cache.buffer.slice(entry.place)) == content(DATA)
+        assert (b.receiver.counters.retries, b.cache.counters.received) == (1, ROWS)
+        b.cache.release(entry)
 
 
 async def test_where_no_part_can_be_had_the_first_stream_brings_all_rows() -> None:
@@ -145,8 +145,8 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
         (entry,) = await b.receiver.acquire(fetches)
         told.set()
         await settled(entry)
-        assert bytes(b.store.buffer.slice(entry.place)) == content(DATA)
-        b.store.release(entry)
+        assert bytes(b.cache.buffer.slice(entry.place)) == content(DATA)
+        b.cache.release(entry)
 
 
 async def test_who_leaves_while_parts_are_open_leaves_none_behind() -> None:
@@ -155,7 +155,7 @@ async def test_who_leaves_while_parts_are_open_leaves_none_behind() -> None:
         await b.usable(1)
         (entry,) = await b.land(DATA)
         await eventually(lambda: len(gates.asked) == 3)
-        b.store.release(entry)
+        b.cache.release(entry)
         await eventually(lambda: encoder.open == 0)
 
 

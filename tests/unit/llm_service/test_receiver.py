@@ -38,7 +38,7 @@ async def test_rows_land_as_they_were_sent() -> None:
         sent = b.encoders[0].calls[0].request
         assert (sent.request_id, sent.cache_salt, sent.priority) == ("name", "salt", 3)
         assert list(sent.accepts) == [v1.TRANSPORT_INLINE]
-        assert b.store.counters.received == ROWS
+        assert b.cache.counters.received == ROWS
 
 
 async def test_items_of_a_request_are_opened_at_once_and_keep_their_order() -> None:
@@ -49,7 +49,7 @@ async def test_items_of_a_request_are_opened_at_once_and_keep_their_order() -> N
         assert entries[0] is entries[2]
         for entry in entries:
             await settled(entry)
-            b.store.release(entry)
+            b.cache.release(entry)
 
 
 async def test_an_items_own_fault_is_not_tried_elsewhere_and_names_the_callers_field() -> None:
@@ -78,8 +78,8 @@ async def test_an_item_that_fails_after_its_header_fails_for_all_who_share_it_an
         for entry in entries:
             await settled(entry)
             assert isinstance(entry.error, Internal)
-            b.store.release(entry)
-        assert b.store.used_bytes == 0
+            b.cache.release(entry)
+        assert b.cache.used_bytes == 0
         b.encoders[0].script = [well]
         assert await b.whole(b"picture") == content(b"picture")
 
@@ -98,12 +98,12 @@ async def test_the_last_who_wants_an_item_ends_the_call_and_not_the_first() -> N
         await b.usable(1)
         (first,), (second,) = await b.land(b"picture"), await b.land(b"picture")
         await eventually(lambda: b.encoders[0].open == 1)
-        b.store.release(first)
+        b.cache.release(first)
         await b.whole(b"another")  # whatever would have been said to the encoder has been said by now
         assert b.encoders[0].open == 1
-        b.store.release(second)
+        b.cache.release(second)
         await eventually(lambda: b.encoders[0].open == 0)
-        assert not b.store.knows(key_of(b"picture"))
+        assert not b.cache.knows(key_of(b"picture"))
 
 
 async def test_a_requests_deadline_does_not_bound_what_others_may_share() -> None:
@@ -111,7 +111,7 @@ async def test_a_requests_deadline_does_not_bound_what_others_may_share() -> Non
         await b.usable(1)
         (entry,) = await b.land(b"picture", deadline=asyncio.get_running_loop().time() + 8)
         await settled(entry)
-        b.store.release(entry)
+        b.cache.release(entry)
         assert b.encoders[0].deadlines[0] > 10
 
 
@@ -119,14 +119,14 @@ async def test_rows_that_others_may_share_wait_for_room_longer_than_one_request_
     async with bench(ScriptedEncoder([well, is_full, well])) as b:
         await b.usable(1)
         await b.whole(b"picture")  # its header is known from now on
-        b.store.flush()
+        b.cache.flush()
         (first,) = await b.land(b"picture", deadline=asyncio.get_running_loop().time())
         (second,) = await b.land(b"picture")
         assert first is second
         await settled(second)
         assert second.error is None
         for entry in (first, second):
-            b.store.release(entry)
+            b.cache.release(entry)
 
 
 async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_when_there_is_some() -> None:
@@ -138,7 +138,7 @@ async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_
         await settled(held)
         await eventually(lambda: b.encoders[0].open == 0)
         assert not waiting.done()
-        b.store.release(held)
+        b.cache.release(held)
         assert await waiting == content(b"second")
 
 
@@ -158,7 +158,7 @@ async def test_content_that_comes_while_rows_are_sought_by_key_is_used_where_the
     async with bench(ScriptedEncoder([well, has_it_not, well])) as b:
         await b.usable(1)
         await b.whole(b"picture")  # its header is known from now on
-        b.store.flush()
+        b.cache.flush()
         (first,) = await b.take(by_key(b"picture"))
         await sought.wait()
         (second,) = await b.land(b"picture")
@@ -166,10 +166,10 @@ async def test_content_that_comes_while_rows_are_sought_by_key_is_used_where_the
         may_answer.set()
         await settled(first)
         assert first.error is None
-        assert bytes(b.store.buffer.slice(first.place)) == content(b"picture")
+        assert bytes(b.cache.buffer.slice(first.place)) == content(b"picture")
         assert [call.request.items[0].WhichOneof("source") for call in b.encoders[0].calls] == ["data", "key", "data"]
         for entry in (first, second):
-            b.store.release(entry)
+            b.cache.release(entry)
 
 
 async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is_kept_for_it() -> None:
@@ -180,11 +180,11 @@ async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is
     async with bench(ScriptedEncoder([well, has_it_not])) as b:
         await b.usable(1)
         await b.whole(b"picture")
-        b.store.flush()
+        b.cache.flush()
         (entry,) = await b.take(by_key(b"picture"))
         await settled(entry)
         assert isinstance(entry.error, NotFound)
-        b.store.release(entry)
+        b.cache.release(entry)
         assert b.receiver._others == {}
 
 
@@ -203,7 +203,7 @@ async def land(b: Bench, wanted: Request) -> CacheEntry:
     """The entry of the one item, its rows all here; released."""
     (entry,) = await b.take(wanted)
     await settled(entry)
-    b.store.release(entry)
+    b.cache.release(entry)
     return entry
 
 
@@ -247,7 +247,7 @@ async def test_an_address_whose_rows_have_gone_is_asked_for_again_with_its_key()
     async with bench(ScriptedEncoder([gives_what_is_there])) as b:
         await b.usable(1)
         key = (await land(b, by_address())).header.key
-        b.store.flush()
+        b.cache.flush()
         await land(b, by_address(key))
         first, second = (call.request.items[0] for call in b.encoders[0].calls)
         assert (first.known_key, second.known_key) == (b"", key)
@@ -271,14 +271,14 @@ async def test_an_address_that_gives_other_media_in_the_middle_is_told_as_that()
         assert isinstance(entry.error, Unavailable)
         assert (entry.error.reason, entry.error.field) == ("MEDIA_CHANGED", "here[0]")
         assert all(peer.breaker.failures <= 1 for peer in b.pool.peers), "no encoder is to blame"
-        b.store.release(entry)
+        b.cache.release(entry)
 
 
 async def test_what_came_by_address_is_sought_by_its_key_where_it_came_from() -> None:
     async with bench(*(ScriptedEncoder([gives_what_is_there]) for _ in range(4))) as b:
         await b.usable(4)
         key = (await land(b, by_address())).header.key
-        b.store.flush()
+        b.cache.flush()
         by_key = replace(request(b""), media=(MediaItem(Modality.IMAGE, Key(key), field="here[0]"),))
         await land(b, by_key)
         assert sorted(len(encoder.calls) for encoder in b.encoders) == [0, 0, 0, 2]

@@ -92,7 +92,7 @@ async def test_a_crowded_encoder_is_passed_over() -> None:
         held = [await b.land(name) for name in first_asked_of(b, first, 12)]
         await eventually(lambda: (first.open, second.open) == (8, 4))
         for (entry,) in held:
-            b.store.release(entry)
+            b.cache.release(entry)
 
 
 async def announces_much(call: Call) -> None:
@@ -111,7 +111,7 @@ async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_l
         (entry,) = await b.land(its_own[1])
         assert (len(first.calls), len(second.calls)) == (2, 1)
         b.receiver.close(asking)
-        b.store.release(entry)
+        b.cache.release(entry)
         await eventually(lambda: not any(peer.load for peer in b.pool.peers))
 
 
@@ -213,7 +213,7 @@ async def test_a_key_is_sought_at_every_encoder() -> None:
         (entry,) = await b.take(by_key(b"k" * 32))
         await settled(entry)
         assert entry.error is None
-        b.store.release(entry)
+        b.cache.release(entry)
 
 
 @pytest.mark.parametrize("fails", [is_full, damages_the_header, is_cut_off])
@@ -226,7 +226,7 @@ async def test_a_key_is_not_missing_while_an_encoder_that_may_have_it_has_not_sa
         (entry,) = await b.take(by_key(key_of(b"picture")))
         await settled(entry)
         assert entry.error is None
-        b.store.release(entry)
+        b.cache.release(entry)
         assert (len(first.calls), len(second.calls)) == (2, 1)
 
 
