@@ -89,7 +89,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             config.encoders, _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config).merge, mirrors)
         )
         receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
-        prefixes = Prefixes(config.block_size if config.prefix_cache else 0)
+        prefixes = Prefixes(lambda: engine.prefix_block)
         admission = Admission(
             max_requests=config.max_requests,
             max_waiting=config.max_waiting,

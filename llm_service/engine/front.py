@@ -105,6 +105,11 @@ class EngineFront:
         """Requests that the engine has not let go of."""
         return len(self._tickets)
 
+    @property
+    def prefix_block(self) -> int:
+        """Tokens of a block, where the engine uses computed ones again; 0 where it does not, or is down."""
+        return 0 if self.ready is None else self.ready.prefix_block
+
     def next_id(self) -> int:
         """A number for a new request."""
         self._ids += 1

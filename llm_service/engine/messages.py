@@ -82,11 +82,13 @@ ToEngine = (
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The model is loaded and warm. `reachable` are UUIDs of the devices whose memory all ranks can read, where they
-    keep mirrors of the row arena."""
+    """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
+    that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
+    mirrors of the row arena."""
 
     context: int
     kv_blocks: int
+    prefix_block: int = 0
     devices: list[str]
     reachable: list[str] = []
 

@@ -79,14 +79,15 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     context = min(config.longest(settings.max_context), loaded.blocks * settings.block_size)
     stop_ids, wake = end_tokens(checkpoint), Wake()
     structures = Structures(checkpoint, config.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
+    blocks = BlockManager(
+        loaded.blocks,
+        settings.block_size,
+        prefix_cache=settings.prefix_cache,
+        session_share=settings.session_share,
+        state_slots=loaded.state_slots,
+    )
     scheduler = Scheduler(
-        BlockManager(
-            loaded.blocks,
-            settings.block_size,
-            prefix_cache=settings.prefix_cache,
-            session_share=settings.session_share,
-            state_slots=loaded.state_slots,
-        ),
+        blocks,
         Limits(
             min(settings.max_running, loaded.state_slots or settings.max_running),
             settings.max_step_tokens,
@@ -99,7 +100,13 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         Matchers(structures, wake.set),
     )
     link.send(
-        Ready(context=context, kv_blocks=loaded.blocks, devices=loaded.devices, reachable=loaded.reachable),
+        Ready(
+            context=context,
+            kv_blocks=loaded.blocks,
+            prefix_block=blocks.block_size if blocks.prefix_cache else 0,
+            devices=loaded.devices,
+            reachable=loaded.reachable,
+        )
     )
     pipeline = Pipeline(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
     threading.Thread(target=_beat, args=(link, scheduler, pipeline, loaded.compiling), daemon=True).start()

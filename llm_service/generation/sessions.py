@@ -42,18 +42,18 @@ class Sessions:
         self._clock = clock
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_tenant: dict[str, OrderedDict[str, Session]] = {}
-        self._keepers: Counter[bytes] = Counter()
+        self._keepers: dict[bytes, set[Session]] = {}
         self._bytes: Counter[str] = Counter()
         self._ended: list[int] = []
         self._numbers = 0
 
     def __len__(self) -> int:
-        self.expire()
-        return len(self._sessions)
+        """Those whose time is not over."""
+        return sum(map(self._is_alive, self._sessions.values()))
 
     def use(self, tenant: str, name: str) -> Session:
         """The session of that name, new or renewed: it is the last to give way now."""
-        self.expire()
+        self._end_overdue()
         session = self._sessions.get((tenant, name))
         if session is None:
             self._numbers += 1
@@ -80,27 +80,29 @@ class Sessions:
             session.keys.move_to_end(key)
             return
         session.keys[key] = size
-        self._keepers[key] += 1
-        self._bytes[session.tenant] += size if self._keepers[key] == 1 else 0
+        keepers = self._keepers.setdefault(key, set())
+        self._bytes[session.tenant] += 0 if keepers else size
+        keepers.add(session)
         while self._bytes[session.tenant] > self._limits.row_bytes_per_tenant:
             oldest = next(each for each in self._by_tenant[session.tenant].values() if each.keys)
             self._let_go(oldest, next(iter(oldest.keys)))
 
     def is_retained(self, key: bytes) -> bool:
         """Whether some session wants these rows."""
-        self.expire()
-        return key in self._keepers
-
-    def expire(self) -> None:
-        """Ends the sessions whose time is over."""
-        over = self._clock() - self._limits.seconds
-        while self._sessions and (oldest := next(iter(self._sessions.values()))).used <= over:
-            self._end(oldest)
+        return any(map(self._is_alive, self._keepers.get(key, ())))
 
     def take_ended(self) -> list[int]:
-        """The numbers of the sessions that ended since the last call."""
+        """Ends the sessions whose time is over; the numbers of all that have ended since the last call."""
+        self._end_overdue()
         ended, self._ended = self._ended, []
         return ended
+
+    def _is_alive(self, session: Session) -> bool:
+        return session.used > self._clock() - self._limits.seconds
+
+    def _end_overdue(self) -> None:
+        while self._sessions and not self._is_alive(oldest := next(iter(self._sessions.values()))):
+            self._end(oldest)
 
     def _end(self, session: Session) -> None:
         del self._sessions[session.tenant, session.name]
@@ -115,7 +117,7 @@ class Sessions:
 
     def _let_go(self, session: Session, key: bytes) -> None:
         size = session.keys.pop(key)
-        self._keepers[key] -= 1
+        self._keepers[key].discard(session)
         if not self._keepers[key]:
             del self._keepers[key]
             self._bytes[session.tenant] -= size
@@ -126,7 +128,10 @@ class Sessions:
         assert sorted(each.number for own in self._by_tenant.values() for each in own.values()) == sorted(
             each.number for each in sessions
         )
-        assert self._keepers == Counter(key for each in sessions for key in each.keys)
+        assert {(key, each) for key, keepers in self._keepers.items() for each in keepers} == {
+            (key, each) for each in sessions for key in each.keys
+        }
+        assert all(self._keepers.values())
         for tenant, own in self._by_tenant.items():
             sizes = {key: size for each in own.values() for key, size in each.keys.items()}
             assert self._bytes[tenant] == sum(sizes.values()) <= self._limits.row_bytes_per_tenant

@@ -72,7 +72,7 @@ def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: i
         cast(Compiler, None),
         b.receiver,
         engine,
-        Prefixes(16),
+        Prefixes(lambda: 16),
         Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
         Meters(Metrics("test")),

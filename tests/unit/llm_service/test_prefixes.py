@@ -27,7 +27,7 @@ def layout(*parts: int | str) -> PromptLayout:
 
 
 def test_a_prompt_that_was_computed_is_covered_and_so_is_one_that_goes_on() -> None:
-    prefixes = Prefixes(BLOCK)
+    prefixes = Prefixes(lambda: BLOCK)
     prompt = layout(1, 2, "a", 3, 4, "b", 5, 6, 7, 8)
     assert prefixes.covered(prompt, "") == set()
     prefixes.remember(prompt, "")
@@ -36,7 +36,7 @@ def test_a_prompt_that_was_computed_is_covered_and_so_is_one_that_goes_on() -> N
 
 
 def test_what_stands_before_a_picture_and_which_picture_it_is_count() -> None:
-    prefixes = Prefixes(BLOCK)
+    prefixes = Prefixes(lambda: BLOCK)
     prefixes.remember(layout(1, 2, "a", 3, 4, "b", 5, 6, 7, 8), "")
     assert prefixes.covered(layout(1, 3, "a", 3, 4, "b", 5, 6, 7, 8), "") == set()
     assert prefixes.covered(layout(1, 2, "b", 3, 4, "b", 5, 6, 7, 8), "") == set()
@@ -45,14 +45,14 @@ def test_what_stands_before_a_picture_and_which_picture_it_is_count() -> None:
 
 
 def test_tenants_share_nothing() -> None:
-    prefixes = Prefixes(BLOCK)
+    prefixes = Prefixes(lambda: BLOCK)
     prompt = layout(1, 2, "a", 3, 4, 5, 6)
     prefixes.remember(prompt, "one")
     assert prefixes.covered(prompt, "another") == set()
 
 
 def test_a_span_that_reaches_into_the_last_block_is_not_covered() -> None:
-    prefixes = Prefixes(BLOCK)
+    prefixes = Prefixes(lambda: BLOCK)
     short = layout(1, 2, "a", 3)  # 7 tokens: one whole block before the last token, and the span ends at 6
     prefixes.remember(short, "")
     assert prefixes.covered(short, "") == set()
@@ -60,14 +60,14 @@ def test_a_span_that_reaches_into_the_last_block_is_not_covered() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_covered() -> None:
-    prefixes = Prefixes(0)
+    prefixes = Prefixes(lambda: 0)
     prompt = layout(1, 2, "a", 3, 4, 5, 6)
     prefixes.remember(prompt, "")
     assert prefixes.covered(prompt, "") == set()
 
 
 def test_the_longest_unused_is_forgotten_first() -> None:
-    prefixes = Prefixes(BLOCK, max_entries=2)
+    prefixes = Prefixes(lambda: BLOCK, max_entries=2)
     prompts = [layout(1, 2, name, 3, 4, 5, 6) for name in "abc"]
     prefixes.remember(prompts[0], "")
     prefixes.remember(prompts[1], "")

@@ -104,5 +104,5 @@ def test_whatever_comes_the_bounds_hold_and_the_counts_are_right() -> None:
         turn, item = rng.choice(held), rng.randrange(8)  # a key is its tenant's alone, and has one size
         sessions.retain(turn, f"{turn.tenant}{item}".encode(), 10 * item + 10)
         clock.now += rng.choice([0.0, 1.0, 7.0])
-        sessions.expire()
+        sessions.take_ended()
         sessions.check_integrity()
