@@ -245,7 +245,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint) -> EngineSetting
         session_share=config.session_share,
         structure_cache_bytes=config.structure_cache_bytes,
         row_bytes=config.row_cache_bytes,
-        row_levels=1 + len(vision.get("deepstack_visual_indexes", ())),
+        row_levels=1 + len(vision.get("deepstack_visual_indexes") or ()),
         row_mirror=config.row_mirror,
         log_level=config.log_level,
     )

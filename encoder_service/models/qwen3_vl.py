@@ -61,7 +61,7 @@ class Qwen3VLTower(PackedTower):
         self.head_dim = width // heads
         self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
         self.side = int(config["num_position_embeddings"] ** 0.5)
-        self.level_of = {layer: level for level, layer in enumerate(config["deepstack_visual_indexes"])}
+        self.level_of = {layer: level for level, layer in enumerate(config.get("deepstack_visual_indexes") or ())}
         self.width, self.out, self.levels = width, out, 1 + len(self.level_of)
         self.patch_embed = blocks.PatchEmbed(
             width,

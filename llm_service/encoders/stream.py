@@ -89,7 +89,7 @@ class EncodeStream:
         if layout != self._layout:
             raise DataLoss("the encoder's rows do not fit this model")
         grid, merge = header.grid, self._merge
-        groups = len(header.timestamps) if header.modality is Modality.VIDEO else 1 + len(header.timestamps)
+        groups = len(header.timestamps) + (header.modality is Modality.IMAGE)  # only a picture has no times
         if grid.h % merge or grid.w % merge or header.tokens * merge**2 != grid.patches or groups != grid.t:
             raise DataLoss("the encoder's header contradicts itself")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):

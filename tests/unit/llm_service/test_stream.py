@@ -110,7 +110,8 @@ async def test_a_header_that_contradicts_itself_is_not_believed(name: str) -> No
         await asked(**LIES[name])
 
 
-async def test_headers_of_a_picture_and_of_a_film_are() -> None:
+async def test_headers_of_a_picture_a_film_and_a_sound_are() -> None:
     assert (await asked()).tokens == ROWS
     film = {"modality": v1.MODALITY_VIDEO, "grid": v1.Grid(t=2, h=4, w=6), "timestamps": [0.5, 1.5]}
     assert (await asked(**film, seconds_per_grid=1.0)).timestamps == (0.5, 1.5)
+    assert (await asked(**film | {"modality": v1.MODALITY_AUDIO})).timestamps == (0.5, 1.5)
