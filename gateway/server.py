@@ -17,6 +17,7 @@ from common.errors import Unavailable
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.house import House
+from gateway.api.responses import Responses
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
 from gateway.frame import Frame
@@ -39,13 +40,16 @@ async def serve(config: GatewayConfig) -> None:
     services = LlmServices(config.llm, config.link())
     chat = Chat(services, config.request_seconds)
     completions = Completions(services, config.request_seconds, config.max_prompts)
+    responses = Responses(services, config.request_seconds)
     house = House(services, meters.metrics)
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
+        Route("/v1/responses", responses.answer, methods=["POST"]),
         Route("/v1/models", house.models, methods=["GET"]),
         Route("/v1/models/{name:path}", house.model, methods=["GET"]),
         Route("/tokenize", house.tokenize, methods=["POST"]),
+        Route("/detokenize", house.detokenize, methods=["POST"]),
         Route("/health/live", house.live, methods=["GET"]),
         Route("/health/ready", house.ready, methods=["GET"]),
         Route("/metrics", house.metrics, methods=["GET"]),

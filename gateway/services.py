@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from common import log, tasks
 from common.errors import DeadlineExceeded, NotFound, TwinlensError, Unauthenticated, Unavailable
@@ -40,6 +41,7 @@ _LAST_SECONDS = 600.0
 _MOST_ABOVE_MEAN = 1.25
 """What a service may have under way, as a share of the mean of all, before requests go to the next one."""
 
+Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
 
 
@@ -159,12 +161,20 @@ class LlmServices:
     ) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
         """Token ids by a service of this model ("": any), and what that service is. Raises TwinlensError."""
         service = self._pick(model, b"")
-        about = (*self._security.metadata, *metadata)
+        reply = await self._short(service.stub.Tokenize, request, metadata)
+        return reply, service.info or llm_pb2.LlmServiceGetInfoResponse()
+
+    async def detokenize(
+        self, model: str, request: llm_pb2.DetokenizeRequest, metadata: Metadata
+    ) -> llm_pb2.DetokenizeResponse:
+        """The text of token ids, likewise."""
+        return await self._short(self._pick(model, b"").stub.Detokenize, request, metadata)
+
+    async def _short(self, method: Callable[..., Awaitable[Reply]], request: Message, metadata: Metadata) -> Reply:
         try:
-            reply = await service.stub.Tokenize(request, timeout=_ANSWER_SECONDS, metadata=about)
+            return await method(request, timeout=_ANSWER_SECONDS, metadata=(*self._security.metadata, *metadata))
         except grpc.aio.AioRpcError as error:
             raise _error(error, 0) from None
-        return reply, service.info or llm_pb2.LlmServiceGetInfoResponse()
 
     async def generate(
         self,

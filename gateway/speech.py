@@ -82,6 +82,16 @@ class Speech:
         self._gap = ""
         self.calls = 0
 
+    def begin(self, *, thinking: bool) -> None:
+        """Before the first text: whether it begins inside of the model's reasoning."""
+        if thinking:
+            self._step = self._before_reasoning
+
+    @property
+    def thinks(self) -> bool:
+        """The text so far ends inside of the model's reasoning."""
+        return self._step in (self._before_reasoning, self._reasoning)
+
     def feed(self, text: str) -> list[Piece]:
         """What is certain with this text."""
         return self._go_on(text, last=False)

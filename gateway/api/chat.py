@@ -283,15 +283,15 @@ class Chat:
         call: frame.Call = request.scope["twinlens.call"]
         call.surface = "chat"
         body = await call.read(ChatRequest)
-        message = _generate_request(body, call.id)
+        message = generate_request(body, call.id)
         name = self._services.name(body.model)
         asked = _Asked(
             {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": name},
             body.n or 1,
             bool(body.logprobs),
             body.stream_options is not None and bool(body.stream_options.include_usage),
-            self._form(body, name),
-            {tool.function.name: tool.function.parameters or {} for tool in _offered(body)},
+            form_of(self._services, body, name),
+            functions_of(body),
             body.parallel_tool_calls is False,
         )
         events = self._services.generate(message, call.metadata, self._seconds, call.held.release)
@@ -299,25 +299,31 @@ class Chat:
         del message, body
         return EventStream(_chunks(events, asked)) if stream else json_answer(await _whole(events, asked))
 
-    def _form(self, body: ChatRequest, model: str) -> Form:
-        """How calls are written: as the model does by itself, unless they are what it must answer."""
-        if not _offered(body):
-            return Form.NONE
-        if isinstance(body.tool_choice, NamedTool):
-            return Form.ARGUMENTS
-        if body.tool_choice == "required":
-            return Form.LIST
-        info = self._services.models.get(model)
-        form = _FORMS.get(info.tool_format) if info is not None else Form.JSON  # nobody is there to be asked
-        if form is None:
-            raise InvalidInput("how this model writes calls is not known", reason="NO_TOOLS", field="tools")
-        return form
-
 
 _FORMS: dict[int, Form] = {llm_pb2.TOOL_FORMAT_JSON: Form.JSON, llm_pb2.TOOL_FORMAT_XML: Form.XML}
 
 
-def _offered(body: ChatRequest) -> list[Tool]:
+def form_of(services: LlmServices, body: ChatRequest, model: str) -> Form:
+    """How calls are written: as the model does by itself, unless they are what it must answer."""
+    if not offered(body):
+        return Form.NONE
+    if isinstance(body.tool_choice, NamedTool):
+        return Form.ARGUMENTS
+    if body.tool_choice == "required":
+        return Form.LIST
+    info = services.models.get(model)
+    form = _FORMS.get(info.tool_format) if info is not None else Form.JSON  # nobody is there to be asked
+    if form is None:
+        raise InvalidInput("how this model writes calls is not known", reason="NO_TOOLS", field="tools")
+    return form
+
+
+def functions_of(body: ChatRequest) -> dict[str, dict[str, Any]]:
+    """The schemas of what the model may call, by name."""
+    return {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
+
+
+def offered(body: ChatRequest) -> list[Tool]:
     """What the model may call; it is not told of what it may not."""
     tools = [] if body.tool_choice == "none" else body.tools or []
     if isinstance(body.tool_choice, NamedTool):
@@ -328,13 +334,14 @@ def _offered(body: ChatRequest) -> list[Tool]:
     return tools
 
 
-def _generate_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
+def generate_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
+    """What the LLM service is asked. Raises InvalidInput."""
     sampling = convert.sampling(asked, asked.max_completion_tokens)
     if asked.logprobs:
         sampling.logprobs = asked.top_logprobs or 0
     if asked.response_format is not None:
         convert.set_response_format(sampling, asked.response_format)
-    tools = _offered(asked)
+    tools = offered(asked)
     if isinstance(asked.tool_choice, NamedTool):
         convert.set_form(sampling, "json_schema", convert.schema(tools[0].function.parameters or {"type": "object"}))
     elif asked.tool_choice == "required":

@@ -13,7 +13,7 @@ from common.errors import NotFound, Unavailable
 from common.metrics import Metrics
 from gateway import convert
 from gateway.api.chat import Message
-from gateway.api.fields import MediaSettings, Model
+from gateway.api.fields import MediaSettings, Model, Tokens
 from gateway.frame import Call, Frame
 from gateway.services import LlmServices
 from gateway.stream import json_answer
@@ -33,6 +33,13 @@ class TokenizeRequest(Model):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
         return self
+
+
+class DetokenizeRequest(Model):
+    """vLLM's question about their text."""
+
+    model: str | None = None
+    tokens: Tokens
 
 
 class House:
@@ -75,6 +82,15 @@ class House:
         reply, info = await self._services.tokenize(asked.model or "", message, call.metadata)
         ids = list(reply.ids)
         return json_answer({"count": len(ids), "max_model_len": info.context_tokens, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        call: Call = request.scope["twinlens.call"]
+        call.surface = "tokenize"
+        asked = await call.read(DetokenizeRequest)
+        message = llm_pb2.DetokenizeRequest(ids=asked.tokens)
+        reply = await self._services.detokenize(asked.model or "", message, call.metadata)
+        return json_answer({"prompt": reply.text})
 
     async def live(self, request: Request) -> Response:  # noqa: ARG002
         """The process answers."""

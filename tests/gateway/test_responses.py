@@ -1,0 +1,215 @@
+"""Responses by the real client: the same as a chat, told as items, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from openai.types.responses import response_create_params as params
+
+from gateway.api.responses import ResponsesRequest
+from tests.gateway.scripted import Scripted, scripted
+from tests.gateway.test_tools import TEXT, says
+from tests.gateway.trio import PICTURE, Trio, data_url, image, said, text
+from twinlens import v1
+
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+URL = data_url(PICTURE, "image/png")
+
+
+@pytest.fixture(scope="module")
+def scripted_door() -> Iterator[Scripted]:
+    with scripted() as running:
+        yield running
+
+
+@pytest.fixture
+def client(scripted_door: Scripted) -> Iterator[openai.OpenAI]:
+    scripted_door.llm.requests.clear()
+    address = scripted_door.gateway.address
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_a_response_has_the_words_and_counts_of_the_chat(door: Trio) -> None:
+    parts = [{"type": "input_image", "image_url": URL, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+    conversation: Any = [{"role": "user", "content": parts}]
+    fields: Any = {"model": door.model, "temperature": 0, "max_output_tokens": 8}
+    chat = door.client.chat.completions.create(
+        model=door.model,
+        messages=[{"role": "system", "content": "Be brief."}, said(image(), text("What?"))],  # type: ignore[list-item]
+        temperature=0,
+        max_tokens=8,
+    )
+    response = door.client.responses.create(**fields, input=conversation, instructions="Be brief.")
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert chat.usage is not None
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    with door.client.responses.stream(**fields, input=conversation, instructions="Be brief.") as stream:
+        words = "".join(each.delta for each in stream if each.type == "response.output_text.delta")
+        assert words == response.output_text
+
+
+def test_reasoning_words_and_calls_are_items(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, TEXT)
+    response = client.responses.create(model="demo", input="Rome?", tools=[TOOL])
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    thought, message, call, _ = response.output
+    assert thought.content[0].text == "Hm."  # type: ignore[union-attr,index]
+    assert (message.content[0].text, response.output_text) == ("Let me see.", "Let me see.")  # type: ignore[union-attr]
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})  # type: ignore[union-attr]
+    assert (response.status, response.store, response.error) == ("completed", False, None)
+    (tool,) = scripted_door.llm.requests[0].chat.tools
+    assert (tool.name, json.loads(tool.parameters)) == ("weather", TOOL["parameters"])
+
+
+def test_a_stream_tells_the_same_in_order(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, TEXT)
+    events = list(client.responses.create(model="demo", input="Rome?", tools=[TOOL], stream=True))
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    kinds = [each.type for each in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    open_item: int | None = None
+    for each in events:
+        if each.type == "response.output_item.added":
+            assert open_item is None
+            open_item = each.output_index
+        elif each.type == "response.output_item.done":
+            assert each.output_index == open_item
+            open_item = None
+        elif hasattr(each, "output_index"):
+            assert each.output_index == open_item
+    final = events[-1].response  # type: ignore[union-attr]
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    done = [each.item for each in events if each.type == "response.output_item.done"]
+    assert [item.id for item in done] == [item.id for item in final.output]
+    with client.responses.stream(model="demo", input="Rome?", tools=[TOOL]) as stream:
+        assert stream.get_final_response().output_text == "Let me see."
+    arguments = [each.arguments for each in events if each.type == "response.function_call_arguments.done"]
+    assert [json.loads(each) for each in arguments] == [{"city": "Rome"}] * 2
+
+
+def test_a_second_turn_brings_everything_back_as_one_message(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, TEXT)
+    first = client.responses.create(model="demo", input="Rome?", tools=[TOOL])
+    calls = [item for item in first.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Sun."} for call in calls]
+    says(scripted_door, "It is sunny.")
+    scripted_door.llm.requests.clear()
+    turns: Any = [{"role": "user", "content": "Rome?"}, *first.output, *results]
+    assert client.responses.create(model="demo", input=turns, tools=[TOOL]).output_text == "It is sunny."
+    user, own, *given = scripted_door.llm.requests[0].chat.messages
+    assert (user.role, own.role, own.reasoning, own.parts[0].text) == ("user", "assistant", "Hm.", "Let me see.")
+    assert [call.id for call in own.tool_calls] == [call.call_id for call in calls]
+    assert [(each.role, each.tool_call_id, each.parts[0].text) for each in given] == [
+        ("tool", call.call_id, "Sun.") for call in calls
+    ]
+
+
+def test_the_form_of_an_answer_and_a_named_function_are_compiled(
+    scripted_door: Scripted, client: openai.OpenAI
+) -> None:
+    says(scripted_door, '{"a": 1}', v1.FINISH_REASON_STRUCTURE)
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    assert client.responses.create(model="demo", input="x", text=form).output_text == '{"a": 1}'
+    assert json.loads(scripted_door.llm.requests[-1].sampling.json_schema) == SCHEMA
+    named: Any = {"type": "function", "name": "weather"}
+    (call,) = client.responses.create(model="demo", input="x", tools=[TOOL], tool_choice=named).output
+    assert (call.type, call.arguments) == ("function_call", '{"a": 1}')  # type: ignore[union-attr]
+
+
+REFUSED: dict[str, Any] = {
+    "store": True,
+    "background": True,
+    "previous_response_id": "resp_1",
+    "conversation": "c",
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "high"},
+    "truncation": "auto",
+    "service_tier": "flex",
+    "top_logprobs": 3,
+    "max_tool_calls": 3,
+    "prompt": {"id": "x"},
+    "stream_options": {"include_obfuscation": True},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_that_is_not_served_is_refused_by_name(scripted_door: Scripted, field: str) -> None:
+    reply = scripted_door.post("/v1/responses", {"input": "x", field: REFUSED[field]})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "FIELD_NOT_SERVED", field)
+
+
+def test_every_field_of_openais_is_served_accepted_or_refused(scripted_door: Scripted) -> None:
+    known = {*ResponsesRequest.model_fields, *ResponsesRequest.without_effect}
+    for field in {*params.ResponseCreateParamsBase.__annotations__} - known:
+        reply = scripted_door.post("/v1/responses", {"input": "x", field: {"some": "value"}})
+        assert (reply.status, reply.error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([], "input"),
+        ([{"role": "ghost", "content": "x"}], "input[0].role"),
+        ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
+        ([{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "1"}], "input[1].name"),
+    ],
+)
+def test_an_item_that_is_none_is_refused_where_it_is_wrong(scripted_door: Scripted, items: Any, param: str) -> None:
+    reply = scripted_door.post("/v1/responses", {"input": items})
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_what_the_services_refuse_is_named_as_the_caller_knows_it(door: Trio) -> None:
+    bad = {"type": "input_image", "image_url": data_url(b"no picture", "image/png")}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "z"}, bad]},
+    ]
+    reply = door.post("/v1/responses", {"input": items, "instructions": "Be brief."})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "MEDIA_FORMAT", "input[2].content[1]")
+    reply = door.post("/v1/responses", {"input": "x", "max_output_tokens": 0})
+    assert (reply.error["code"], reply.error["param"]) == ("OUT_OF_RANGE", "max_output_tokens")
+
+
+def test_a_stream_that_fails_ends_with_an_error(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+
+    scripted_door.llm.play = play
+    status = v1.Status(code=14, message="gone", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)
+    scripted_door.llm.refusal = (grpc.StatusCode.UNAVAILABLE, status)
+    try:
+        with pytest.raises(openai.APIError):
+            list(client.responses.create(model="demo", input="x", stream=True))
+    finally:
+        scripted_door.llm.refusal = None
+
+
+def test_token_ids_have_their_text_back(door: Trio) -> None:
+    ids = json.loads(door.post("/tokenize", {"prompt": "Hello there<|im_end|>"}).body)["tokens"]
+    assert json.loads(door.post("/detokenize", {"tokens": ids}).body) == {"prompt": "Hello there<|im_end|>"}
+    assert door.services.text.detokenize(*ids) == "Hello there<|im_end|>"
+    reply = door.post("/detokenize", {"tokens": [1 << 31]})
+    assert (reply.status, reply.error["code"]) == (400, "TOKEN_OUT_OF_RANGE")
