@@ -20,8 +20,8 @@ from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
+from llm_service.engine.keeper import MODULE
 from llm_service.engine.mirrors import Mirrors
-from llm_service.engine.reserve import MODULE
 from llm_service.generation.admission import Admission
 from llm_service.generation.generator import Generator
 from llm_service.generation.prefixes import Prefixes

@@ -14,8 +14,7 @@ from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Intern
 from common.media.item import Header, Key, Url
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
-from llm_service.encoders.header_cache import HeaderCache, KnownHeader
-from llm_service.encoders.identity import Identity, given_by
+from llm_service.encoders.identity import HeaderCache, Identity, KnownHeader, given_by
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool

@@ -13,9 +13,8 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     """Loads the model on every rank and makes the KV cache. Raises CheckpointError where that cannot be."""
     from llm_service.layers.group import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
-    from llm_service.worker.lead import lead, rank_place
     from llm_service.worker.load import load_runner, reachable
-    from llm_service.worker.ranks import device_of
+    from llm_service.worker.ranks import device_of, lead, rank_place
 
     size = settings.tensor_parallel
     ranks = lead(settings, arena_fd) if size > 1 else None

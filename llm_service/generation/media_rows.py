@@ -12,9 +12,8 @@ from common.errors import TwinlensError
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.front import EngineFront
+from llm_service.engine.front import EngineFront, Ticket
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
-from llm_service.engine.ticket import Ticket
 from llm_service.request import PromptLayout
 
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from llm_service.families.family import FeedForward, LayerKind, Mixer
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.attention.cache_spec import CacheSpec, PagedKV
-from llm_service.layers.basic import RMSNorm
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
 
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from common.linear import Linear
 from llm_service.layers.attention.backend import AttentionBatch, NumbaCompiled
 from llm_service.layers.attention.cache_spec import CacheSpec, LayerCache
-from llm_service.layers.basic import MultimodalRotary, RMSNorm
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
-from llm_service.layers.ops import TORCH, use_ops
+from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, use_ops
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)

@@ -1,15 +1,6 @@
 """The ranks of a tensor-parallel group: how they meet, how a step plan reaches them, how a lost one is noticed.
 
-Rank 0 lives in the engine process and starts the other ranks of its own host; those of other hosts are started there
-(`worker/node`). They meet at a store that rank 0 keeps. Plans travel as msgpack over Gloo; layers sum over a group
-of their own (NCCL on GPUs, Gloo on CPUs).
-
-The row arena is shared memory, so every rank of the first host has the rows when they land. Other hosts have an arena
-of their own, at the same offsets: with a plan that needs rows, rank 0 sends those to the first rank of each other host,
-once for the host and not for each rank.
-
-Every rank sets a beat in the store and watches the others' (`Heartbeat`); one that is frozen, dead or cut off ends the
-group, whatever the others are waiting in at that moment, a captured collective included.
+Rank 0 lives in the engine process and starts the others of its own host; `worker/node` starts those of other hosts.
 """
 
 from __future__ import annotations
@@ -18,17 +9,21 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
+from common.processes import ParentLink
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import RowSlice
-from llm_service.settings import RankPlace
+from llm_service.settings import EngineSettings, RankPlace
 from llm_service.worker.fusion import RowArena
 from llm_service.worker.heartbeat import Heartbeat, Process
 
@@ -49,7 +44,12 @@ class _Hosts:
 
 
 class Ranks:
-    """This process's membership of a group; `group` is what layers get."""
+    """This process's membership of a group; `group` is what layers get, which sum over NCCL on GPUs, Gloo on CPUs.
+
+    Plans travel as msgpack over Gloo, in a group of their own. Every rank sets a beat in the store and watches the
+    others' (`Heartbeat`); one that is frozen, dead or cut off ends the group, whatever the others are waiting in at
+    that moment, a captured collective included.
+    """
 
     def __init__(self, place: RankPlace, store: Store, children: Sequence[Process] = ()) -> None:
         """Waits until all ranks are here. `children` are those that this process has started."""
@@ -91,7 +91,11 @@ class Ranks:
         return message.numpy().tobytes()
 
     def share_rows(self, rows: list[RowSlice], arena: RowArena) -> None:
-        """Every rank: brings the rows that a plan needs to the hosts that do not have them. Nothing on one host."""
+        """Every rank: brings the rows that a plan needs to the hosts that do not have them. Nothing on one host.
+
+        The arena is shared memory, so the first host's ranks have the rows. Other hosts have an arena of their own, at
+        the same offsets: rank 0 sends to the first rank of each, once for the host and not for each rank.
+        """
         if self._hosts is None or not rows:
             return
         if self._hosts.is_leader:
@@ -152,3 +156,80 @@ def _address(interface: str) -> str:
 
 def _first_but_lo() -> str:
     return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")
+
+
+_STORE_SECONDS = 300.0
+_BACKLOG = 1024
+
+
+def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
+    """Keeps the store, starts this host's other ranks, which inherit the row arena, and waits until all have joined.
+
+    They are killed by the kernel when this process ends. Raises OSError where the store's address cannot be bound.
+    """
+    listening = socket.create_server(_meeting_place(settings), backlog=_BACKLOG)
+    host, port = (settings.rendezvous.rpartition(":")[0] or "127.0.0.1"), listening.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        settings.tensor_parallel,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_SECONDS),
+        master_listen_fd=listening.detach(),
+    )
+    first = rank_place(0, settings, host, port)
+    children = [_start(msgspec.structs.replace(first, rank=rank), arena_fd) for rank in range(1, first.here)]
+    return Ranks(first, store, children)
+
+
+def rank_place(rank: int, settings: EngineSettings, host: str, port: int) -> RankPlace:
+    """A rank's place in the group that the settings describe."""
+    return RankPlace(
+        rank=rank,
+        size=settings.tensor_parallel,
+        nodes=settings.nodes,
+        host=host,
+        port=port,
+        timeout=settings.rank_timeout,
+        device=settings.device,
+        model=settings.model,
+        threads=settings.threads,
+    )
+
+
+def _meeting_place(settings: EngineSettings) -> tuple[str, int]:
+    """Where the store listens: on this host alone, unless other hosts take part."""
+    if settings.nodes == 1:
+        return "127.0.0.1", 0
+    host, _, port = settings.rendezvous.rpartition(":")
+    return host, int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """A rank that this process has started, and the link to it, which stays open as long as both live."""
+
+    process: subprocess.Popen[bytes]
+    link: ParentLink[None]
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self.process.poll()
+
+
+def _start(place: RankPlace, arena_fd: int) -> LocalRank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "llm_service.worker", str(theirs.fileno()), str(arena_fd)]
+        environ = {**os.environ, "TWINLENS_PARENT": str(os.getpid())}
+        inherited = (theirs.fileno(), arena_fd)
+        child = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environ)
+    link: ParentLink[None] = ParentLink(ours.detach(), None)
+    link.send(place)
+    return LocalRank(child, link)

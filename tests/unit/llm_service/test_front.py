@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import Internal
 from common.processes import HELD_UP_SECONDS
-from llm_service.engine import watch
+from llm_service.engine import keeper
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Beat, State
 from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
@@ -93,7 +93,7 @@ async def test_an_engine_that_falls_silent_is_frozen_unless_the_system_says_that
     monkeypatch: pytest.MonkeyPatch, forward: Forward
 ) -> None:
     held_up = True
-    monkeypatch.setattr(watch, "is_held_up", lambda _: held_up)
+    monkeypatch.setattr(keeper, "is_held_up", lambda _: held_up)
     engine = ScriptedEngine()
     front = front_of(monkeypatch, engine)
     engine.serves()
@@ -134,7 +134,7 @@ async def test_an_engine_that_never_gets_through_with_a_step_is_replaced_though_
 async def test_an_engine_that_is_held_up_for_ever_is_not_waited_for_as_long(
     monkeypatch: pytest.MonkeyPatch, forward: Forward
 ) -> None:
-    monkeypatch.setattr(watch, "is_held_up", lambda _: True)
+    monkeypatch.setattr(keeper, "is_held_up", lambda _: True)
     engine = ScriptedEngine()
     front = front_of(monkeypatch, engine)
     engine.serves()
@@ -147,7 +147,7 @@ async def test_an_engine_that_is_held_up_for_ever_is_not_waited_for_as_long(
 async def test_what_an_engine_said_while_this_loop_stood_still_is_read_before_it_is_judged(
     monkeypatch: pytest.MonkeyPatch, forward: Forward
 ) -> None:
-    monkeypatch.setattr(watch, "is_held_up", lambda _: False)
+    monkeypatch.setattr(keeper, "is_held_up", lambda _: False)
     engine = ScriptedEngine()
     front = front_of(monkeypatch, engine)
     engine.serves()

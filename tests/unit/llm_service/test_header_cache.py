@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.media.item import Grid, Header, Modality
-from llm_service.encoders.header_cache import HeaderCache
+from llm_service.encoders.identity import HeaderCache
 
 
 def header(name: bytes, *, cached: bool = False) -> Header:

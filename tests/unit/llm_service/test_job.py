@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from common import tracing
 from llm_service.engine.messages import Prefilled
-from llm_service.generation.job import Stages
+from llm_service.generation.generator import Stages
 
 
 @pytest.fixture

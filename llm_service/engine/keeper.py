@@ -1,0 +1,123 @@
+"""Engine processes: one in reserve, where that is wanted, and a watch over the one that serves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from common import tasks
+from common.processes import HELD_UP_SECONDS, Child, ChildDied, is_held_up
+from llm_service.engine.messages import FromEngine
+
+MODULE = "llm_service.engine"
+_SILENCE_SECONDS = 3.5
+_LOOK_SECONDS = 0.25
+
+
+class Reserve:
+    """Starts engines that run `module` and inherit `arena_fd`. Whoever takes one owns it; `stop` ends the one in
+    reserve.
+
+    An engine that takes the place of one that has died spends most of its start on importing what it is made of. One
+    that was started ahead of need has that behind it: it waits for its settings, and costs memory alone.
+    """
+
+    def __init__(self, arena_fd: int, *, ahead: bool, module: str = MODULE) -> None:
+        self._arena_fd = arena_fd
+        self._ahead = ahead
+        self._module = module
+        self._standby: Child[FromEngine] | None = None
+        self._preparing: asyncio.Task[None] | None = None
+
+    async def take(self) -> Child[FromEngine]:
+        """A process that waits for its settings: the one in reserve, if it lives."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.process.returncode is None:
+                return standby
+            await standby.stop()
+        return await self._start()
+
+    def prepare(self) -> None:
+        """Puts one in reserve, where that is wanted and none is there. For when the machine has time for it."""
+        if self._ahead and self._standby is None and (self._preparing is None or self._preparing.done()):
+            self._preparing = tasks.start(self._prepare(), "engine in reserve")
+
+    async def stop(self) -> None:
+        """Ends the one in reserve."""
+        if self._preparing is not None:
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        if self._standby is not None:
+            self._standby.kill()
+            await self._standby.stop()
+            self._standby = None
+
+    async def _prepare(self) -> None:
+        self._standby = await self._start()
+
+    async def _start(self) -> Child[FromEngine]:
+        child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=(self._arena_fd,))
+        return child
+
+
+class Watch:
+    """A block in which the engine with this process id is listened to. It is left with ChildDied where the engine does
+    not serve within `start_seconds`, or after that is silent for too long, or at one step for `step_seconds`, as where
+    a GPU hangs."""
+
+    def __init__(self, pid: int, start_seconds: float, step_seconds: float) -> None:
+        self._pid = pid
+        self._serves = False
+        self._busy = 0.0
+        self._start_seconds = start_seconds
+        self._step_seconds = step_seconds
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._look_later()
+        return self
+
+    def heard(self, *, serves: bool, busy: float = 0.0) -> None:
+        """The engine has said something; whether it serves by now, and for how many seconds it is at one step."""
+        self._last, self._serves, self._busy = self._loop.time(), serves, busy
+
+    def _look_later(self) -> None:
+        self._due = self._loop.time() + _LOOK_SECONDS
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        stood_still = now - self._due > _LOOK_SECONDS  # this loop itself: what was said meanwhile is still to be read
+        if not stood_still and self._is_lost(now - self._last):
+            self._limit.reschedule(now)
+        else:
+            self._look_later()
+
+    def _is_lost(self, silence: float) -> bool:
+        if not self._serves:
+            return silence > self._start_seconds
+        if self._busy > self._step_seconds:
+            return True
+        # A beat comes every second, so one that is silent is frozen, unless the system says that it is held up: where
+        # more processes want to run than there are cores for, killing it would make an outage of slowness.
+        return silence > _SILENCE_SECONDS and (silence > HELD_UP_SECONDS or not is_held_up(self._pid))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise ChildDied(self._why()) from None
+
+    def _why(self) -> str:
+        if not self._serves:
+            return f"it was not ready after {self._start_seconds:g} seconds"
+        if self._busy > self._step_seconds:
+            return f"it was not through with a step after {self._step_seconds:g} seconds"
+        return "it is frozen"
