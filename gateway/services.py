@@ -47,13 +47,14 @@ Metadata = Sequence[tuple[str, str]]
 
 @dataclass(eq=False, slots=True)
 class LlmService:
-    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `waiting` are requests of
-    anyone that wait there."""
+    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` is what it
+    served then as well; `waiting` are requests of anyone that wait there."""
 
     address: str
     channel: grpc.aio.Channel
     stub: LlmServiceAsyncStub
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
+    model: str = ""
     in_flight: int = 0
     waiting: int = 0
     watcher: asyncio.Task[None] | None = field(default=None)
@@ -81,6 +82,7 @@ class LlmService:
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
         self.info = now
+        self.model = now.model if now else self.model
 
 
 class LlmServices:
@@ -204,7 +206,7 @@ class LlmServices:
                 return
             except grpc.aio.AioRpcError as error:
                 failure = _error(error, events)
-                others = len(tried) < _ATTEMPTS and set(self.usable) - set(tried)
+                others = len(tried) < _ATTEMPTS and self._fitting(request.model, tried)
                 if events or not isinstance(failure, Unavailable) or not others:
                     raise failure from None
                 _log.info("a request goes elsewhere", address=service.address, why=failure.reason)
@@ -213,15 +215,21 @@ class LlmServices:
                 call.cancel()
 
     def _pick(self, model: str, key: bytes, tried: Sequence[LlmService] = ()) -> LlmService:
-        usable = [service for service in self.usable if service not in tried]
-        if not usable:
-            raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
-        fitting = [service for service in usable if not model or (service.info and service.info.model == model)]
+        """The service that a request goes to, by what makes it meet its beginning. Raises NotFound for a model that no
+        service is known to have, Unavailable where there is none that can serve."""
+        fitting = self._fitting(model, tried)
         if not fitting:
-            raise NotFound("no model of that name is served", reason="UNKNOWN_MODEL", field="model")
+            known = [service.model for service in self.services]
+            if model and known and all(known) and model not in known:
+                raise NotFound("no model of that name is served", reason="UNKNOWN_MODEL", field="model")
+            raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         most = _MOST_ABOVE_MEAN * (sum(service.load for service in fitting) + 1) / len(fitting)
         in_order = ranked(key, fitting, lambda service: service.address)
         return next((service for service in in_order if service.load < most), in_order[0])
+
+    def _fitting(self, model: str, tried: Sequence[LlmService]) -> list[LlmService]:
+        """Those that can serve the model ("": any), and were not tried."""
+        return [service for service in self.usable if service not in tried and model in ("", service.model)]
 
 
 async def _key(request: llm_pb2.GenerateRequest) -> bytes:

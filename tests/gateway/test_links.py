@@ -1,0 +1,116 @@
+"""What the gateway speaks: TLS to callers and to LLM services, traces through all of them."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import openai
+import pytest
+import trustme
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+from tests.gateway.scripted import scripted
+from tests.gateway.trio import Door, fronted, said
+from tests.launch import gateway
+from tests.rpc.pairs import pair
+from tests.rpc.test_tracing import PARENT, TRACE, Collector
+from tests.unit.twinlens.conftest import serving
+from tests.unit.twinlens.fakes import WORDS, FakeLlm
+from tests.waiting import until
+
+
+def test_tls_to_callers_and_to_llm_services(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    cert, key, ca, token = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem", "token"))
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(str(key))
+    authority.cert_pem.write_to_path(str(ca))
+    token.write_text("inner\n")
+    chain = [(issued.private_key_pem.bytes(), cert.read_bytes())]
+    credentials = grpc.ssl_server_credentials(chain)  # type: ignore[arg-type]
+    llm = FakeLlm()
+    with (
+        serving(llm=llm, credentials=credentials) as address,
+        gateway(address, tls_cert=cert, tls_key=key, llm_ca=ca, llm_token_file=token) as door,
+        httpx2.Client(verify=ssl.create_default_context(cafile=str(ca))) as http,
+        openai.OpenAI(base_url=f"https://{door.address}/v1", api_key="x", http_client=http, max_retries=0) as client,
+    ):
+        until(lambda: http.get(f"https://{door.address}/health/ready").status_code == 200, "it is ready")
+        answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x"}])
+        assert answer.choices[0].message.content == "".join(WORDS)
+        assert llm.metadata["authorization"] == "Bearer inner"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_of_it"),
+    [
+        ({"tls_cert": "x"}, "--tls-cert and --tls-key go together"),
+        ({"llm": "nowhere"}, "--llm: nowhere is none of"),
+        ({"auth_token_file": "/nowhere"}, "cannot be read as tokens"),
+        ({"max_inflight_bytes": 5}, "--max-inflight-bytes must be"),
+        ({"listen": "8000"}, "--listen must be HOST:PORT"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(flags: dict[str, Any], said_of_it: str) -> None:
+    with pytest.raises(RuntimeError, match=said_of_it), gateway("127.0.0.1:1", **flags):
+        pass
+
+
+@contextmanager
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    server.start()
+    yield collector
+    server.stop(None).wait()
+
+
+def test_a_request_is_one_trace_over_the_gateway_and_the_services(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    with collecting(monkeypatch) as collector, pair(checkpoint) as services, fronted(services) as door:
+        body = {"messages": [said("Hello")], "max_tokens": 2}
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        assert door.post("/v1/chat/completions", body, headers).status == 200
+        until(lambda: {"Generate", "POST /v1/chat/completions"} <= {span.name for _, span in collector.spans}, "spans")
+        by_name = {span.name: (service, span) for service, span in collector.spans}
+        service, ours = by_name["POST /v1/chat/completions"]
+        assert (service, ours.parent_span_id.hex(), ours.trace_id.hex()) == ("twinlens-gateway", PARENT, TRACE)
+        assert by_name["Generate"][1].parent_span_id == ours.span_id
+
+
+def test_a_model_whose_service_is_down_is_not_unknown() -> None:
+    body = {"messages": [said("x")], "model": "demo"}
+    with ExitStack() as running, ExitStack() as serves:
+        address = serves.enter_context(serving(llm=FakeLlm()))
+        door = Door(running.enter_context(gateway(address)))
+        until(lambda: door.post("/v1/chat/completions", body).status == 200, "it serves")
+        unknown = door.post("/v1/chat/completions", {**body, "model": "other"})
+        assert (unknown.status, unknown.error["code"]) == (404, "UNKNOWN_MODEL")
+        serves.close()
+        until(lambda: door.metric("llm_services_usable") == 0, "it is gone")
+        down = door.post("/v1/chat/completions", body)
+        assert (down.status, down.error["code"]) == (503, "NO_LLM_SERVICE")
+
+
+def test_sixty_megabytes_are_refused_or_handed_on_without_piling_up() -> None:
+    with scripted() as door:
+        address = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 60_000_000}}
+        body = {"messages": [said(address, {"type": "text", "text": "x"})]}
+        assert door.post("/v1/chat/completions", body).status == 200
+        for content in (b"[" * 60_000_000, b'{"a":' * 10_000_000, b"[0," * 20_000_000):
+            assert door.post("/v1/chat/completions", content).status in (400, 413)
+        peak = int(Path(f"/proc/{door.gateway.pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+        assert peak < 800 << 10, f"{peak} KiB"
+        assert door.metric("body_bytes") == 0
