@@ -48,6 +48,7 @@ class MediaLayout:
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
     """int32 [3, length] and the mrope_delta that turns a later token's index into its position.
 
+    >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
     >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], MediaLayout(2, False, 0.0))[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]

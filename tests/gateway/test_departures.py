@@ -119,7 +119,7 @@ def test_metadata_go_along_and_the_deadline_is_bounded() -> None:
         sent = {name: door.llm.metadata[name] for name in ("traceparent", "tracestate", "authorization")}
         assert sent == {"traceparent": trace, "tracestate": "a=b", "authorization": "Bearer inner"}
         assert door.llm.requests[0].request_id == "mine"
-        assert 40 < door.llm.remaining <= 50
+        assert 40 < door.llm.remaining < 51  # gRPC rounds up what it writes into the header
         assert int(str(door.llm.metadata["twinlens-request-bytes"])) == door.llm.requests[0].ByteSize()
 
 

@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
     "no messages": (messages(), INVALID, "EMPTY_PROMPT", "chat.messages"),
     "an empty text": (asked(text("")), INVALID, "EMPTY_PROMPT", "text.prompt"),
     "no token ids": (asked(ids()), INVALID, "EMPTY_PROMPT", "tokens.ids"),
-    "an unknown role": (messages(v1.ChatMessage(role="tool")), INVALID, "UNKNOWN_ROLE", "chat.messages[0].role"),
+    "an unknown role": (messages(v1.ChatMessage(role="narrator")), INVALID, "UNKNOWN_ROLE", "chat.messages[0].role"),
     "an empty part": (
         messages(v1.ChatMessage(role="user", parts=[v1.ChatPart()])),
         INVALID,

@@ -82,14 +82,14 @@ def test_an_item_over_which_encoders_die_twice_is_refused_for_a_minute() -> None
     clock = Clock()
     quarantine = Quarantine(clock)
     quarantine.blame(b"item")
-    assert not quarantine.holds(b"item")
+    assert not quarantine.is_quarantined(b"item")
     quarantine.blame(b"item")
-    assert quarantine.holds(b"item")
-    assert not quarantine.holds(b"another")
+    assert quarantine.is_quarantined(b"item")
+    assert not quarantine.is_quarantined(b"another")
     clock.now += 61
-    assert not quarantine.holds(b"item")
+    assert not quarantine.is_quarantined(b"item")
     quarantine.blame(b"item")
-    assert not quarantine.holds(b"item"), "what was long ago does not count"
+    assert not quarantine.is_quarantined(b"item"), "what was long ago does not count"
 
 
 def test_an_item_that_was_done_is_cleared() -> None:
@@ -97,7 +97,7 @@ def test_an_item_that_was_done_is_cleared() -> None:
     quarantine.blame(b"item")
     quarantine.clear(b"item")
     quarantine.blame(b"item")
-    assert not quarantine.holds(b"item")
+    assert not quarantine.is_quarantined(b"item")
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -105,5 +105,5 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(3000):
         for _ in range(2):
             quarantine.blame(b"%d" % number)
-    assert not quarantine.holds(b"0")
-    assert quarantine.holds(b"2999")
+    assert not quarantine.is_quarantined(b"0")
+    assert quarantine.is_quarantined(b"2999")

@@ -28,6 +28,10 @@ def allowed(mask: bytes) -> set[int]:
     return {token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1}
 
 
+_OTHERS = 1 << 20
+"""Bytes that the process may take meanwhile for something else."""
+
+
 def held(structures: Structures, structure: Structure, salt: str = "") -> Form:
     """A structure's form, its bytes measured as the process that compiles measures them."""
     before = bytes_in_use()
@@ -52,7 +56,7 @@ def test_no_more_bytes_of_compiled_grammars_are_kept_than_the_bound_and_the_long
     for form in forms:
         structures.matcher(form)
         assert structures.kept_bytes <= bound
-        assert bytes_in_use() - before <= bound
+        assert bytes_in_use() - before <= bound + _OTHERS
     last = list(structures._kept)
     assert [name[1] for name in last] == [form.grammar for form in forms[-len(last) :]]
     structures.matcher(forms[-len(last)])
