@@ -25,7 +25,7 @@ from benchmarks.workload import Mark, picture
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
+from encoder_service.models.tower import load_tower
 from tests import reference
 
 
@@ -36,7 +36,7 @@ class Peers:
         self._processor = reference.processor(folder).image_processor
         self._visual = reference.model(folder).model.visual
         checkpoint = Checkpoint(folder)
-        self._tower = registry.load_tower(checkpoint, config.read(checkpoint), torch.device("cpu"), torch.float32)
+        self._tower = load_tower(checkpoint, config.read(checkpoint), torch.device("cpu"), torch.float32)
 
     def transformers(self, data: bytes) -> dict[str, float]:
         """Seconds from a file to rows."""

@@ -18,7 +18,7 @@ from benchmarks.checkpoint import add_model_options, chosen_model
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
+from encoder_service.models.tower import load_tower
 from tests import reference
 
 
@@ -35,8 +35,8 @@ def main() -> None:
     checkpoint, cpu = Checkpoint(folder), torch.device("cpu")
     settings = config.read(checkpoint)
     theirs = reference.model(folder).model.visual
-    exact = registry.load_tower(checkpoint, settings, cpu, torch.float32)
-    short = registry.load_tower(checkpoint, settings, cpu, torch.bfloat16)
+    exact = load_tower(checkpoint, settings, cpu, torch.float32)
+    short = load_tower(checkpoint, settings, cpu, torch.bfloat16)
     print(
         "| side | patches | transformers | float32 | ratio | bfloat16 | ratio |\n|---:|---:|---:|---:|---:|---:|---:|"
     )

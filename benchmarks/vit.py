@@ -17,7 +17,7 @@ from benchmarks.device import about, measured, sheet, timed
 from benchmarks.shapes import TOWER, patch_numbers, tower_operations
 from common.graphs import Capture, CudaCapture
 from common.media.item import Grid
-from encoder_service.models.attention_choice import BACKENDS, candidates
+from encoder_service.models.attention import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
 from encoder_service.worker.graphs import LADDER, GraphedTower
 

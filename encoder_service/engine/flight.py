@@ -1,4 +1,4 @@
-"""An item in flight, shared by everyone who asked for it, and one caller's hold on it."""
+"""An item in flight, shared by everyone who asked for it, how far it has come, and one caller's hold on it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,55 @@ from common.media.item import Header, Key
 from encoder_service.engine.admission import Reservation
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry
-from encoder_service.engine.progress import Progress
 from encoder_service.item import Item
 
 T = TypeVar("T")
+
+
+class Progress:
+    """How far something has come: frames that are decoded, rows that have landed. It may fail, and then stays so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._error: BaseException | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def advance(self, count: int) -> None:
+        """It has come this far; less than before changes nothing."""
+        if count > self.count:
+            self.count = count
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """It comes no further."""
+        self._error = self._error or error
+        self._wake()
+
+    def follow(self, task: asyncio.Task[int]) -> None:
+        """It ends as a task does: at the count that the task returns, or with its error."""
+        if task.cancelled():
+            self.fail(asyncio.CancelledError())
+        elif error := task.exception():
+            self.fail(error)
+        else:
+            self.advance(task.result())
+
+    async def reach(self, count: int) -> None:
+        """Returns once it has come this far; raises what it failed with, should it not."""
+        while self.count < count:
+            if self._error is not None:
+                raise self._error
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(future)
+            try:
+                await future
+            finally:
+                self._waiters.discard(future)
+
+    def _wake(self) -> None:
+        for future in self._waiters:
+            if not future.done():
+                future.set_result(None)
 
 
 class StageTimes:

@@ -13,12 +13,11 @@ from common.arena import Range, SharedBuffer
 from common.media.item import Embedding, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
-from encoder_service.engine.flight import Flight
-from encoder_service.engine.progress import Progress
+from encoder_service.engine.flight import Flight, Progress
 from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.families.family import ModelConfig
 from encoder_service.item import Inspection, Item, Plan
-from encoder_service.media import embedding, limits
+from encoder_service.media import checks, limits
 from encoder_service.media.decoder import DecoderPool, TimeBudget
 from encoder_service.media.modalities import SPECS
 
@@ -63,8 +62,8 @@ class MediaLoader:
         item, config, spec = flight.item, self.config, SPECS[flight.item.modality]
         match item.source:
             case Embedding() as rows:
-                embedding.check(rows, item, self.layout, config.image.merge, self._max_patches, self._limits)
-                await in_thread(embedding.check_finite, rows, f"{item.field}.embedding")
+                checks.check_rows(rows, item, self.layout, config.image.merge, self._max_patches, self._limits)
+                await in_thread(checks.check_finite, rows, f"{item.field}.embedding")
                 return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
             case Pixels() as pixels:
                 plan = spec.plan_pixels(pixels, config, item.options)

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from common.media.item import Options
-from encoder_service.families.family import Family, PixelDefaults, VideoSettings
-from encoder_service.families.sizes import bounds, resize_picture
+from encoder_service.families.family import Family, PixelDefaults, VideoSettings, bounds, resize_picture
 from encoder_service.item import Inspection
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from common.media.item import Options
-from encoder_service.families.family import Family, PixelDefaults, VideoSettings
+from encoder_service.families.family import Family, PixelDefaults, VideoSettings, bounds, resize_clip
 from encoder_service.families.qwen2_vl import PICTURES
-from encoder_service.families.sizes import bounds, resize_clip
 from encoder_service.item import Inspection
 
 

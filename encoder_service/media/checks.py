@@ -1,16 +1,18 @@
-"""Checks of an item as it came, before anything is decoded: size, format, options, decoded pixels."""
+"""Checks of an item as it came, before anything is decoded: size, format, options, pixels, rows from elsewhere."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from common.errors import InvalidInput
 from common.media.item import Embedding, Key, Options, Pixels, Url
+from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
 from encoder_service.media import sniff
-from encoder_service.media.limits import MediaLimits, check_sides
+from encoder_service.media.limits import MAX_SECONDS, MediaLimits, check_sides
 from encoder_service.media.modalities import SPECS, ModalitySpec
 
 
@@ -19,9 +21,7 @@ def check_item(item: Item, limits: MediaLimits) -> None:
     spec = SPECS[item.modality]
     _check_options(item.options, spec, item.field, limits)
     match item.source:
-        case (
-            Key() | Embedding() | Url()
-        ):  # see `embedding.check` and `Fetcher.check`; what a download brings comes back
+        case Key() | Embedding() | Url():  # see `check_rows` and `Fetcher.check`; what a download brings comes back
             return
         case Pixels() as pixels:
             _check_size(item, spec, limits)
@@ -51,12 +51,7 @@ def _check_pixels(pixels: Pixels, spec: ModalitySpec, field: str, limits: MediaL
     if len(pixels.data) != pixels.frames * pixels.height * pixels.width * 3:
         raise refuse("the data is not frames · height · width · 3 bytes")
     times = pixels.timestamps
-    if times and (
-        not spec.has_times
-        or len(times) != pixels.frames
-        or not all(math.isfinite(time) and time >= 0 for time in times)
-        or any(after < before for before, after in itertools.pairwise(times))
-    ):
+    if times and not (spec.has_times and len(times) == pixels.frames and _are_times(times) and _in_order(times)):
         raise refuse("timestamps must be one for each frame of a video, from 0 on, in order")
     check_sides(pixels.width, pixels.height, field, limits)
 
@@ -86,5 +81,61 @@ def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
         raise _bad_option(field, "fps", "does not go with timestamps")
 
 
+def _are_times(seconds: Sequence[float]) -> bool:
+    return all(math.isfinite(each) and each >= 0 for each in seconds)
+
+
+def _in_order(seconds: Sequence[float]) -> bool:
+    return all(before <= after for before, after in itertools.pairwise(seconds))
+
+
 def _bad_option(field: str, name: str, why: str) -> InvalidInput:
     return InvalidInput(f"{name} {why}", reason="BAD_OPTION", field=f"{field}.options.{name}")
+
+
+def check_rows(
+    rows: Embedding, item: Item, layout: RowLayout, merge: int, max_patches: int, limits: MediaLimits
+) -> None:
+    """Raises InvalidInput unless the rows are those of one picture or video, in this model's layout.
+
+    `max_patches` is the most of one frame group. The values are not looked at; `check_finite` does that.
+    """
+    grid, field, spec = rows.grid, f"{item.field}.embedding", SPECS[item.modality]
+    if (rows.dtype, rows.levels, rows.width) != (layout.dtype, layout.levels, layout.width):
+        raise _bad_rows("the element type, levels or width are not this model's", field)
+    if not 1 <= grid.t <= spec.max_frames(limits) or min(grid.h, grid.w) < 1 or grid.h % merge or grid.w % merge:
+        raise _bad_rows(f"the grid is not one of a {item.modality}", field)
+    if grid.h * grid.w > max_patches:
+        raise _bad_rows(f"the grid has more than {max_patches} patches", field)
+    _check_times(rows, field, has_times=spec.has_times)
+    if rows.count != grid.patches // merge**2:
+        raise _bad_rows("there must be one row for each square of the grid", field)
+    if len(rows.data) != rows.count * layout.row_bytes:
+        raise _bad_rows("the data is not count · levels · width elements", field)
+
+
+def _check_times(rows: Embedding, field: str, *, has_times: bool) -> None:
+    times, apart = rows.timestamps, rows.seconds_per_grid
+    if not has_times:
+        if times or apart:
+            raise _bad_rows("a picture has no times", field)
+        return
+    if len(times) != rows.grid.t or not _are_times(times):
+        raise _bad_rows("there must be one timestamp for each frame group, from 0 on", field)
+    if not _in_order(times):
+        raise _bad_rows("the timestamps must be in order", field)
+    if not (math.isfinite(apart) and apart > 0):
+        raise _bad_rows("seconds_per_grid must be above 0", field)
+    if max(apart, times[-1]) > MAX_SECONDS:
+        raise _bad_rows(f"a time is beyond {MAX_SECONDS:.0f} seconds", field)
+
+
+def check_finite(rows: Embedding, field: str) -> None:
+    """Raises InvalidInput where a value is infinite or not a number. Takes milliseconds for megabytes."""
+    assert rows.dtype is not None, "it is the model's"
+    if not all_finite(rows.data, rows.dtype):
+        raise _bad_rows("a value is infinite or not a number", field)
+
+
+def _bad_rows(why: str, field: str) -> InvalidInput:
+    return InvalidInput(why, reason="BAD_EMBEDDING", field=field)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.media.item import Grid, Options, Pixels
-from encoder_service.families.family import PixelSettings, VideoSettings
-from encoder_service.families.sizes import bounds, resize_picture
+from encoder_service.families.family import PixelSettings, VideoSettings, bounds, resize_picture
 from encoder_service.item import Inspection, Plan
 
 

@@ -1,22 +1,25 @@
-"""Attention over a packed sequence: the ways to compute it, behind one small protocol.
+"""Attention over a packed sequence: the ways to compute it, and which of them is taken here.
 
 A batch is one packed sequence of patches, cut into *segments* (a picture, a frame group, or a window of one) that
-attention never crosses. A back end is asked once for each batch to get ready for its segments, and the result is called
-in every layer. What can be captured into a CUDA graph offers a second form, whose table lies in memory that never moves
-and is filled anew before each replay.
+attention never crosses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from common import log
+
+_log = log.get("attention")
 
 Lengths = Sequence[int]
 """Patches of each segment, in order; their sum is the length of the packed sequence."""
@@ -29,7 +32,8 @@ class Segments(Protocol):
 
 
 class StableSegments(Segments, Protocol):
-    """Segments in memory that never moves. Rows behind the last segment come out undefined."""
+    """Segments in memory that never moves, filled anew before each replay of a CUDA graph. Rows behind the last segment
+    come out undefined."""
 
     def holds(self, lengths: Lengths) -> bool:
         """Whether there is room for these segments."""
@@ -41,7 +45,7 @@ class StableSegments(Segments, Protocol):
 
 
 class Backend(Protocol):
-    """One way to compute attention."""
+    """One way to compute attention: it gets ready once for each batch, and the result is called in every layer."""
 
     name: str
 
@@ -178,3 +182,85 @@ def _flash() -> Callable[..., Tensor]:
 def max_segments(patches: int) -> int:
     """Segments for which a graph of so many patches has room: as many as windows or thumbnails of 16 patches."""
     return max(1, patches // 16)
+
+
+BACKENDS: Final[dict[str, Callable[[], Backend]]] = {"flash": Flash, "triton": Triton, "sdpa": Sdpa}
+"""By name, the one to be preferred first."""
+
+_AGREEMENT = 0.05
+"""Two back ends may differ by this much over values around 1: bfloat16 has eight bits."""
+
+
+class AttentionUnavailable(Exception):
+    """The back end that was asked for cannot run here; the message says why, for the operator."""
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The back end of this name, or for `auto` the first one that passes a trial. Raises AttentionUnavailable."""
+    if name != "auto":
+        if why := _obstacle(name, device, dtype, wanted=True):
+            raise AttentionUnavailable(f"--attention {name}: {why}")
+        try:
+            return BACKENDS[name]()
+        except ImportError as error:
+            raise AttentionUnavailable(f"--attention {name}: {error}") from error
+    return _first(candidates(device, dtype), device, dtype, head_dim)
+
+
+def choose_captured(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """As `choose`, for CUDA graphs: there `auto` prefers our kernel, whose launch grows with patches, not segments."""
+    if name != "auto":
+        return choose(name, device, dtype, head_dim)
+    ordered = sorted(candidates(device, dtype), key=lambda each: each != "triton")
+    return _first(ordered, device, dtype, head_dim)
+
+
+def _first(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    for name in names:
+        if name == "sdpa":
+            break
+        if (backend := _tried(name, device, dtype, head_dim)) is not None:
+            return backend
+    return BACKENDS["sdpa"]()
+
+
+def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """What `auto` may take, the best first."""
+    return [name for name in BACKENDS if not _obstacle(name, device, dtype, wanted=False)]
+
+
+def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend | None:
+    """The back end, if it runs on this device and agrees with torch's own attention: a package, a driver or a compiler
+    may be too old."""
+    lengths = [5, 130, 64]
+    q, k, v = torch.randn(sum(lengths), 3, 2, head_dim, device=device).to(dtype).unbind(1)
+    try:
+        backend = BACKENDS[name]()
+        found = backend.over(lengths, device)(q, k, v)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel fails with, the next back end may do
+        _log.warning("an attention back end does not run here", backend=name, why=str(error)[:500])
+        return None
+    difference = (found.float() - Sdpa().over(lengths, device)(q, k, v).float()).abs().max().item()
+    if difference < _AGREEMENT:
+        return backend
+    _log.warning("an attention back end computes something else", backend=name, difference=difference)
+    return None
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bool) -> str:
+    """Why a back end cannot run; empty where it can. The interpreter counts where it is `wanted` by name."""
+    if name == "sdpa":
+        return ""
+    if name == "triton":
+        if not importlib.util.find_spec("triton"):
+            return "triton is not installed"
+        import triton
+
+        interpreted = wanted and triton.knobs.runtime.interpret
+        return "" if device.type == "cuda" or interpreted else "it needs a GPU"
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it needs bfloat16 or float16"
+    known = importlib.util.find_spec("flash_attn") or importlib.util.find_spec("torch.nn.attention.varlen")
+    return "" if known else "neither flash-attn nor a torch that has varlen_attn is installed"

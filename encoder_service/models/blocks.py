@@ -57,7 +57,7 @@ def frame_groups(grids: Sequence[Grid]) -> list[int]:
 class PatchEmbed(nn.Module):
     """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width].
 
-    In checkpoints it is a convolution whose stride is its kernel, which is a matrix product; `registry` flattens it.
+    In checkpoints it is a convolution whose stride is its kernel, which is a matrix product; `load_tower` flattens it.
     """
 
     def __init__(self, width: int, channels: int, temporal: int, patch: int, *, bias: bool) -> None:

@@ -1,11 +1,8 @@
-"""What a vision tower is, and how the towers that are built from blocks run: packed, in four steps.
-
-`pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is everything that is
-heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes into a CUDA graph.
-"""
+"""What a vision tower is, how the towers that are built from blocks run, and how a tower gets its weights."""
 
 from __future__ import annotations
 
+import importlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +11,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import Checkpoint, CheckpointError
+from common.identity import VISION_PREFIXES
+from common.linear import finalize_linears
 from common.media.item import Grid
-from encoder_service.models.attention import Backend, Lengths, Sdpa, Segments
+from common.weights import load_tensors
+from encoder_service.families.family import ModelConfig
+from encoder_service.models.attention import (
+    AttentionUnavailable,
+    Backend,
+    Lengths,
+    Sdpa,
+    Segments,
+    choose,
+    choose_captured,
+)
 
 
 class Tower(Protocol):
@@ -60,7 +70,9 @@ class Packing:
 
 
 class PackedTower(nn.Module):
-    """A tower of blocks. A family sets these numbers and gives the steps.
+    """A tower of blocks, which runs in four steps: `pack` works out on the host where things go, `embed` turns patches
+    into hidden states, `encode` is everything that is heavy and the same for any mix of items, and `unpack` puts rows
+    back in order. Only `encode` goes into a CUDA graph. A family sets these numbers and gives the steps.
 
     `width` is that of hidden states, `out` that of rows, `longest` the most patches that a segment of each kind can
     have (None: no bound but the batch).
@@ -106,3 +118,38 @@ class PackedTower(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         packing = self.pack(grids, patches.device)
         return self.unpack(self.encode_eagerly(self.embed(patches, grids, packing), packing), packing)
+
+
+def load_tower(
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "auto"
+) -> nn.Module:
+    """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
+
+    `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with. Raises
+    CheckpointError where a weight is missing, left over or of another shape, and AttentionUnavailable where the back
+    end cannot run.
+    """
+    module, _, name = config.family.tower.partition(":")
+    with torch.device("meta"):
+        tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
+    state = {
+        name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
+        for name, tensor in load_tensors(checkpoint, vision_name)
+    }
+    try:
+        tower.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
+    tower.eval().requires_grad_(requires_grad=False)
+    finalize_linears(tower)
+    if isinstance(tower, PackedTower):
+        tower.backend = choose(attention, device, dtype, tower.head_dim)
+        tower.captured = choose_captured(attention, device, dtype, tower.head_dim)
+    elif attention != "auto":
+        raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
+    return tower
+
+
+def vision_name(name: str) -> str | None:
+    """A checkpoint's tensor name without its vision prefix; None for a tensor that is not the tower's."""
+    return next((name[len(prefix) :] for prefix in VISION_PREFIXES if name.startswith(prefix)), None)

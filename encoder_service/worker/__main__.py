@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from encoder_service.worker.ahead import ahead, in_turn
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, Failed, ToWorker
 
 if TYPE_CHECKING:
     from encoder_service.worker.runner import Prepared, Runner
+
+JobT = TypeVar("JobT")
+ReadyT = TypeVar("ReadyT")
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -29,7 +33,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     log.configure(begin.log_level, service="encoder")
     gc.disable()  # what is imported stays: collections would look through it again and again
     from common.device_memory import DeviceMemoryError  # torch takes a second to import
-    from encoder_service.models.attention_choice import AttentionUnavailable
+    from encoder_service.models.attention import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
     from encoder_service.worker.runner import Runner
 
@@ -46,6 +50,8 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
         return
     gc.freeze()
     gc.enable()
+    # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
+    # its patches on a stream of its own, behind the tower of the one before. On a CPU both would want the same cores.
     take = ahead if runner.device.type == "cuda" else in_turn
     for prepared in take(_batches(link), runner.prepare):
         link.send(_answer(runner, prepared))
@@ -70,6 +76,40 @@ def _batches(link: ParentLink[Any]) -> Iterator[Batch]:
             return
         assert isinstance(batch, Batch)
         yield batch
+
+
+def in_turn(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
+    """Each job when it is asked for: prepared, or failed with a RuntimeError."""
+    for job in jobs:
+        future: Future[ReadyT] = Future()
+        try:
+            future.set_result(prepare(job))
+        except RuntimeError as error:  # out of memory, or a kernel that failed
+            future.set_exception(error)
+        yield future
+
+
+def ahead(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
+    """As `in_turn`, in the same order, but the next jobs are prepared in a thread before they are asked for.
+
+    How far ahead is up to who gives the jobs. Any other error of theirs, or of `prepare`, is raised here as well.
+    """
+    ready: SimpleQueue[Future[ReadyT] | BaseException | None] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            for future in in_turn(jobs, prepare):
+                ready.put(future)
+        except BaseException as error:  # noqa: BLE001 - it is raised where jobs are waited for
+            ready.put(error)
+        else:
+            ready.put(None)
+
+    threading.Thread(target=work, name="ahead", daemon=True).start()
+    while (future := ready.get()) is not None:
+        if isinstance(future, BaseException):
+            raise future
+        yield future
 
 
 if __name__ == "__main__":

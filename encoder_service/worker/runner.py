@@ -19,8 +19,7 @@ from common.gpu import use_gpu
 from common.graphs import CudaCapture
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
-from encoder_service.models.tower import PackedTower
+from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, WorkerReady
 from encoder_service.worker.patches import Preprocess, pixels_to_patches
@@ -57,7 +56,7 @@ class Runner:
         self._config = config.read(checkpoint)
         self._preprocess = {modality: _function(name) for modality, name in begin.preprocess.items()}
         self._pool = self._make_pool(begin.pool_bytes) if begin.pool_bytes else None
-        self._tower = registry.load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
+        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
         self._graphed = self._graphs(begin)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from common.media.item import Options
 from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.media import geometry
-from encoder_service.models import registry
+from encoder_service.models.tower import load_tower
 from encoder_service.worker.patches import pixels_to_patches, resize
 from tests import pictures
 from tests.checkpoints import FAMILIES
@@ -38,8 +38,8 @@ def test_rows_are_those_of_the_cpu(family, checkpoints):
         [pixels_to_patches(part, plan.resized, settings.image) for part, plan in zip(pixels, plans, strict=True)]
     )
     grids = [plan.grid for plan in plans]
-    here = registry.load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)(patches, grids)
-    tower = registry.load_tower(checkpoint, settings, torch.device("cuda"), torch.float32)
+    here = load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)(patches, grids)
+    tower = load_tower(checkpoint, settings, torch.device("cuda"), torch.float32)
     there = tower(patches.cuda(), grids).cpu()
     torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
 

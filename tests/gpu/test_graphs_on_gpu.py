@@ -10,9 +10,8 @@ from common.checkpoint import Checkpoint
 from common.graphs import CudaCapture
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
-from encoder_service.models.attention_choice import candidates
-from encoder_service.models.tower import PackedTower
+from encoder_service.models.attention import candidates
+from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
 from tests import pictures
 from tests.checkpoints import FAMILIES
@@ -41,7 +40,7 @@ def load(folder, dtype: torch.dtype, attention: str) -> PackedTower:
     if attention not in candidates(GPU, dtype):
         pytest.skip(f"{attention} is not installed")
     checkpoint = Checkpoint(folder)
-    return registry.load_tower(checkpoint, config.read(checkpoint), GPU, dtype, attention)
+    return load_tower(checkpoint, config.read(checkpoint), GPU, dtype, attention)
 
 
 def drawn(tower: PackedTower, grids: list[Grid], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
+from encoder_service.models.tower import load_tower
 from llm_service.request import Sampling
 from tests import pictures, reference
 from tests.checkpoints import FAMILIES, Family
@@ -34,7 +34,7 @@ def test_rows_are_the_references(folder: Path) -> None:
     patches, grids = reference.images_inputs(folder, [pictures.photograph("astronaut"), pictures.photograph("coffee")])
     expected = reference.rows(folder, patches, grids)
     for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.2)):
-        tower = registry.load_tower(checkpoint, config.read(checkpoint), torch.device(DEVICE), dtype)
+        tower = load_tower(checkpoint, config.read(checkpoint), torch.device(DEVICE), dtype)
         rows = tower(patches.to(DEVICE, dtype), [Grid(*grid) for grid in grids.tolist()])
         error = (rows.float().cpu() - expected).norm() / expected.norm()
         assert error < tolerance, dtype

@@ -10,9 +10,8 @@ import torch
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
-from encoder_service.models.attention import Sdpa
-from encoder_service.models.attention_choice import BACKENDS, candidates, choose
+from encoder_service.models.attention import BACKENDS, Sdpa, candidates, choose
+from encoder_service.models.tower import load_tower
 from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
 from tests.checkpoints import FAMILIES
 
@@ -82,7 +81,7 @@ def test_every_back_end_gives_the_tower_the_same_rows(family, checkpoints):
     grids = [Grid(1, 20, 28), Grid(2, 6, 8), Grid(1, 2, 2)]
     rows = {}
     for name in candidates(GPU, torch.bfloat16):
-        tower = registry.load_tower(checkpoint, settings, GPU, torch.bfloat16, name)
+        tower = load_tower(checkpoint, settings, GPU, torch.bfloat16, name)
         inputs = tower.patch_embed.proj.weight.shape[1]
         generator = torch.Generator().manual_seed(1)
         patches = torch.randn(sum(grid.patches for grid in grids), inputs, generator=generator)

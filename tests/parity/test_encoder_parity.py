@@ -17,7 +17,7 @@ from common.media.item import Grid, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection, Plan
 from encoder_service.media import geometry
-from encoder_service.models import registry
+from encoder_service.models.tower import Tower, load_tower
 from encoder_service.worker.patches import pixels_to_patches
 from tests import pictures, reference
 from tests.checkpoints import FAMILIES, Family
@@ -37,13 +37,13 @@ class Ours:
 
     folder: Path
     config: config.ModelConfig
-    tower: registry.Tower
+    tower: Tower
 
     @classmethod
     def load(cls, folder: Path) -> Ours:
         checkpoint = Checkpoint(folder)
         settings = config.read(checkpoint)
-        tower = registry.load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)
+        tower = load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)
         return cls(folder, settings, tower)
 
     def image(self, image: Image.Image, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
@@ -213,7 +213,7 @@ def test_shorter_types_differ_by_rounding_alone(family, dtype, share, checkpoint
     """bfloat16 has 8 bits, float16 has 11; a few layers add up to a few of the last ones."""
     folder = checkpoints(family)
     ours = Ours.load(folder)
-    short = registry.load_tower(Checkpoint(folder), ours.config, torch.device("cpu"), dtype)
+    short = load_tower(Checkpoint(folder), ours.config, torch.device("cpu"), dtype)
     patches, plan = ours.image(PHOTOGRAPHS[0])
     exact, near = ours.tower(patches, [plan.grid]), short(patches.to(dtype), [plan.grid])
     assert near.dtype == dtype

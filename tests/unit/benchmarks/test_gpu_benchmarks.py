@@ -14,7 +14,7 @@ from benchmarks.device import Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
+from encoder_service.models.tower import load_tower
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_a_given_shape_is_loaded_by_both_services(tmp_path: Path
     checkpoint = Checkpoint(real_shape.write(tmp_path / "made", TEXT, TOWER, CPU, shard=40_000))
     assert len({info.file for info in checkpoint.tensors.values()}) > 3
     assert load_decoder(checkpoint, torch.float32, CPU).config == text_config()
-    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    tower = load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
     patches = torch.randn(24, 3 * 2 * 16 * 16)
     assert tower(patches, [Grid(1, 4, 6)]).isfinite().all()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from encoder_service.worker.ahead import ahead, in_turn
+from encoder_service.worker.__main__ import ahead, in_turn
 
 WAYS = pytest.mark.parametrize("take", [ahead, in_turn])
 

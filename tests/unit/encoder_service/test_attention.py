@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.models import attention_choice
-from encoder_service.models.attention import Flash, Sdpa, Triton, runs
-from encoder_service.models.attention_choice import AttentionUnavailable, candidates, choose, choose_captured
+from encoder_service.models import attention
+from encoder_service.models.attention import (
+    AttentionUnavailable,
+    Flash,
+    Sdpa,
+    Triton,
+    candidates,
+    choose,
+    choose_captured,
+    runs,
+)
 
 CPU = torch.device("cpu")
 SEGMENTS = st.lists(st.integers(1, 90), min_size=1, max_size=6)
@@ -86,7 +94,7 @@ def test_triton_is_refused_where_there_is_neither_a_gpu_nor_the_interpreter(monk
 
 
 def test_what_is_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda _: None)
     for name, why in (("triton", "triton is not installed"), ("flash", "neither flash-attn")):
         with pytest.raises(AttentionUnavailable, match=why):
             choose(name, torch.device("cuda"), torch.bfloat16, 64)
@@ -148,14 +156,14 @@ class Other(Sdpa):
     [(Wrong, Broken, "sdpa"), (Broken, Right, "triton"), (Right, Wrong, "triton"), (Missing, Right, "triton")],
 )
 def test_auto_passes_over_what_fails_its_trial(monkeypatch, first, second, chosen):
-    monkeypatch.setattr(attention_choice, "BACKENDS", {"flash": first, "triton": second, "sdpa": Sdpa})
-    monkeypatch.setattr(attention_choice, "_obstacle", lambda *_, **__: "")
+    monkeypatch.setattr(attention, "BACKENDS", {"flash": first, "triton": second, "sdpa": Sdpa})
+    monkeypatch.setattr(attention, "_obstacle", lambda *_, **__: "")
     assert choose("auto", CPU, torch.float32, 16).name == chosen
 
 
 def test_one_that_is_asked_for_and_cannot_be_imported_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(attention_choice, "BACKENDS", {"flash": Missing, "sdpa": Sdpa})
-    monkeypatch.setattr(attention_choice, "_obstacle", lambda *_, **__: "")
+    monkeypatch.setattr(attention, "BACKENDS", {"flash": Missing, "sdpa": Sdpa})
+    monkeypatch.setattr(attention, "_obstacle", lambda *_, **__: "")
     with pytest.raises(AttentionUnavailable, match="--attention flash: undefined symbol"):
         choose("flash", CPU, torch.float32, 16)
 
@@ -171,8 +179,8 @@ def test_a_flash_attn_that_is_of_no_use_gives_way_to_torch_s(package, monkeypatc
 
 
 def test_in_graphs_our_own_kernel_is_preferred(monkeypatch):
-    monkeypatch.setattr(attention_choice, "BACKENDS", {"flash": Other, "triton": Right, "sdpa": Sdpa})
-    monkeypatch.setattr(attention_choice, "_obstacle", lambda *_, **__: "")
+    monkeypatch.setattr(attention, "BACKENDS", {"flash": Other, "triton": Right, "sdpa": Sdpa})
+    monkeypatch.setattr(attention, "_obstacle", lambda *_, **__: "")
     assert choose("auto", CPU, torch.float32, 16).name == "flash"
     assert choose_captured("auto", CPU, torch.float32, 16).name == "triton"
     assert choose_captured("flash", CPU, torch.float32, 16).name == "flash", "a name holds everywhere"

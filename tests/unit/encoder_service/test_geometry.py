@@ -9,10 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.media.item import Grid, Options, Pixels
-from encoder_service.families.family import VideoRule
+from encoder_service.families.family import VideoRule, bounds, resize_clip, resize_picture
 from encoder_service.families.qwen2_vl import QWEN2_VL
 from encoder_service.families.qwen3_vl import QWEN3_VL
-from encoder_service.families.sizes import bounds, resize_clip, resize_picture
 from encoder_service.item import Inspection
 from encoder_service.media.geometry import plan_frames, plan_image, plan_video
 from tests.unit.encoder_service.engines import CONFIG

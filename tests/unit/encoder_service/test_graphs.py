@@ -14,9 +14,8 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
-from encoder_service.models import registry
 from encoder_service.models.attention import Triton, max_segments
-from encoder_service.models.tower import PackedTower
+from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for
 from tests.checkpoints import FAMILIES
 
@@ -87,7 +86,7 @@ def tower(request, checkpoints) -> PackedTower:
 
 def load(folder: Path) -> PackedTower:
     checkpoint = Checkpoint(folder)
-    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    tower = load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
     tower.backend = tower.captured = Bounds()
     return tower
 
@@ -198,7 +197,7 @@ def test_our_kernel_s_tables_replay(checkpoints):
 
 def test_attention_that_cannot_be_captured_is_refused_by_name(checkpoints):
     checkpoint = Checkpoint(checkpoints("qwen3_vl"))
-    tower = registry.load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
+    tower = load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
     with pytest.raises(GraphsUnavailable, match="--attention sdpa"):
         graphed(tower, 64)
 

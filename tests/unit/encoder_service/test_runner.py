@@ -19,8 +19,9 @@ from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.media.modalities import SPECS
-from encoder_service.models import registry
-from encoder_service.worker.ahead import ahead
+from encoder_service.models.attention import AttentionUnavailable
+from encoder_service.models.tower import load_tower
+from encoder_service.worker.__main__ import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Begin, Piece
 from encoder_service.worker.patches import pixels_to_patches
@@ -94,7 +95,7 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
     ready = runner.warm_up()
     assert (ready.attention, ready.graphs) == ("sdpa", [])
     settings = config.read(Checkpoint(folder))
-    tower = registry.load_tower(Checkpoint(folder), settings, torch.device("cpu"), torch.float32)
+    tower = load_tower(Checkpoint(folder), settings, torch.device("cpu"), torch.float32)
     pixels = [put(buffers[0], at, seed=at) for at in (0, 65536)]
     done = runner.run(Batch([piece(0, 4096), piece(65536, 512_000)]))
     assert (done.not_finite, done.replayed) == ([], False)
@@ -177,5 +178,5 @@ def test_a_tower_that_is_not_built_from_our_blocks_is_served(foreign, buffers):
 @pytest.mark.parametrize(("option", "error"), [({"attention": "sdpa"}, "--attention"), ({"graphs": [64]}, "graphs")])
 def test_options_that_such_a_tower_has_no_use_for_are_refused_by_name(foreign, buffers, option, error):
     folder, _ = foreign
-    with pytest.raises((registry.AttentionUnavailable, GraphsUnavailable), match=error):
+    with pytest.raises((AttentionUnavailable, GraphsUnavailable), match=error):
         Runner(begin(folder, **option), *buffers)
