@@ -10,6 +10,7 @@ from common.config import is_port, option, size, words
 from common.devices import check_device, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig, read_token
+from common.media.item import Modality
 from twinlens import credentials
 
 
@@ -176,6 +177,11 @@ class LlmConfig(ServerConfig):
     encoder_key: str = option("", "PEM private key of --encoder-cert")
     encoder_token: str = option("", "bearer token sent to encoders", secret=True)
     encoder_token_file: str = option("", "file that holds that token")
+
+    @property
+    def max_items(self) -> dict[Modality, int]:
+        """How many items of each modality that is served one request may hold."""
+        return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos}
 
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
-from common.media.item import Modality
 from llm_service.config import LlmConfig
 from llm_service.request import (
     ChatPrompt,
@@ -25,8 +24,6 @@ from llm_service.request import (
     ToolDefinition,
 )
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
-
-SERVED = (Modality.IMAGE, Modality.VIDEO)
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -117,16 +114,16 @@ class RequestReader:
         return ChatPrompt(tuple(messages), tuple(tools), chat.thinking if chat.HasField("thinking") else None)
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
-        if len(given) > self._config.max_images + self._config.max_videos:
-            raise _too_many_items(self._config.max_images + self._config.max_videos, "media item")
+        if len(given) > (limit := sum(self._config.max_items.values())):
+            raise _too_many_items(limit, "media item")
         return [self._media(message, index, f"{field}[{index}]") for index, message in enumerate(given)]
 
     def _media(self, message: media_pb2.Media, index: int, field: str) -> MediaItem:
-        media = read_media(message, field, SERVED)
+        media = read_media(message, field, self._config.max_items)
         return MediaItem(media.modality, media.source, media.options, media.mime_type, field, index)
 
     def _check_media(self, media: list[MediaItem]) -> None:
-        for kind, limit in (("image", self._config.max_images), ("video", self._config.max_videos)):
+        for kind, limit in self._config.max_items.items():
             if sum(item.modality == kind for item in media) > limit:
                 raise _too_many_items(limit, kind)
 

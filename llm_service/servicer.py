@@ -12,7 +12,7 @@ import grpc
 from common.errors import InvalidInput
 from common.media.convert import MODALITIES
 from llm_service.config import LlmConfig
-from llm_service.convert import SERVED, RequestReader
+from llm_service.convert import RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
@@ -150,7 +150,7 @@ class LlmServicer(LlmServiceServicer):
             vocab_size=components.prompts.vocab_size,
             tensor_parallel=components.config.tp,
             devices=ready.devices if ready else [],
-            modalities=[MODALITIES[modality] for modality in SERVED],
+            modalities=[MODALITIES[modality] for modality in components.config.max_items],
             tool_format=_tool_format(components.prompts.template),
         )
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import Family
+from common.media.item import Modality
+from llm_service.families.family import Family, InPrompt
 
-QWEN2_VL = Family("Qwen2VLForConditionalGeneration", attention_bias=True)
-QWEN2_5_VL = Family("Qwen2_5_VLForConditionalGeneration", attention_bias=True, timed_frames=True)
+_IMAGE = InPrompt("image_token_id")
+
+QWEN2_VL = Family(
+    "Qwen2VLForConditionalGeneration",
+    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id")},
+    attention_bias=True,
+)
+QWEN2_5_VL = Family(
+    "Qwen2_5_VLForConditionalGeneration",
+    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id", timed_frames=True)},
+    attention_bias=True,
+)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import Family
+from common.media.item import Modality
+from llm_service.families.family import Family, InPrompt
+
+_MODALITIES = {
+    Modality.IMAGE: InPrompt("image_token_id"),
+    Modality.VIDEO: InPrompt("video_token_id", frames_apart=True),
+}
 
 QWEN3_VL, QWEN3_VL_MOE = (
-    Family(architecture, qk_norm=True, mrope_interleaved=True, frames_apart=True)
+    Family(architecture, _MODALITIES, qk_norm=True, mrope_interleaved=True)
     for architecture in ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 )

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from common.media.item import Header
+from common.media.item import Header, Modality
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
@@ -25,7 +25,8 @@ class Slot:
     """Where the item with this index stands."""
 
     item: int
-    modality: str
+    modality: Modality
+    token: int
 
 
 Piece: TypeAlias = str | int | Slot | list[int]
@@ -72,7 +73,7 @@ class PromptBuilder:
         """Token ids of a text; special tokens are recognised only where that is allowed."""
         return self._ids(self._split(text)) if allow_special else self._tokenize(text)
 
-    def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[str]) -> list[Piece]:
+    def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality]) -> list[Piece]:
         """The prompt in pieces, with one slot for each item. Raises InvalidInput where slots and items do not agree."""
         pieces: list[Piece]
         if isinstance(prompt, ChatPrompt):
@@ -121,32 +122,30 @@ class PromptBuilder:
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         run = Run(len(ids), len(earlier) * count, count)
         spans.append(Span(slot.item, header, (*earlier, run)))
-        ids.extend([self._media.video if slot.modality == "video" else self._media.image] * count)
+        ids.extend([slot.token] * count)
 
     def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> list[Piece]:
-        """Where frames stand apart, a video's one slot becomes, for each frame group, a timestamp and a slot of its own
+        """Where frames stand apart, an item's one slot becomes, for each frame group, a timestamp and a slot of its own
         between vision marks. The marks that the template puts around the one slot stay, as transformers has it since
         5.17 (before, it took them out)."""
         out: list[Piece] = []
         for piece in pieces:
-            if isinstance(piece, Slot) and self._media_layout.frames_apart and piece.modality == "video":
+            if isinstance(piece, Slot) and self._media_layout.modalities[piece.modality].frames_apart:
                 for seconds in headers[piece.item].timestamps:
                     out.extend((f"<{seconds:.1f} seconds>", self._media.vision_start, piece, self._media.vision_end))
             else:
                 out.append(piece)
         return out
 
-    def _with_slots(self, pieces: list[Piece], modalities: Sequence[str], field: str) -> list[Piece]:
-        kinds = {self._media.image: "image", self._media.video: "video"}
+    def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:
         out: list[Piece] = []
-        found: list[str] = []
+        found: list[Modality] = []
         for piece in pieces:
-            kind = kinds.get(piece) if isinstance(piece, int) else None
-            if kind is None:
-                out.append(piece)
+            if isinstance(piece, int) and (modality := self._media.placeholders.get(piece)) is not None:
+                out.append(Slot(len(found), modality, piece))
+                found.append(modality)
             else:
-                out.append(Slot(len(found), kind))
-                found.append(kind)
+                out.append(piece)
         if found != list(modalities):
             raise InvalidInput(
                 f"the prompt has {len(found)} media placeholders for {len(modalities)} items, or their kinds differ",
@@ -172,7 +171,7 @@ class PromptBuilder:
             raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="tokens.ids")
         out: list[Piece] = []
         for token in ids:
-            if token in (self._media.image, self._media.video):
+            if token in self._media.placeholders:
                 out.append(token)
             elif out and isinstance(out[-1], list):
                 out[-1].append(token)

@@ -7,42 +7,40 @@ p + max(rows, columns). Qwen2.5-VL counts a video's time in seconds · tokens_pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from common.media.item import Header, Modality
+from llm_service.families.family import InPrompt
 from llm_service.families.registry import family_of
 from llm_service.request import Run, Span
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """How a model family lays media out in a prompt.
-
-    `merge`: patches on a side of one row. `frames_apart`: each frame group of a video is a span of its own behind a
-    timestamp (Qwen3-VL). `tokens_per_second`: a video's time runs in seconds (Qwen2.5-VL); 0 counts frame groups.
-    """
+    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities` as its family has
+    them; `tokens_per_second` of those whose time runs in seconds."""
 
     merge: int
-    frames_apart: bool
+    modalities: Mapping[Modality, InPrompt]
     tokens_per_second: float
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> MediaLayout:
         """Reads config.json; raises CheckpointError where its family is not served."""
-        vision, family = config.get("vision_config", {}), family_of(config)
+        vision = config.get("vision_config", {})
         return cls(
             merge=int(vision.get("spatial_merge_size", 2)),
-            frames_apart=family.frames_apart,
-            tokens_per_second=float(vision.get("tokens_per_second", 2)) if family.timed_frames else 0.0,
+            modalities=family_of(config).modalities,
+            tokens_per_second=float(vision.get("tokens_per_second", 2)),
         )
 
     def groups(self, header: Header) -> int:
         """Runs that an item has in a prompt."""
-        return header.grid.t if self.frames_apart and header.modality is Modality.VIDEO else 1
+        return header.grid.t if self.modalities[header.modality].frames_apart else 1
 
 
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
@@ -50,7 +48,8 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
 
     >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
-    >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], MediaLayout(2, False, 0.0))[0].tolist()
+    >>> layout = MediaLayout(2, {Modality.IMAGE: InPrompt("image_token_id")}, 0.0)
+    >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
     out = np.empty((3, length), np.int32)
@@ -72,7 +71,7 @@ def _run_positions(run: Run, header: Header, layout: MediaLayout) -> np.ndarray:
     """int32 [3, run.count], relative to where the run begins."""
     height, width = header.grid.h // layout.merge, header.grid.w // layout.merge
     time = np.arange(run.count // (height * width), dtype=np.int32)
-    if layout.tokens_per_second and header.modality is Modality.VIDEO:
+    if layout.modalities[header.modality].timed_frames:
         # transformers multiplies in float32 and cuts off, which decides the last bit of some positions.
         interval = np.float32(layout.tokens_per_second) * np.float32(header.seconds_per_grid)
         time = (time.astype(np.float32) * interval).astype(np.int32)

@@ -6,22 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.media.item import Modality
+from llm_service.families.registry import family_of
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The ids that mark media in a prompt."""
+    """The ids that mark media in a prompt; `placeholders` gives the modality that each stands for."""
 
-    image: int
-    video: int
+    placeholders: dict[int, Modality]
     vision_start: int
     vision_end: int
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> MediaTokens:
-        """Reads them from config.json; raises CheckpointError where one is missing."""
+        """Reads them from config.json; raises CheckpointError where one is missing, or the family is not served."""
+        modalities = family_of(config).modalities
         try:
-            return cls(*(int(config[f"{name}_token_id"]) for name in ("image", "video", "vision_start", "vision_end")))
+            placeholders = {int(config[layout.token]): modality for modality, layout in modalities.items()}
+            return cls(placeholders, int(config["vision_start_token_id"]), int(config["vision_end_token_id"]))
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
 

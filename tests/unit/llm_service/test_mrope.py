@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from common.media.item import Grid, Header, Modality
+from llm_service.families.family import InPrompt
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.request import Run, Span
 
-PLAIN = MediaLayout(merge=2, frames_apart=False, tokens_per_second=0.0)
+
+def layout_of(tokens_per_second: float = 0.0, **video: bool) -> MediaLayout:
+    """Of a family that has videos like this."""
+    modalities = {Modality.IMAGE: InPrompt("image"), Modality.VIDEO: InPrompt("video", **video)}
+    return MediaLayout(2, modalities, tokens_per_second)
+
+
+PLAIN = layout_of()
 
 
 def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0.0) -> Span:
@@ -44,7 +52,7 @@ def test_a_picture_spreads_over_rows_and_columns_and_text_goes_on_past_the_longe
 
 @pytest.mark.parametrize(
     ("layout", "times"),
-    [(PLAIN, [0, 1, 2]), (MediaLayout(2, frames_apart=False, tokens_per_second=2.0), [0, 3, 6])],
+    [(PLAIN, [0, 1, 2]), (layout_of(2.0, timed_frames=True), [0, 3, 6])],
 )
 def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times: list[int]) -> None:
     where, _ = positions(12, [span("video", (3, 4, 4), 0, seconds=1.5)], layout)
@@ -53,7 +61,7 @@ def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times
 
 
 def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_before() -> None:
-    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], MediaLayout(2, True, 0.0))
+    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], layout_of(frames_apart=True))
     assert where[0].tolist() == [0, 1, 1, 1, 1, 3, 4, 4, 4, 4]
     assert where[2].tolist() == [0, 1, 2, 1, 2, 3, 4, 5, 4, 5]
     assert mrope_delta == 6 - 10
@@ -73,4 +81,8 @@ def test_spans_are_found_in_any_order() -> None:
 def test_a_familys_layout_is_read_from_its_configuration(kind: str, apart: int, rate: float) -> None:
     architecture = f"{kind}ForConditionalGeneration"
     config = {"architectures": [architecture], "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
-    assert MediaLayout.of(config) == MediaLayout(3, apart, rate)
+    layout = MediaLayout.of(config)
+    video = layout.modalities[Modality.VIDEO]
+    assert (layout.merge, video.frames_apart) == (3, bool(apart))
+    assert layout.tokens_per_second * video.timed_frames == rate
+    assert layout.modalities[Modality.IMAGE] == InPrompt("image_token_id")

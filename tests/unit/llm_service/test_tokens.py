@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.media.item import Modality
 from llm_service.prompt.tokens import MediaTokens, end_tokens
 
 MEDIA = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+FAMILY = {"architectures": ["Qwen3VLForConditionalGeneration"]}
 
 
 def checkpoint(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Checkpoint:
@@ -22,13 +24,13 @@ def checkpoint(folder: Path, config: dict[str, Any], generation: dict[str, Any] 
 
 
 def test_media_tokens_are_read() -> None:
-    assert MediaTokens.of(MEDIA) == MediaTokens(1, 2, 3, 4)
+    assert MediaTokens.of(FAMILY | MEDIA) == MediaTokens({1: Modality.IMAGE, 2: Modality.VIDEO}, 3, 4)
 
 
 @pytest.mark.parametrize("name", MEDIA)
 def test_a_missing_media_token_is_named(name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
-        MediaTokens.of({key: value for key, value in MEDIA.items() if key != name})
+        MediaTokens.of(FAMILY | {key: value for key, value in MEDIA.items() if key != name})
 
 
 @pytest.mark.parametrize(
