@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -163,7 +164,8 @@ class Frame:
                 self._meters.first_byte(call.surface, call.first_byte - begun)
             self._meters.ended(call.surface, call.status, seconds)
             outcome = call.cause.reason if call.cause else "OK"
-            _log.info(
+            stranger = call.status == HTTPStatus.UNAUTHORIZED  # counted, but no way to fill the log
+            (_log.debug if stranger else _log.info)(
                 "request",
                 request_id=call.id,
                 surface=call.surface,

@@ -88,6 +88,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",  # of what strangers send, nothing fills the log
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

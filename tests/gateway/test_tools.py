@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from llm_service.request import ChatPrompt, Message, ToolCall, ToolDefinition
 from tests.gateway.scripted import Scripted, scripted
-from tests.gateway.trio import said
+from tests.gateway.trio import said, trio
+from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE, plain
 from twinlens import v1
 
 TOOL: Any = {
@@ -176,3 +180,36 @@ def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: 
 def test_a_turn_that_lacks_something_is_refused_where(door: Scripted, message: Any, param: str) -> None:
     reply = door.post("/v1/chat/completions", {"messages": [said("x"), message]})
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_a_template_that_knows_tools_lays_them_out_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "tools"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    arguments = {"city": 'the "eternal"\none', "days": 2}
+    prompt = ChatPrompt(
+        (
+            Message("user", ("Rome?",)),
+            Message("assistant", ("Let me see.",), (ToolCall("c1", "weather", arguments),), reasoning="Hm."),
+            Message("tool", ("Sun.",), tool_call_id="c1"),
+        ),
+        (ToolDefinition("weather", "The weather", TOOL["function"]["parameters"]),),
+    )
+    function = {"name": "weather", "arguments": json.dumps(arguments)}
+    own = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm."}
+    messages = [
+        said("Rome?"),
+        {**own, "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sun."},
+    ]
+    with trio(folder) as door:
+        info = door.services.text.get_info()
+        assert info.tool_format == v1.TOOL_FORMAT_JSON
+        assert list(info.modalities) == [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO]
+        reply = door.chat(messages=messages, tools=[TOOL])
+        assert reply.status == 200, reply.body
+        expected = door.services.text.tokenize(plain(prompt), allow_special=True)
+        assert json.loads(reply.body)["usage"]["prompt_tokens"] == len(expected)
+        forced = door.chat(messages=messages[:1], tools=[TOOL], tool_choice="required", max_tokens=200, seed=1)
+        (choice,) = json.loads(forced.body)["choices"]
+        assert {call["function"]["name"] for call in choice["message"].get("tool_calls", ())} <= {"weather"}
+        assert (choice["finish_reason"] == "tool_calls") == ("tool_calls" in choice["message"])
