@@ -46,7 +46,7 @@ def check_qk_norm_rotary(
         gains = (_drawn(1, head, dtype, device, 2)[0], _drawn(1, head, dtype, device, 3)[0])
         query, key = _norm(query, gains[0]), _norm(key, gains[1])
     expected = torch.cat([apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)], dim=1)
-    _same(ops.qk_norm_rotary(x, cosine, sine, queries, keys, gains, 1e-6), expected)
+    _same(ops.qk_norm_rotary(x, (cosine, sine), queries, keys, gains, 1e-6), expected)
 
 
 def check_silu_and_mul(ops: RowOps, inner: int, dtype: torch.dtype, device: str) -> None:

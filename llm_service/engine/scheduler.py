@@ -7,7 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.batch import Step, build
@@ -24,7 +24,7 @@ __all__ = ["Limits", "Scheduler", "Step"]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start."""
+    """Totals since start, by their names in `State`."""
 
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
@@ -236,20 +236,13 @@ class Scheduler:
 
     def state(self) -> State:
         """Queues and counters."""
-        counters = self.counters
         return State(
             waiting=len(self._queues.waiting),
             running=len(self._queues.running),
             kv_blocks_used=self.blocks.used,
             kv_blocks_total=self.blocks.total,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            graph_steps=counters.graph_steps,
             kv_blocks_cached=self.blocks.cached,
-            prefix_query_tokens=counters.prefix_query_tokens,
+            **asdict(self.counters),
         )
 
     def check_integrity(self) -> None:

@@ -12,7 +12,7 @@ from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.attention.cache_spec import CacheSpec, PagedKV
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         bias, qk_norm = config.family.attention_bias, config.family.qk_norm
         self.head_dim, self.eps = config.head_dim, config.norm_eps
         own, shared = group.share(config.heads), group.kv_share(config.kv_heads)
-        self.heads, self.kv_heads = _count(own), _count(shared)
+        self.heads, self.kv_heads = length(own), length(shared)
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
         whole = slice(0, config.hidden_size)
         self.qkv = PackedLinear(whole, {"q_proj": query, "k_proj": key, "v_proj": key}, bias=bias, dtype=dtype)
@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        rotated = self.ops.qk_norm_rotary(heads, *rotary, self.heads, self.kv_heads, self.gains, self.eps)
+        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.kv_heads, self.gains, self.eps)
         query, key = rotated.split([self.heads, self.kv_heads], dim=1)
         return query, key, heads[:, self.heads + self.kv_heads :]
 
@@ -127,7 +127,3 @@ class DecoderLayer(nn.Module):
 def _elements(heads: slice, head_dim: int) -> slice:
     """The rows of a projection that belong to some heads."""
     return slice(heads.start * head_dim, heads.stop * head_dim)
-
-
-def _count(part: slice) -> int:
-    return int(part.stop - part.start)

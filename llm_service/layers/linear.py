@@ -34,15 +34,15 @@ class PackedLinear(Linear):
 
     def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
         self.parts = parts
-        super().__init__(_length(inputs), sum(map(_length, parts.values())), bias=bias, dtype=dtype)
+        super().__init__(length(inputs), sum(map(length, parts.values())), bias=bias, dtype=dtype)
         self._inputs = inputs
         self._missing = set(parts)
 
     def place(self, part: str, kind: str, stored: Stored) -> None:
         """Reads this rank's share of a part (`kind` is weight or bias); raises ValueError on a wrong shape."""
         names = list(self.parts)
-        begin = sum(_length(self.parts[name]) for name in names[: names.index(part)])
-        target = getattr(self, kind)[begin : begin + _length(self.parts[part])]
+        begin = sum(length(self.parts[name]) for name in names[: names.index(part)])
+        target = getattr(self, kind)[begin : begin + length(self.parts[part])]
         rows = self.parts[part]
         source = stored[rows, self._inputs] if kind == "weight" else stored[rows]
         if target.shape != source.shape:
@@ -69,7 +69,7 @@ class VocabularyEmbedding(nn.Module):
         self.share = group.vocabulary_share(total)
         self._group = group
         self._dtype = dtype
-        self.weight = nn.Parameter(torch.empty(_length(self.share), hidden, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(length(self.share), hidden, dtype=dtype), requires_grad=False)
 
     def finalize(self) -> None:
         """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""
@@ -102,5 +102,6 @@ def laid_out(weight: Tensor, *, int8: bool = False) -> LaidOut | None:
     return Int8Weight.of(weight) if int8 else BlockedWeight.of(weight)
 
 
-def _length(part: slice) -> int:
+def length(part: slice) -> int:
+    """How many there are."""
     return int(part.stop - part.start)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Pair = tuple[Tensor, Tensor]
+
 
 class RowOps(Protocol):
     """Done by `TorchOps`, by Triton's kernels (`gpu.row_kernels`) or by numba's (`cpu.row_kernels.NumbaOps`)."""
@@ -19,20 +21,13 @@ class RowOps(Protocol):
         ...
 
     def qk_norm_rotary(
-        self,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        queries: int,
-        keys: int,
-        gains: tuple[Tensor, Tensor] | None,
-        eps: float,
+        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """Rotates the first heads of x [n, queries + keys or more, head_dim] by the angles of each token → [n, queries
         + keys, head_dim].
 
-        cosine and sine are [n, 1, head_dim] in the type of x. With `gains`, [head_dim] for queries and for keys, each
-        head is first normed.
+        `rotary` is cosine and sine, [n, 1, head_dim] each, in the type of x. With `gains`, [head_dim] for queries and
+        for keys, each head is first normed.
         """
         ...
 
@@ -51,21 +46,14 @@ class TorchOps:
         return gain * functional.rms_norm(x.float(), gain.shape, None, eps).to(x.dtype)
 
     def qk_norm_rotary(
-        self,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        queries: int,
-        keys: int,
-        gains: tuple[Tensor, Tensor] | None,
-        eps: float,
+        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """See `RowOps`."""
         heads = x[:, : queries + keys]
         if gains is not None:
             both = zip(heads.split([queries, keys], dim=1), gains, strict=True)
             heads = torch.cat([self.rms_norm(part, gain, eps) for part, gain in both], dim=1)
-        return apply_rotary(heads, cosine, sine)
+        return apply_rotary(heads, *rotary)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""

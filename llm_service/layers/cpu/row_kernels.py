@@ -17,7 +17,7 @@ from llm_service.layers.cpu import llvm, selection
 from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
 from llm_service.layers.cpu.llvm import FLOAT, LANES, gate
 from llm_service.layers.cpu.selection import wide_vectors
-from llm_service.layers.ops import TorchOps
+from llm_service.layers.ops import Pair, TorchOps
 
 FEW = 32
 """Rows up to which one thread is faster."""
@@ -142,21 +142,14 @@ class NumbaOps(TorchOps):
         return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
 
     def qk_norm_rotary(
-        self,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        queries: int,
-        keys: int,
-        gains: tuple[Tensor, Tensor] | None,
-        eps: float,
+        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """See `RowOps`."""
         if not selection.is_numba():
-            return super().qk_norm_rotary(x, cosine, sine, queries, keys, gains, eps)
+            return super().qk_norm_rotary(x, rotary, queries, keys, gains, eps)
+        cosine, sine = (table.numpy() for table in rotary)
         both, given_eps = both_gains(gains, eps, x.shape[2])
-        rotated = qk_norm_rotary_rows(x.numpy(), cosine.numpy(), sine.numpy(), queries, keys, both, given_eps)
-        return torch.from_numpy(rotated)
+        return torch.from_numpy(qk_norm_rotary_rows(x.numpy(), cosine, sine, queries, keys, both, given_eps))
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""
@@ -165,6 +158,6 @@ class NumbaOps(TorchOps):
         return torch.from_numpy(silu_and_mul_rows(x.numpy()))
 
 
-def both_gains(gains: tuple[Tensor, Tensor] | None, eps: float, head_dim: int) -> tuple[Array, float]:
+def both_gains(gains: Pair | None, eps: float, head_dim: int) -> tuple[Array, float]:
     """The last two arguments of `qk_norm_rotary_rows`."""
     return (np.ones((2, head_dim), np.float32), -1.0) if gains is None else (torch.stack(gains).numpy(), eps)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common import log
+from llm_service.layers.ops import Pair
 
 _log = log.get("kernels")
 
@@ -107,18 +108,15 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-def qk_norm_rotary(
-    x: Tensor, cosine: Tensor, sine: Tensor, queries: int, keys: int, gains: tuple[Tensor, Tensor] | None, eps: float
-) -> Tensor:
+def qk_norm_rotary(x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float) -> Tensor:
     """See `RowOps`."""
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
-    query_gain, key_gain = gains or (cosine, cosine)
+    query_gain, key_gain = gains or rotary  # not read where nothing is normed
     qk_norm_rotary_kernel[(n, triton.cdiv(heads, _HEADS))](
         out,
         x,
-        cosine,
-        sine,
+        *rotary,
         query_gain,
         key_gain,
         x.stride(0),

@@ -72,7 +72,7 @@ def test_many_rows_on_all_threads_are_what_few_are_on_one() -> None:
         return torch.cat([kernel(slice(row, row + 1)) for row in range(len(x))])
 
     def qk_norm_rotary(rows: slice) -> torch.Tensor:
-        return NUMBA.qk_norm_rotary(heads[rows], angles[rows], angles[rows], 4, 2, (gain, gain), 1e-6)
+        return NUMBA.qk_norm_rotary(heads[rows], (angles[rows], angles[rows]), 4, 2, (gain, gain), 1e-6)
 
     every = slice(None)
     assert torch.equal(few(qk_norm_rotary), qk_norm_rotary(every))
