@@ -78,7 +78,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
 
         def report() -> None:
-            frame.report(dispatcher.alive > 0 and decoders.able)
+            frame.report(dispatcher.alive > 0 and decoders.processes.able)
 
         decoders = DecoderPool(
             staging,
@@ -104,7 +104,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             on_batch=meters.computed,
             pools=pools,
         )
-        running.push_async_callback(decoders.stop)
+        running.push_async_callback(decoders.processes.stop)
         running.push_async_callback(dispatcher.stop)
         starting = asyncio.create_task(_start(decoders, dispatcher))
         if not await _started(frame, starting):
@@ -172,7 +172,7 @@ def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> Sh
 
 async def _start(decoders: DecoderPool, dispatcher: Dispatcher) -> None:
     async with asyncio.TaskGroup() as group:
-        group.create_task(decoders.start())
+        group.create_task(decoders.processes.start())
         group.create_task(dispatcher.start())
 
 

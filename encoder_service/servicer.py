@@ -26,7 +26,7 @@ from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
 
 _log = log.get("servicer")
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,7 @@ class EncoderServicer(EncoderServiceServicer):
         self.served: ServedModel | None = None
         self._open_streams = 0
 
-    async def Encode(
-        self,
-        request: encoder_pb2.EncodeRequest,
-        context: Context[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse],
-    ) -> AsyncGenerator[Any, None]:
+    async def Encode(self, request: encoder_pb2.EncodeRequest, context: Context) -> AsyncGenerator[Any, None]:
         """Streams headers and rows."""
         served = self._ready()
         if request.digest not in ("", served.encoder.digest):
@@ -79,11 +75,7 @@ class EncoderServicer(EncoderServiceServicer):
         finally:
             self._open_streams -= 1
 
-    async def Prefetch(
-        self,
-        request: encoder_pb2.PrefetchRequest,
-        context: Context[encoder_pb2.PrefetchRequest, encoder_pb2.PrefetchResponse],
-    ) -> encoder_pb2.PrefetchResponse:
+    async def Prefetch(self, request: encoder_pb2.PrefetchRequest, context: Context) -> encoder_pb2.PrefetchResponse:
         """Encodes into the store behind the caller's back; answers when the headers are known."""
         served = self._ready()
         convert.check_items(request.items, served.config)
@@ -98,27 +90,17 @@ class EncoderServicer(EncoderServiceServicer):
                 answer.errors.append(each)
         return answer
 
-    async def Probe(
-        self,
-        request: encoder_pb2.ProbeRequest,
-        context: Context[encoder_pb2.ProbeRequest, encoder_pb2.ProbeResponse],
-    ) -> encoder_pb2.ProbeResponse:
+    async def Probe(self, request: encoder_pb2.ProbeRequest, context: Context) -> encoder_pb2.ProbeResponse:
         """Says which keys are here."""
         encoder = self._ready().encoder
         return encoder_pb2.ProbeResponse(present=await encoder.has(convert.keys(request), request.cache_salt))
 
-    async def Release(
-        self,
-        request: encoder_pb2.ReleaseRequest,
-        context: Context[encoder_pb2.ReleaseRequest, encoder_pb2.ReleaseResponse],
-    ) -> encoder_pb2.ReleaseResponse:
+    async def Release(self, request: encoder_pb2.ReleaseRequest, context: Context) -> encoder_pb2.ReleaseResponse:
         """Gives leases back."""
         return encoder_pb2.ReleaseResponse(released=self._ready().link.release(convert.leases(request)))
 
     async def GetInfo(
-        self,
-        request: encoder_pb2.EncoderServiceGetInfoRequest,
-        context: Context[encoder_pb2.EncoderServiceGetInfoRequest, encoder_pb2.EncoderServiceGetInfoResponse],
+        self, request: encoder_pb2.EncoderServiceGetInfoRequest, context: Context
     ) -> encoder_pb2.EncoderServiceGetInfoResponse:
         """Describes the model."""
         served = self._ready()
@@ -144,9 +126,7 @@ class EncoderServicer(EncoderServiceServicer):
         )
 
     async def GetLoad(
-        self,
-        request: encoder_pb2.EncoderServiceGetLoadRequest,
-        context: Context[encoder_pb2.EncoderServiceGetLoadRequest, encoder_pb2.EncoderServiceGetLoadResponse],
+        self, request: encoder_pb2.EncoderServiceGetLoadRequest, context: Context
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
         """Reports queues and totals."""
         encoder, link = self._ready().encoder, self._ready().link
@@ -186,9 +166,7 @@ class EncoderServicer(EncoderServiceServicer):
         )
 
     async def FlushCache(
-        self,
-        request: encoder_pb2.EncoderServiceFlushCacheRequest,
-        context: Context[encoder_pb2.EncoderServiceFlushCacheRequest, encoder_pb2.EncoderServiceFlushCacheResponse],
+        self, request: encoder_pb2.EncoderServiceFlushCacheRequest, context: Context
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
         """Empties the store of what no one is reading; its memory is the system's again when this answers."""
         store = self._ready().encoder.pipeline.store

@@ -105,40 +105,33 @@ class MediaLoader:
             turn = await self._decoders.turn(flight.item.modality)
         with turn:
             async with self._room(flight, len(source), plan.pixel_bytes) as lease:
-                decoding = asyncio.create_task(self._decode(flight, plan, time_budget, lease, source, frames))
+                encoded, pixels = lease.ranges
+
+                async def decode() -> int:
+                    with flight.times.timed("decode"):
+                        await fill(self.staging.buffer, encoded, source)
+                        await self._decoders.decode(
+                            encoded,
+                            pixels,
+                            plan,
+                            key=flight.key,
+                            modality=flight.item.modality,
+                            field=flight.item.field,
+                            on_frames=frames.advance,
+                            time_budget=time_budget,
+                        )
+                    lease.free(encoded)
+                    return len(plan.frames)
+
+                decoding = asyncio.create_task(decode())
                 decoding.add_done_callback(frames.follow)
                 decoding.add_done_callback(lambda _: turn.close())
                 try:
                     await frames.reach(1)
-                    yield lease.ranges[1], frames
+                    yield pixels, frames
                 finally:
                     decoding.cancel()
                     await wait_until_done(decoding)  # until no process can write to what was leased
-
-    async def _decode(
-        self,
-        flight: Flight,
-        plan: Plan,
-        time_budget: TimeBudget,
-        lease: StagingLease,
-        source: bytes | bytearray,
-        frames: Progress,
-    ) -> int:
-        encoded, pixels = lease.ranges
-        with flight.times.timed("decode"):
-            await fill(self.staging.buffer, encoded, source)
-            await self._decoders.decode(
-                encoded,
-                pixels,
-                plan,
-                key=flight.key,
-                modality=flight.item.modality,
-                field=flight.item.field,
-                on_frames=frames.advance,
-                time_budget=time_budget,
-            )
-        lease.free(encoded)
-        return len(plan.frames)
 
     @asynccontextmanager
     async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[StagingLease]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,13 +43,19 @@ def check(data: bytes, name: str, bounds: Bounds) -> None:
             _check_bmp(data, bounds.packed_bmp_bytes)
 
 
+def png_chunks(data: bytes) -> Iterator[bytes]:
+    """The kind of each chunk of a PNG. Chunks are: length (4 bytes), kind (4), body, checksum (4)."""
+    at = 8
+    while at + 8 <= len(data):
+        yield data[at + 4 : at + 8]
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+
+
 def _check_png(data: bytes, count: PartCount) -> None:
-    """Chunks are: length (4 bytes), kind (4), body, checksum (4)."""
-    at, kind = 8, b""
-    while at + 8 <= len(data) and kind != b"IEND":
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+    for kind in png_chunks(data):
         count.add(_WEIGHT if kind in _PACKED else 1)
-        at += 12 + length
+        if kind == b"IEND":
+            return
 
 
 def _check_gif(data: bytes, count: PartCount) -> None:

@@ -1,13 +1,9 @@
 """What is known of a video file before its decoder sees it: that it is not made of too many parts, and that it is all
-there, as far as its container says how long it is. Only heads are read.
-
-The decoder's library makes do with what it finds: of a download that broke off it shows the frames that came, or a
-single grey one, and says nothing. Containers made to be sent as they grow (MPEG-TS, FLV, fragments) do not say how long
-they will be; of those, a beginning is a whole file.
-"""
+there, as far as its container says how long it is. Only heads are read."""
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,38 +13,11 @@ from encoder_service.media.sniff import VIDEOS, ebml_size, format_of
 
 _SEGMENT: Final = b"\x18\x53\x80\x67"
 _NESTS: Final = frozenset(
-    map(
-        bytes.fromhex,
-        [
-            "18538067",
-            "114d9b74",
-            "4dbb",
-            "1549a966",
-            "1654ae6b",
-            "ae",
-            "e0",
-            "e1",
-            "6d80",
-            "6240",
-            "1f43b675",
-            "a0",
-            "75a1",
-            "a6",
-            "1c53bb6b",
-            "bb",
-            "b7",
-            "1941a469",
-            "61a7",
-            "1043a770",
-            "45b9",
-            "b6",
-            "80",
-            "1254c367",
-            "7373",
-            "63c0",
-            "67c8",
-        ],
-    )
+    unhexlify(each)
+    for each in (
+        b"18538067 114d9b74 4dbb 1549a966 1654ae6b ae e0 e1 6d80 6240 1f43b675 a0 75a1 a6 "
+        b"1c53bb6b bb b7 1941a469 61a7 1043a770 45b9 b6 80 1254c367 7373 63c0 67c8"
+    ).split()
 )
 """Elements whose bodies are elements: segment, seek heads, information, tracks, clusters and block groups, cues,
 attachments, chapters, tags, and what these hold."""
@@ -74,7 +43,8 @@ def check_parts(data: bytes, max_parts: int) -> None:
 
 
 def is_whole(data: bytes) -> bool:
-    """False where the container holds more bytes than the file has."""
+    """False where the container holds more bytes than the file has: of a download that broke off, the decoder's library
+    would show the frames that came, or a single grey one, and say nothing."""
     match format_of(data[:512], VIDEOS):
         case "MP4":
             return mp4.is_whole(data)
@@ -82,7 +52,7 @@ def is_whole(data: bytes) -> bool:
             return _matroska_is_whole(data)
         case "AVI":
             return _avi_is_whole(data)
-        case _:
+        case _:  # made to be sent as it grows (MPEG-TS, FLV): a beginning is a whole file
             return True
 
 

@@ -54,8 +54,7 @@ class TimeBudget:
 
 
 class DecoderPool:
-    """`processes` decode processes over one staging arena (`DecodeProcesses`), each of which has `seconds` for an item.
-    `start` and `stop` are its owner's."""
+    """`processes` decode processes over one staging arena (`DecodeProcesses`), which have `seconds` for an item."""
 
     def __init__(
         self,
@@ -79,19 +78,6 @@ class DecoderPool:
             decoders={modality.value: spec.decoder for modality, spec in SPECS.items()},
         )
         self.processes = DecodeProcesses(staging.fd, begin, processes, start_seconds=start_seconds, on_change=on_change)
-
-    async def start(self) -> None:
-        """Starts every process; raises ChildDied where one cannot start."""
-        await self.processes.start()
-
-    async def stop(self) -> None:
-        """Ends every process and waits until they are gone."""
-        await self.processes.stop()
-
-    @property
-    def able(self) -> bool:
-        """A process is there, or is being started and may well be soon."""
-        return self.processes.able
 
     async def turn(self, modality: Modality) -> ExitStack:
         """Waits until an item's job may be done; its turn ends where the result is closed, once.

@@ -19,49 +19,48 @@ def plan_image(seen: Inspection, settings: PixelSettings, options: Options) -> P
 
 def plan_video(seen: Inspection, settings: VideoSettings, options: Options) -> Plan:
     """The plan of a video: which frames, how large, and when each frame group is."""
-    pixels = settings.pixels
     max_frames = min(settings.max_frames, options.max_frames or settings.max_frames)
     frames = settings.rule.sample(seen, settings, options.fps or settings.fps, max_frames)
-    height, width = settings.rule.resize(len(frames), seen.height, seen.width, settings, options)
-    padded = (*frames, *([frames[-1]] * (-len(frames) % pixels.temporal)))
-    grid = Grid(len(padded) // pixels.temporal, height // pixels.patch, width // pixels.patch)
+    resized = settings.rule.resize(len(frames), seen.height, seen.width, settings, options)
     sampled_fps = len(frames) / seen.frames * seen.fps
-    return Plan(
-        grid=grid,
-        tokens=_tokens(grid, pixels),
-        frames=padded,
-        height=seen.height,
-        width=seen.width,
-        resized=(height, width),
-        timestamps=_group_means([frame / seen.fps for frame in padded], pixels.temporal),
-        seconds_per_grid=pixels.temporal / sampled_fps,
-    )
+    times = [frame / seen.fps for frame in frames]
+    return _plan(frames, times, (seen.height, seen.width), resized, settings.pixels.temporal / sampled_fps, settings)
 
 
 def plan_frames(given: Pixels, settings: VideoSettings, options: Options) -> Plan:
     """The plan of a video's decoded frames: every one is kept. Those without times are `fps` apart."""
-    temporal = settings.pixels.temporal
-    height, width = settings.rule.resize(given.frames, given.height, given.width, settings, options)
+    resized = settings.rule.resize(given.frames, given.height, given.width, settings, options)
     fps = options.fps or settings.fps
     times = list(given.timestamps) or [frame / fps for frame in range(given.frames)]
     apart = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1 / fps
-    frames = (*range(given.frames), *([given.frames - 1] * (-given.frames % temporal)))
-    grid = Grid(len(frames) // temporal, height // settings.pixels.patch, width // settings.pixels.patch)
+    size = (given.height, given.width)
+    return _plan(range(given.frames), times, size, resized, settings.pixels.temporal * apart, settings)
+
+
+def _plan(
+    frames: Sequence[int],
+    times: Sequence[float],
+    size: tuple[int, int],
+    resized: tuple[int, int],
+    seconds_per_grid: float,
+    settings: VideoSettings,
+) -> Plan:
+    """The last frame stands there again until the last frame group is whole. A group's time is the mean of its first
+    and last frame's."""
+    pixels, temporal = settings.pixels, settings.pixels.temporal
+    missing = -len(frames) % temporal
+    seconds = [*times, *[times[-1]] * missing]
+    grid = Grid(len(seconds) // temporal, resized[0] // pixels.patch, resized[1] // pixels.patch)
     return Plan(
         grid=grid,
-        tokens=_tokens(grid, settings.pixels),
-        frames=frames,
-        height=given.height,
-        width=given.width,
-        resized=(height, width),
-        timestamps=_group_means([times[frame] for frame in frames], temporal),
-        seconds_per_grid=temporal * apart,
+        tokens=_tokens(grid, pixels),
+        frames=(*frames, *[frames[-1]] * missing),
+        height=size[0],
+        width=size[1],
+        resized=resized,
+        timestamps=tuple((seconds[at] + seconds[at + temporal - 1]) / 2 for at in range(0, len(seconds), temporal)),
+        seconds_per_grid=seconds_per_grid,
     )
-
-
-def _group_means(seconds: Sequence[float], temporal: int) -> tuple[float, ...]:
-    """Seconds of each frame group: the mean of its first and last frame's."""
-    return tuple((seconds[at] + seconds[at + temporal - 1]) / 2 for at in range(0, len(seconds), temporal))
 
 
 def _tokens(grid: Grid, settings: PixelSettings) -> int:

@@ -10,7 +10,8 @@ from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
-from encoder_service.media import chunks, jpeg
+from encoder_service.media import chunks
+from encoder_service.media.chunks import JpegLayout
 from encoder_service.media.messages import Begin, Bounds
 from encoder_service.media.sniff import IMAGES, format_of
 
@@ -19,6 +20,14 @@ Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits b
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+
+_ONES = b"\xff\x00"
+"""Eight bits that are set, as they stand in entropy-coded data. No code has ones alone, so that even an empty block
+takes more than one such byte; behind the data, it is nothing at all."""
+_AHEAD = 8
+"""How many of them a decoder may read ahead of what it needs: as many as its buffer of 64 bits holds."""
+_STEPS = 16
+_END = b"\xff\xd9"
 
 
 class ImageFile:
@@ -65,7 +74,7 @@ def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
             image.verify()  # reading its pixels would not look at every checksum
     with _open(data, bounds) as image:
         if name == "JPEG":
-            jpeg.load(image, data, chunks.read_jpeg(data, bounds))
+            _load_jpeg(image, data, chunks.read_jpeg(data, bounds))
         upright = _rgb(ImageOps.exif_transpose(image))
     if (upright.height, upright.width) != out.shape[1:3]:
         raise ValueError("the picture's size changed while it was decoded")
@@ -79,15 +88,9 @@ def _orientation(image: Image.Image, data: bytes) -> object:
 
 
 def _has_late_words(data: bytes) -> bool:
-    """A PNG has metadata behind its pixels. Chunks are: length (4 bytes), kind (4), body, checksum (4)."""
-    at, pixels = 8, False
-    while at + 8 <= len(data):
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if pixels and kind in _WORDS:
-            return True
-        pixels = pixels or kind == b"IDAT"
-        at += 12 + length
-    return False
+    """A PNG has metadata behind its pixels."""
+    kinds = chunks.png_chunks(data)
+    return b"IDAT" in kinds and any(kind in _WORDS for kind in kinds)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -106,3 +109,55 @@ def _open(data: bytes, bounds: Bounds) -> PillowFile:
         raise ValueError("not a picture of a supported format")
     chunks.check(data, name, bounds)
     return Image.open(io.BytesIO(data), formats=[name])
+
+
+def _load_jpeg(image: PillowFile, data: bytes, layout: JpegLayout) -> None:
+    """Decodes the pixels of an opened JPEG. Raises ValueError where the file does not hold all of them, and OSError
+    where they cannot be read.
+
+    The library that Pillow decodes with shows grey where a file ends too soon, and tells nobody. So it gets the file
+    without its end mark, and then bytes that no picture needs: a decoder that has all of its picture passes over them;
+    one that lacks some takes them for the rest of it. Arithmetic coding, which may end anywhere, is read as
+    Pillow does.
+    """
+    if layout.lacking:
+        raise ValueError("a component of the picture has no scan")
+    if layout.arithmetic:
+        image.load()
+        return
+    feed = _Feed(image)
+    feed(data[: layout.end] + _AHEAD * _ONES)
+    if layout.by_scans:
+        # The last scan's last block is either done, and all that follows is passed over, or a part of it is left, which
+        # cannot be taken before there is more.
+        for _ in range(_STEPS):
+            if feed(_ONES):
+                raise ValueError("the picture's last scan is cut off")
+        feed(_END)
+    if not feed.done:
+        raise ValueError("the picture is cut off")
+    image.tile = []  # it is loaded
+
+
+class _Feed:
+    """A decoder that is given its bytes by hand. `done` says that the picture is complete."""
+
+    def __init__(self, image: PillowFile) -> None:
+        codec, extents, _, settings = image.tile[0]
+        image.load_prepare()
+        self._decoder = Image._getdecoder(image.mode, codec, settings, image.decoderconfig)
+        self._decoder.setimage(image.im, extents)
+        self._rest = b""
+        self.done = False
+
+    def __call__(self, data: bytes) -> int:
+        """Gives it more; returns how many bytes it could not take yet. Raises OSError where they cannot be read."""
+        if self.done:
+            return 0
+        given = self._rest + data
+        taken, error = self._decoder.decode(given)
+        if error < 0:
+            raise OSError("the picture is broken")
+        self.done = taken < 0
+        self._rest = b"" if self.done else given[taken:]
+        return len(self._rest)

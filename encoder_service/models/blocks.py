@@ -1,17 +1,17 @@
-"""What the towers share: rotary positions, patch embedding, attention, feed-forward blocks, mergers.
+"""What the towers share: patch embedding, attention, feed-forward blocks, mergers.
 
 A batch is one packed sequence of patches [N, …], see `tower` and `attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from common.media.item import Grid
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import Rotary
 
@@ -28,41 +28,16 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def patch_positions(grid: Grid, merge: int) -> Tensor:
-    """The (row, column) of each patch of one frame group, [h·w, 2], in the order that patches come in.
-
-    Patches of one merge × merge square stand together. A 2 × 4 grid with merge 2 gives
-    (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) (1,2) (1,3).
-    """
-    rows = torch.arange(grid.h).view(grid.h // merge, 1, merge, 1)
-    columns = torch.arange(grid.w).view(1, grid.w // merge, 1, merge)
-    shape = (grid.h // merge, grid.w // merge, merge, merge)
-    return torch.stack([rows.expand(shape).flatten(), columns.expand(shape).flatten()], dim=-1)
-
-
-def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
-    """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
-    half = head_dim // 2
-    frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).to(device)
-    angles = (positions[:, :, None].float() * frequencies.to(device)).flatten(1)[:, None]
-    return Rotary(angles.cos(), angles.sin())
-
-
-def frame_groups(grids: Sequence[Grid]) -> list[int]:
-    """Patches of each frame group of each item, which is a segment."""
-    return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
-
-
 class PatchEmbed(nn.Module):
     """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width].
 
     In checkpoints it is a convolution whose stride is its kernel, which is a matrix product; `load_tower` flattens it.
     """
 
-    def __init__(self, width: int, channels: int, temporal: int, patch: int, *, bias: bool) -> None:
+    def __init__(self, config: Mapping[str, Any], width: int, *, bias: bool) -> None:
         super().__init__()
-        self.proj = Linear(channels * temporal * patch * patch, width, bias=bias)
+        channels = config.get("in_channels", config.get("in_chans", 3))
+        self.proj = Linear(channels * config["temporal_patch_size"] * config["patch_size"] ** 2, width, bias=bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         out: Tensor = self.proj(patches)
@@ -113,6 +88,11 @@ class Merger(nn.Module):
         first, act, second = self.mlp
         rows: Tensor = second(first(self.ln_q(x).view(-1, self.joined), act))
         return rows
+
+
+def layer_norm(width: int) -> nn.LayerNorm:
+    """The layer norm of those towers that have one."""
+    return nn.LayerNorm(width, eps=EPSILON)
 
 
 class RMSNorm(nn.Module):

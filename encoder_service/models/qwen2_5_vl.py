@@ -72,19 +72,13 @@ class Qwen25VLTower(PackedTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
         width, heads = config["hidden_size"], config["num_heads"]
-        self.width, self.out, self.levels = width, config["out_hidden_size"], 1
-        self.merge = config["spatial_merge_size"]
-        self.head_dim = width // heads
-        self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        super().__init__(config, width)
+        self.out, self.levels = config["out_hidden_size"], 1
         self.window = config.get("window_size", 112) // self.merge // config["patch_size"]
         self.full = frozenset(config["fullatt_block_indexes"])
         self.longest = (None, (self.window * self.merge) ** 2)
-        channels = config.get("in_channels", config.get("in_chans", 3))
-        self.patch_embed = blocks.PatchEmbed(
-            width, channels, config["temporal_patch_size"], config["patch_size"], bias=False
-        )
+        self.patch_embed = blocks.PatchEmbed(config, width, bias=False)
         inner, act = config["intermediate_size"], config.get("hidden_act", "silu")
         self.blocks = nn.ModuleList(
             blocks.Block(width, heads, (blocks.RMSNorm(width), blocks.RMSNorm(width)), FeedForward(width, inner, act))
@@ -95,9 +89,9 @@ class Qwen25VLTower(PackedTower):
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
         local = windows(grids, self.merge, self.window)
         order = local.order.to(device)
-        came = blocks.rotary(grids, self.merge, self.head_dim, self.theta, device)
-        rotary = Rotary(self._reorder(came.cos, order), self._reorder(came.sin, order))
-        return Packing((blocks.frame_groups(grids), local.lengths), rotary, order)
+        came = super().pack(grids, device)
+        rotary = Rotary(self._reorder(came.rotary.cos, order), self._reorder(came.rotary.sin, order))
+        return Packing((*came.lengths, local.lengths), rotary, order)
 
     def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
         assert packing.order is not None

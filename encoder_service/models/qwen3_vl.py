@@ -16,7 +16,7 @@ from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
-from encoder_service.models.tower import PackedTower, Packing, Rotary
+from encoder_service.models.tower import PackedTower, Packing, Rotary, patch_positions
 
 
 class FeedForward(nn.Module):
@@ -40,7 +40,7 @@ class Merger(nn.Module):
         super().__init__()
         self.joined = width * merge * merge
         self.norm_joined = norm_joined
-        self.norm = nn.LayerNorm(self.joined if norm_joined else width, eps=blocks.EPSILON)
+        self.norm = blocks.layer_norm(self.joined if norm_joined else width)
         self.linear_fc1 = Linear(self.joined, self.joined)
         self.act = nn.GELU()
         self.linear_fc2 = Linear(self.joined, out)
@@ -55,36 +55,25 @@ class Qwen3VLTower(PackedTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1 + deepstack levels, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
         width, heads, out = config["hidden_size"], config["num_heads"], config["out_hidden_size"]
-        self.merge = config["spatial_merge_size"]
-        self.head_dim = width // heads
-        self.theta = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        super().__init__(config, width)
         self.side = int(config["num_position_embeddings"] ** 0.5)
         self.level_of = {layer: level for level, layer in enumerate(config.get("deepstack_visual_indexes") or ())}
-        self.width, self.out, self.levels = width, out, 1 + len(self.level_of)
-        self.patch_embed = blocks.PatchEmbed(
-            width,
-            config.get("in_channels", 3),
-            config["temporal_patch_size"],
-            config["patch_size"],
-            bias=True,
-        )
+        self.out, self.levels = out, 1 + len(self.level_of)
+        self.patch_embed = blocks.PatchEmbed(config, width, bias=True)
         # A table that nn.Embedding fills by itself, on no device, has torch import its compiler: 1.4 s of a core.
         self.pos_embed = nn.Embedding.from_pretrained(torch.empty(config["num_position_embeddings"], width))
         inner, act = config["intermediate_size"], config.get("hidden_act", "gelu_pytorch_tanh")
         self.blocks = nn.ModuleList(
-            blocks.Block(width, heads, (_norm(width), _norm(width)), FeedForward(width, inner, act))
+            blocks.Block(
+                width, heads, (blocks.layer_norm(width), blocks.layer_norm(width)), FeedForward(width, inner, act)
+            )
             for _ in range(config["depth"])
         )
         self.merger = Merger(width, out, self.merge, norm_joined=False)
         self.deepstack_merger_list = nn.ModuleList(
             Merger(width, out, self.merge, norm_joined=True) for _ in self.level_of
         )
-
-    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
-        rotary = blocks.rotary(grids, self.merge, self.head_dim, self.theta, device)
-        return Packing((blocks.frame_groups(grids),), rotary)
 
     def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
         hidden: Tensor = self.patch_embed(patches)
@@ -113,7 +102,7 @@ def corners(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tenso
     Entries [4, N] int64, shares [4, N, 1] float32. Corners of a grid stay corners; in between the table is bilinear.
     All of a batch is worked out at once on the host: a GPU would spend more on launches than on the arithmetic.
     """
-    cells = torch.cat([blocks.patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).float()
+    cells = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).float()
     counts = torch.tensor([grid.patches for grid in grids])
     last = torch.tensor([[max(grid.h - 1, 1), max(grid.w - 1, 1)] for grid in grids]).repeat_interleave(counts, 0)
     at = cells * (side - 1) / last
@@ -126,7 +115,3 @@ def corners(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tenso
             entries.append(row * side + column)
             shares.append((down * across)[:, None])
     return torch.stack(entries), torch.stack(shares)
-
-
-def _norm(width: int) -> nn.LayerNorm:
-    return nn.LayerNorm(width, eps=blocks.EPSILON)

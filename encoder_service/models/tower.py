@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,9 @@ class Tower(Protocol):
     This is all that the worker asks of a model. The rows of an item must not depend on its neighbours in the batch, nor
     those of one frame group on another's: `engine.batching.cut` gives them to different workers.
 
-    The seams for what is not here yet:
-
-    - *Another family, or a generic `transformers` back end* (InternVL, LLaVA): a class with this one method, named in
-      `families.config.FAMILIES`; a grid then counts tiles in time, and patches in a tile. What differs before it is in
-      `families` (settings and sizes), `media.geometry` (row counts) and `worker.patches` (resizing and cutting).
-      The engine knows patches and rows by number alone.
-    - *Audio*: a row of `media.modalities`, a grid of one row of frames, and features where pictures have patches.
-    - *Pruning of video tokens*: rows are dropped between tower and store. `Piece.tokens` says how many are kept; that
-      must be known from the header on, before anything is computed.
+    Of a tower that cuts pictures into tiles, a grid counts tiles in time, and patches in a tile. Should tokens of
+    videos be pruned, rows are dropped between tower and store: `Piece.tokens` says how many are kept, which must be
+    known from the header on, before anything is computed.
     """
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
@@ -69,31 +63,59 @@ class Packing:
     order: Tensor | None = None
 
 
-class PackedTower(nn.Module):
-    """A tower of blocks, which runs in four steps: `pack` works out on the host where things go, `embed` turns patches
-    into hidden states, `encode` is everything that is heavy and the same for any mix of items, and `unpack` puts rows
-    back in order. Only `encode` goes into a CUDA graph. A family sets these numbers and gives the steps.
+def patch_positions(grid: Grid, merge: int) -> Tensor:
+    """The (row, column) of each patch of one frame group, [h·w, 2], in the order that patches come in.
 
-    `width` is that of hidden states, `out` that of rows, `longest` the most patches that a segment of each kind can
-    have (None: no bound but the batch).
+    Patches of one merge × merge square stand together. A 2 × 4 grid with merge 2 gives
+    (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) (1,2) (1,3).
+    """
+    rows = torch.arange(grid.h).view(grid.h // merge, 1, merge, 1)
+    columns = torch.arange(grid.w).view(1, grid.w // merge, 1, merge)
+    shape = (grid.h // merge, grid.w // merge, merge, merge)
+    return torch.stack([rows.expand(shape).flatten(), columns.expand(shape).flatten()], dim=-1)
+
+
+def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
+    """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
+    half = head_dim // 2
+    frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).to(device)
+    angles = (positions[:, :, None].float() * frequencies.to(device)).flatten(1)[:, None]
+    return Rotary(angles.cos(), angles.sin())
+
+
+def frame_groups(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each frame group of each item, which is a segment."""
+    return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
+
+
+class PackedTower(nn.Module):
+    """A tower of blocks, built from `vision_config`. A family sets these numbers and gives the steps.
+
+    There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
+    everything that is heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes
+    into a CUDA graph. `width` is that of hidden states, `out` that of rows, `longest` the most patches that a segment
+    of each kind can have (None: no bound but the batch).
     """
 
     width: int
     out: int
     levels: int
-    merge: int
-    head_dim: int
     longest: tuple[int | None, ...] = (None,)
 
-    def __init__(self) -> None:
+    def __init__(self, config: Mapping[str, Any], width: int) -> None:
         super().__init__()
+        self.width = width
+        self.merge: int = config["spatial_merge_size"]
+        self.head_dim: int = width // config["num_heads"]
+        self.theta: float = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
         self.backend: Backend = Sdpa()
         self.captured: Backend = self.backend
         """The back end inside CUDA graphs."""
 
-    @abstractmethod
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
-        """Segments, positions and order of a batch."""
+        """Segments, positions and order of a batch: by default frame groups, each square where it came."""
+        return Packing((frame_groups(grids),), rotary(grids, self.merge, self.head_dim, self.theta, device))
 
     @abstractmethod
     def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:

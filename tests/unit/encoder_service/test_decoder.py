@@ -49,7 +49,7 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
         memory_bytes=memory_bytes,
         bounds=MediaLimits().bounds,
     )
-    await made.start()
+    await made.processes.start()
 
     def stage(data: bytes) -> Range:
         staging.view[: len(data)] = data
@@ -59,7 +59,7 @@ async def pool(*, memory_bytes: int = 2 << 30, seconds: float = 30.0, processes:
         yield made, staging, stage
     finally:
         started = set(descendants(os.getpid())) - before
-        await made.stop()
+        await made.processes.stop()
         assert not [line for pid in started if (line := command_line(pid))]
         staging.close()
 
