@@ -76,6 +76,8 @@ class EngineCore:
         self._wake = wake
         self._scheduler = scheduler
         self._pipeline = pipeline
+        # Two: between two steps there is only the filling in of the tokens that the first one chose. Every further step
+        # in advance would compute one more token in vain for each sequence that ends.
         self._depth = 2 if overlap else 1
         self._under_way: deque[Step] = deque()
         self._next_proof = 0.0

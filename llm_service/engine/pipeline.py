@@ -1,14 +1,7 @@
 """Between the thread that decides and the thread that computes.
 
 Deciding (messages, scheduling, taking in results) runs in a thread of its own; computing keeps the process's main
-thread, to which devices, streams and collectives are bound. With a depth of two, a step is planned and handed over
-while the one before it is computed, so that between two steps there is only the filling in of the tokens that the
-first one chose.
-
-Why two threads and not two processes: a plan names thousands of block numbers, which a process would have to copy and
-parse for each step, and the work in between is either outside the interpreter's lock (products, kernels, collectives)
-or far smaller than a step. Why a depth of two and not more: every further step in advance computes one more token in
-vain for each sequence that ends."""
+thread, to which devices, streams and collectives are bound."""
 
 from __future__ import annotations
 
@@ -49,6 +42,9 @@ class Pipeline:
 
     `submit`, `order`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes,
     which calls `on_pulled` for each `Pull`, with its id and what came of it.
+
+    Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
+    parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
     """
 
     def __init__(self, executor: Executor, on_pulled: Callable[[int, Pulled], None] = lambda *_: None) -> None:

@@ -1,17 +1,6 @@
 """The decoder in CUDA graphs: by number of sequences for decoding, by number of tokens for everything else.
 
-A step of few tokens is mostly launches; a graph starts them all at once. What is in it is the decoder from input
-embeddings to hidden states, attention and the ranks' sums included. What a replay must know of a batch is copied
-beforehand into buffers that never move, the attention's tables among them. A batch is padded up to the next size:
-padded tokens write their keys to the null block, and no table leads to them.
-
-Deepstack rows have a place in the prefill graphs: a level is added to all tokens, and is zero where there is no row. A
-batch that no graph fits runs eagerly, with the same result.
-
-All ranks of a group choose alike, since the choice follows from the plan alone; and they capture the same graphs, since
-each asks the others whether it has memory for one more (`agree`). Collectives are captured with the rest: a replay
-issues them in the order of the capture, on every rank. What no graph has is a time limit for them, so a lost rank is
-noticed by its missing beat (see `ranks`), not by the collective.
+A step of few tokens is mostly launches; a graph starts them all at once. A batch that no graph fits runs eagerly.
 """
 
 from __future__ import annotations
@@ -75,7 +64,7 @@ def prefill_sizes(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What replays read and write, for all sizes: a smaller graph uses the beginning.
+    """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
 
     `hidden` and `out` [N, hidden]; `positions` int32 [3, N]; `deep` [levels − 1, N, hidden].
     """
@@ -130,7 +119,13 @@ class Graph:
 
 
 class GraphRunner:
-    """Replays what it can. `replays` counts."""
+    """Replays what it can, from input embeddings to hidden states, attention and the ranks' sums included. `replays`
+    counts.
+
+    All ranks of a group choose alike, since the choice follows from the plan alone, so a replay issues collectives in
+    the order of the capture, on every rank. They have no time limit there: a lost rank is noticed by its missing beat
+    (see `ranks`).
+    """
 
     def __init__(
         self,
@@ -205,6 +200,7 @@ class GraphRunner:
         return next((graph for graph in graphs if graph.tokens >= tokens), None)
 
     def _put_deepstack(self, deepstack: Deepstack | None, tokens: int) -> None:
+        """A level is added to all tokens, and is zero where there is no row."""
         self._buffers.deep[:, : self._filled].zero_()
         self._filled = 0
         if deepstack is not None:
@@ -226,6 +222,7 @@ class GraphRunner:
             decode_lengths=whole.decode_lengths[:sequences],
             longest_query=1 if decodes_only else tokens,
         )
+        # Padded tokens write their keys to the null block, and no table leads to them.
         tables.slots.fill_(self._shape.null_block * self._shape.block_size)
         for lengths in (tables.starts, tables.lengths, tables.decode_lengths):
             lengths.zero_()

@@ -1,9 +1,7 @@
 """How a rank of a group knows that the others live: beats in the store that they met at.
 
 A collective that waits for a lost rank cannot tell; within a captured graph it would wait for ever. So a thread of each
-rank counts a beat up every half second: rank 0 watches everybody's, everybody watches rank 0's. A beat that stands
-still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the group.
-A rank of the same host that the system says is merely held up gets more time.
+rank counts a beat up every half second: rank 0 watches everybody's, everybody watches rank 0's.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ class Process(Protocol):
 
 
 class Heartbeat:
-    """A connection of its own to the store, so that a beat never waits behind another question."""
+    """A connection of its own to the store, so that a beat never waits behind another question. A beat that stands
+    still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the
+    group."""
 
     def __init__(self, place: RankPlace, children: Sequence[Process] = ()) -> None:
         """`children` are the ranks that this process has started, from the next one on; they are watched as processes,
@@ -89,6 +89,7 @@ class Heartbeat:
     def _is_lost(self, key: str, silence: float) -> bool:
         if silence <= self._limit:
             return False
+        # One of the same host that the system says is merely held up gets more time.
         slow = key in self._here and silence <= HELD_UP_SECONDS and is_held_up(self._here[key])
         return not slow
 

@@ -1,12 +1,8 @@
 """Triton kernels of attention over a paged KV cache, for any GPU that Triton compiles for.
 
 Keys and values of one layer are [blocks, block_size, kv_heads, head_dim]. Query heads that share a KV head are computed
-together where one token is decoded, so that its keys are read once. The softmax is the online one of FlashAttention
-(Dao et al. 2022), in base 2; long contexts are split over programs as in Flash-Decoding and their parts combined after.
-
-Every length comes from a table in memory, none from the launch, so that a captured CUDA graph is right for any batch
-that fits its tables. A sequence of length 0 and a tile of sequence −1 are padding: they read nothing and write nothing.
-"""
+together where one token is decoded, so that its keys are read once. Every length comes from a table in memory, none
+from the launch, so that a captured CUDA graph is right for any batch that fits its tables."""
 
 from __future__ import annotations
 
@@ -60,7 +56,9 @@ def decode_kernel(
     """One token of each sequence. Grid [sequences, kv_heads, SPLITS]; `scale` holds log2(e).
 
     With one split the result goes to `out` [n, heads, HEAD_DIM]; else each split leaves its unnormalised sum in `parts`
-    [n, heads, SPLITS, HEAD_DIM], with its maximum and its sum of weights beside it, for `combine_kernel`.
+    [n, heads, SPLITS, HEAD_DIM], with its maximum and its sum of weights beside it, for `combine_kernel`. The softmax
+    is the online one of FlashAttention (Dao et al. 2022), in base 2; contexts are split as in Flash-Decoding. A
+    sequence of length 0 is padding: it reads nothing and writes nothing.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -163,7 +161,7 @@ def prefill_kernel(
     """BLOCK_M tokens of one chunk, with whatever is before them in the cache. Grid [tiles, heads].
 
     `tiles` [t, 2] says which sequence and which of its tokens a program begins with. A token at place r of a chunk with
-    c tokens before it sees positions 0 … c + r.
+    c tokens before it sees positions 0 … c + r. A tile of sequence −1 is padding.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
