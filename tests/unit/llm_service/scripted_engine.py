@@ -39,9 +39,9 @@ class ScriptedEngine:
     def says(self, message: Any) -> None:
         self._says.put_nowait(message)
 
-    def serves(self, context: int = 100) -> None:
+    def serves(self, context: int = 100, prefix_block: int = 0) -> None:
         """It is loaded."""
-        self.says(Ready(context=context, kv_blocks=8, devices=["cpu"]))
+        self.says(Ready(context=context, kv_blocks=8, prefix_block=prefix_block, devices=["cpu"]))
 
     def dies(self) -> None:
         self.says(ChildDied("the process has ended"))

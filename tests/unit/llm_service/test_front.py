@@ -13,6 +13,7 @@ from common.processes import HELD_UP_SECONDS
 from llm_service.engine import keeper
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Beat, State
+from tests.unit.llm_service.scripted import eventually
 from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
 
 NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -67,6 +68,20 @@ async def test_a_first_engine_that_hangs_while_it_loads_is_told_to_who_starts_it
     await forward(START_SECONDS / 10)
     with pytest.raises(Internal, match="it was not ready after 100 seconds"):
         await asyncio.wait_for(starting, 20)
+    await front.stop()
+
+
+async def test_blocks_are_found_again_only_where_the_engine_that_serves_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine()
+    front = front_of(monkeypatch, engine, ScriptedEngine())
+    assert front.prefix_block == 0
+    engine.serves(prefix_block=16)
+    await start(front)
+    assert front.prefix_block == 16
+    engine.dies()
+    await eventually(lambda: not front.prefix_block)
     await front.stop()
 
 
