@@ -45,10 +45,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         minimum=0.1,
     )
     decode_memory_bytes: int = option(
-        4 << 30,
-        "memory that one decode process may map beside the staging memory",
-        parse=size,
-        minimum=1 << 30,
+        4 << 30, "memory that one decode process may map beside the staging memory", parse=size, minimum=1 << 30
     )
     start_seconds: float = option(
         600.0,
@@ -83,8 +80,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
     shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
     local_dir: str = option(
-        "",
-        "folder for the socket that hands them out, for containers to share; by default an abstract socket",
+        "", "folder for the socket that hands them out, for containers to share; by default an abstract socket"
     )
     device_pool_bytes: int = option(
         0,

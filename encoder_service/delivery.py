@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from common import tracing
@@ -31,64 +32,57 @@ PROGRESS_SECONDS = 1.0
 """A caller hears of a waiting item at least this often."""
 
 
+@dataclass(slots=True, eq=False)
 class Delivery:
     """The item at `index` of a call: its `order` says what it is, the `request` all else. Rows leave in runs, each
     by the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        link: Link,
-        meters: Meters,
-        request: encoder_pb2.EncodeRequest,
-        index: int,
-        order: convert.Order,
-    ) -> None:
-        self._encoder = encoder
-        self._link = link
-        self._meters = meters
-        self._request = request
-        self._index = index
-        self._order = order
-        self._sending = 0.0
+    encoder: Encoder
+    link: Link
+    meters: Meters
+    request: encoder_pb2.EncodeRequest
+    index: int
+    order: convert.Order
+    sending: float = 0.0
+    """Seconds for which rows were on their way."""
 
     async def events(self) -> Events:
         """The item's events; its failure is one of them."""
         try:
-            if isinstance(self._order, TwinlensError):
-                raise self._order
+            if isinstance(self.order, TwinlensError):
+                raise self.order
             async with (
-                self._encoder.ticket(self._order, rows=not self._request.header_only) as ticket,
+                self.encoder.ticket(self.order, rows=not self.request.header_only) as ticket,
                 aclosing(self._item_events(ticket)) as events,
             ):
                 async for event in events:
                     yield event
         except TwinlensError as failure:
-            self._meters.failed(failure.reason)
+            self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
-            yield encoder_pb2.EncodeResponse(error=convert.error(self._index, failure))
+            yield encoder_pb2.EncodeResponse(error=convert.error(self.index, failure))
 
     async def _item_events(self, ticket: Ticket) -> Events:
-        async with aclosing(self._progress_until(self._encoder.resolve(ticket), ticket)) as events:
+        async with aclosing(self._progress_until(self.encoder.resolve(ticket), ticket)) as events:
             async for event in events:
                 yield event
         header = await ticket.header()
         yield encoder_pb2.EncodeResponse(
-            header=write_header(self._index, header, self._encoder.pipeline.layout, cached=ticket.cached)
+            header=write_header(self.index, header, self.encoder.pipeline.layout, cached=ticket.cached)
         )
         timings = dict(ticket.timings)
-        if not self._request.header_only:
+        if not self.request.header_only:
             async with aclosing(self._rows(ticket, header.tokens)) as events:
                 async for event in events:
                     yield event
-            timings = {**ticket.timings, "transfer": self._sending}
-            self._meters.served(timings)
-        done = encoder_pb2.EncodeDone(item=self._index, timings=convert.timings(timings))
+            timings = {**ticket.timings, "transfer": self.sending}
+            self.meters.served(timings)
+        done = encoder_pb2.EncodeDone(item=self.index, timings=convert.timings(timings))
         yield encoder_pb2.EncodeResponse(done=done)
 
     async def _rows(self, ticket: Ticket, tokens: int) -> Events:
         """Every row that the caller wants; the first ones while a worker may still be computing the last."""
-        at, end = convert.stretch(self._request, self._index, tokens)
+        at, end = convert.stretch(self.request, self.index, tokens)
         spans: list[tuple[str, float, float]] = []
         while at < end:
             async with aclosing(self._progress_until(ticket.more(at), ticket)) as events:
@@ -96,43 +90,36 @@ class Delivery:
                     yield event
             if (allocation := ticket.allocation) is None:  # the rest has failed since
                 continue
-            run, started = RowRun(self._index, allocation, at, min(end, ticket.landed)), time.perf_counter()
-            async with aclosing(self._run_messages(run)) as messages:
-                async for message in messages:
-                    yield message
+            run, started = RowRun(self.index, allocation, at, min(end, ticket.landed)), time.perf_counter()
+            transport = self.link.choose(self.request.accepts, self.request.host, run)
+            async with aclosing(transport.send(run, self.request.host)) as chunks:
+                async for chunk in chunks:
+                    if isinstance(chunk, bytes):
+                        yield chunk
+                    else:  # rows that are handed over, with what tells whether the message was damaged on the way
+                        add_checksum(chunk)
+                        yield encoder_pb2.EncodeResponse(rows=chunk)
             spans.append(("transfer", started, time.perf_counter()))
             at = run.end
         async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
             async for event in events:
                 yield event
-        self._sending = sum(ended - started for _, started, ended in spans)
+        self.sending = sum(ended - started for _, started, ended in spans)
         computed = spans[-1][1] if spans else time.perf_counter()
         tracing.in_turn(ticket.timings, computed - sum(ticket.timings.values()))
         tracing.record(spans)
-
-    async def _run_messages(self, run: RowRun) -> Events:
-        transport = self._link.choose(self._request.accepts, self._request.host, run)
-        async with aclosing(transport.send(run, self._request.host)) as chunks:
-            async for chunk in chunks:
-                yield chunk if isinstance(chunk, bytes) else _rows_message(chunk)
 
     async def _progress_until(self, what: Awaitable[object], ticket: Ticket) -> Events:
         """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
         task = asyncio.ensure_future(what)
         try:
             while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
-                progress = encoder_pb2.EncodeProgress(item=self._index, stage=ticket.stage)
+                progress = encoder_pb2.EncodeProgress(item=self.index, stage=ticket.stage)
                 yield encoder_pb2.EncodeResponse(progress=progress)
             task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends
-
-
-def _rows_message(rows: encoder_pb2.EncodeRows) -> encoder_pb2.EncodeResponse:
-    """Rows that are handed over, with what tells whether the message was damaged on the way."""
-    add_checksum(rows)
-    return encoder_pb2.EncodeResponse(rows=rows)
 
 
 class _Outbox(Generic[T]):

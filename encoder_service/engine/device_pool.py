@@ -39,7 +39,9 @@ class Slice:
 
     def drop(self) -> None:
         """Its item has left the store: the room is free when the last reader has gone."""
-        self.pool.drop(self)
+        self.kept = False
+        if not self.pins:
+            self.pool.free(self)
 
 
 class DevicePool:
@@ -71,7 +73,7 @@ class DevicePool:
         if self.lost or not self._ranges.could_allocate(size, [each.span for each in self._slices if each.pins]):
             return None
         while (span := self._ranges.allocate(size)) is None:
-            self._free(next(each for each in self._slices if not each.pins))  # the longest unused
+            self.free(next(each for each in self._slices if not each.pins))  # the longest unused
         made = Slice(self, span, rows)
         self._slices[made] = None
         return made
@@ -87,13 +89,7 @@ class DevicePool:
         assert piece.pins > 0, "this slice is not pinned"
         piece.pins -= 1
         if not piece.pins and not piece.kept:
-            self._free(piece)
-
-    def drop(self, piece: Slice) -> None:
-        """Nobody will ask for a slice any more."""
-        piece.kept = False
-        if not piece.pins:
-            self._free(piece)
+            self.free(piece)
 
     def lose(self) -> None:
         """The worker is gone, and its memory with it."""
@@ -108,7 +104,8 @@ class DevicePool:
         if idle:
             assert not any(piece.pins for piece in self._slices), "a slice is still pinned"
 
-    def _free(self, piece: Slice) -> None:
+    def free(self, piece: Slice) -> None:
+        """A slice that is not pinned gives its bytes back, unless it has before."""
         piece.kept = False
         if piece in self._slices:
             del self._slices[piece]

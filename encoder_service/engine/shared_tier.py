@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common import log, tasks
@@ -43,13 +44,13 @@ class TierMiss(Exception):
     """The rows are not in the tier after all."""
 
 
+@dataclass(slots=True, eq=False)
 class TierLock:
     """What `SharedTier.lock` gives: `found` is set where another replica has put the item into the tier. Who holds the
     lock sets `entry` once it has computed."""
 
-    def __init__(self, found: Header | None) -> None:
-        self.found = found
-        self.entry: Entry | None = None
+    found: Header | None = None
+    entry: Entry | None = None
 
 
 class SharedTier:
@@ -144,7 +145,7 @@ class SharedTier:
         """
         token = secrets.token_bytes(16)
         locked = True  # for all we know, until we are told: a question that is cut off may have been answered
-        lock = TierLock(None)
+        lock = TierLock()
         try:
             lock.found, locked = await self._lock_or_find(key, salt, token)
             yield lock

@@ -42,7 +42,7 @@ class Breaker:
         """The server may be asked; where it has been failing, only one caller at a time may."""
         if self._failures < _FAILURES:
             return True
-        if self._trying or not self.is_rested:
+        if self._trying or self._now() < self._until:
             return False
         self._trying = True
         return True
@@ -51,11 +51,6 @@ class Breaker:
     def is_open(self) -> bool:
         """The server is being left alone."""
         return self._failures >= _FAILURES
-
-    @property
-    def is_rested(self) -> bool:
-        """It is time to try again."""
-        return self._now() >= self._until
 
     def succeeded(self) -> None:
         """The server answered."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.media.item import Options
 from encoder_service.item import Inspection
@@ -31,18 +31,17 @@ class PixelSettings:
         return self.patch * self.merge
 
 
-class VideoRule(Protocol):
-    """How a family samples and sizes a video."""
+@dataclass(frozen=True, slots=True)
+class VideoRule:
+    """How a family samples and sizes a video.
 
-    def sample(self, seen: Inspection, settings: VideoSettings, fps: float, max_frames: int) -> list[int]:
-        """The numbers of the frames to keep: about `fps` each second, spread evenly, between the model's bounds."""
-        ...
+    `sample(seen, settings, fps, max_frames)` gives the numbers of the frames to keep: about `fps` each second, spread
+    evenly, between the model's bounds. `resize(frames, height, width, settings, options)` gives the resized (height,
+    width) of each frame; a caller's bounds always hold for all frames together.
+    """
 
-    def resize(
-        self, frames: int, height: int, width: int, settings: VideoSettings, options: Options
-    ) -> tuple[int, int]:
-        """The resized (height, width) of each frame. A caller's bounds always hold for all frames together."""
-        ...
+    sample: Callable[[Inspection, VideoSettings, float, int], list[int]]
+    resize: Callable[[int, int, int, VideoSettings, Options], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

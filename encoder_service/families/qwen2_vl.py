@@ -8,41 +8,37 @@ from dataclasses import replace
 import numpy as np
 
 from common.media.item import Options
-from encoder_service.families.family import Family, PixelDefaults, VideoSettings, bounds, resize_picture
+from encoder_service.families.family import Family, PixelDefaults, VideoRule, VideoSettings, bounds, resize_picture
 from encoder_service.item import Inspection
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-class FrameByFrame:
-    """The rule of these families (`VideoRule`)."""
+def _sample(seen: Inspection, settings: VideoSettings, fps: float, max_frames: int) -> list[int]:
+    """Whole frame groups: 20 frames at 8 per second, sampled at 2, are 0 5 10 15."""
+    total, temporal = seen.frames, settings.pixels.temporal
+    max_frames = math.floor(min(max_frames, total) / temporal) * temporal
+    kept = min(max(total / seen.fps * fps, settings.min_frames), max_frames, total)
+    count = max(math.floor(kept / temporal) * temporal, 1)
+    step = total / count
+    # The reference counts steps in float32, and rounding may give it one frame more. Where that is none of the
+    # video's, or one too many, it is left out: the reference fails there, or passes its own bound. Past some 8000
+    # frames it may be one off elsewhere too, since torch counts on in float32 within each vector of the machine's.
+    steps = (np.arange(math.ceil(total / step)) * step).astype(np.float32)
+    return [int(frame) for frame in steps if frame < total][: max(max_frames, count)]
 
-    def sample(self, seen: Inspection, settings: VideoSettings, fps: float, max_frames: int) -> list[int]:
-        """Whole frame groups: 20 frames at 8 per second, sampled at 2, are 0 5 10 15."""
-        total, temporal = seen.frames, settings.pixels.temporal
-        max_frames = math.floor(min(max_frames, total) / temporal) * temporal
-        kept = min(max(total / seen.fps * fps, settings.min_frames), max_frames, total)
-        count = max(math.floor(kept / temporal) * temporal, 1)
-        step = total / count
-        # The reference counts steps in float32, and rounding may give it one frame more. Where that is none of the
-        # video's, or one too many, it is left out: the reference fails there, or passes its own bound. Past some 8000
-        # frames it may be one off elsewhere too, since torch counts on in float32 within each vector of the machine's.
-        steps = (np.arange(math.ceil(total / step)) * step).astype(np.float32)
-        return [int(frame) for frame in steps if frame < total][: max(max_frames, count)]
 
-    def resize(
-        self, frames: int, height: int, width: int, settings: VideoSettings, options: Options
-    ) -> tuple[int, int]:
-        """Each frame as a picture, under its part of the bounds on all of them."""
-        pixels = settings.pixels
-        each = Options(_share(options.min_pixels, frames), _share(options.max_pixels, frames))
-        min_pixels, max_pixels = bounds(pixels, each)
-        if settings.cap_pixels_per_frame:
-            budget = int(settings.max_video_tokens * pixels.factor**2 * 0.9)
-            max_pixels = max(min(max_pixels, budget * pixels.temporal // frames), int(min_pixels * 1.05))
-            max_pixels = min(max_pixels, each.max_pixels or max_pixels)
-        return resize_picture(height, width, pixels.factor, min_pixels, max_pixels)
+def _resize(frames: int, height: int, width: int, settings: VideoSettings, options: Options) -> tuple[int, int]:
+    """Each frame as a picture, under its part of the bounds on all of them."""
+    pixels = settings.pixels
+    each = Options(_share(options.min_pixels, frames), _share(options.max_pixels, frames))
+    min_pixels, max_pixels = bounds(pixels, each)
+    if settings.cap_pixels_per_frame:
+        budget = int(settings.max_video_tokens * pixels.factor**2 * 0.9)
+        max_pixels = max(min(max_pixels, budget * pixels.temporal // frames), int(min_pixels * 1.05))
+        max_pixels = min(max_pixels, each.max_pixels or max_pixels)
+    return resize_picture(height, width, pixels.factor, min_pixels, max_pixels)
 
 
 def _share(bound: int | None, frames: int) -> int | None:
@@ -55,7 +51,7 @@ _VIDEOS = PixelDefaults(128 * 28 * 28, 768 * 28 * 28, CLIP_MEAN, CLIP_STD)
 
 QWEN2_VL = Family(
     tower="encoder_service.models.qwen2_vl:Qwen2VLTower",
-    rule=FrameByFrame(),
+    rule=VideoRule(_sample, _resize),
     image=PICTURES,
     video=_VIDEOS,
     max_video_tokens=128_000,

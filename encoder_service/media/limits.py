@@ -1,8 +1,5 @@
-"""Every limit on media, and the checks of headers and plans, each before the expensive step that it guards.
-
-`check_picture` and `check_video` see a header that was parsed, `check_plan` what is about to be decoded and computed;
-`checks.check_item` has seen the request. Each raises `InvalidInput` with a stable reason and the request field.
-"""
+"""Every limit on media, and the checks of headers and plans, each before the expensive step that it guards. Each raises
+`InvalidInput` with a stable reason and the request field."""
 
 from __future__ import annotations
 
@@ -68,9 +65,7 @@ def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
         raise InvalidInput("the video has no usable frame rate or length", reason="VIDEO_UNREADABLE", field=field)
     if seen.frames > limits.max_scanned_frames:
         raise InvalidInput(
-            f"the video has more than {limits.max_scanned_frames} frames",
-            reason="VIDEO_TOO_LONG",
-            field=field,
+            f"the video has more than {limits.max_scanned_frames} frames", reason="VIDEO_TOO_LONG", field=field
         )
 
 

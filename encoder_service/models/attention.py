@@ -7,6 +7,7 @@ attention never crosses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -67,25 +68,21 @@ class Sdpa:
     name = "sdpa"
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:  # noqa: ARG002 - the lengths stay on the host
-        return _SdpaSegments(lengths)
+        return functools.partial(_sdpa, runs(lengths))
 
     def stable(self, patches: int, longest: int, device: torch.device) -> None:  # noqa: ARG002
         return None
 
 
-class _SdpaSegments:
-    def __init__(self, lengths: Lengths) -> None:
-        self._runs = runs(lengths)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, start = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
-        for count, length in self._runs:
-            end = start + count * length
-            shape = (count, length, *q.shape[1:])
-            one, two, three = (part[start:end].view(shape).transpose(1, 2) for part in (q, k, v))
-            out[start:end].view(shape).copy_(F.scaled_dot_product_attention(one, two, three).transpose(1, 2))
-            start = end
-        return out
+def _sdpa(parts: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, start = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
+    for count, length in parts:
+        end = start + count * length
+        shape = (count, length, *q.shape[1:])
+        one, two, three = (part[start:end].view(shape).transpose(1, 2) for part in (q, k, v))
+        out[start:end].view(shape).copy_(F.scaled_dot_product_attention(one, two, three).transpose(1, 2))
+        start = end
+    return out
 
 
 def runs(lengths: Lengths) -> list[tuple[int, int]]:

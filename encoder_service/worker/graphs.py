@@ -1,12 +1,7 @@
 """A tower in CUDA graphs: one for each of a ladder of patch budgets, right for any mix of pictures and videos.
 
-A small batch is mostly launches: hundreds of kernels that a GPU ends faster than a CPU starts them. A graph starts them
-all at once. It is captured for a number of patches, not for a picture: a batch is padded up to the next budget, and
-what a replay must know of the batch (hidden states, rotary tables, where segments begin and end) is copied beforehand
-into buffers that never move. Rows of the padding are computed and never read; attention does not reach it.
-
-What is in the graph is `PackedTower.encode`. Batches above the largest budget, or with more segments than their budget
-has room for, run eagerly, with the same result.
+A small batch is mostly launches: hundreds of kernels that a GPU ends faster than a CPU starts them. A graph, of
+`PackedTower.encode`, starts them all at once.
 """
 
 from __future__ import annotations
@@ -73,7 +68,10 @@ class Graph:
 
 
 class GraphedTower:
-    """A tower that replays what it can. `replays` and `eager` count passes."""
+    """A tower that replays what it can, padded up to the next budget; rows of the padding are computed and never read,
+    and attention does not reach it. Batches above the largest budget, or with more segments than theirs has room for,
+    run eagerly, with the same result. `replays` and `eager` count passes.
+    """
 
     def __init__(
         self,
