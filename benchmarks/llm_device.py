@@ -21,7 +21,7 @@ import torch
 from benchmarks.device import Peaks, about, measured, sheet, timed
 from benchmarks.shapes import MODEL, cache_bytes, prefill_operations, weight_bytes
 from common.arena import SharedBuffer
-from common.graphs import Capture, CudaCapture
+from common.gpu import Capture, CudaCapture
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import ALONE

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.device import about, measured, sheet, timed
 from benchmarks.shapes import TOWER, patch_numbers, tower_operations
-from common.graphs import Capture, CudaCapture
+from common.gpu import Capture, CudaCapture
 from common.media.item import Grid
 from encoder_service.models.attention import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower

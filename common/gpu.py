@@ -1,6 +1,10 @@
-"""The beginning of a process's work on a GPU."""
+"""The beginning of a process's work on a GPU, and CUDA graphs: the mechanism alone."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,3 +19,53 @@ def use_gpu(device: torch.device) -> None:
             f"torch {torch.__version__} cannot use {device}: install a build of it for this driver, or say --device cpu"
         )
     torch.cuda.set_device(device)
+
+
+class Capture(Protocol):
+    """Makes a callable into one that does the same again over the same memory, whatever that holds by then. Without a
+    GPU, what is captured can be tried by running it again."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory that captured graphs hold together."""
+        ...
+
+
+class CudaCapture:
+    """Real graphs, over one memory pool: they never run at the same time, so they may share what they need.
+
+    torch gives a pool's memory back when the last of its graphs is gone, and fails an assertion of its own where such a
+    pool is used again while anything of it is left. The next graph then gets another one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._alive = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        self._alive.add(graph)
+        return graph.replay
+
+    @property
+    def held(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device) - self._before

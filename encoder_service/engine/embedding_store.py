@@ -1,9 +1,4 @@
-"""The embedding store: computed rows by content key, in one arena, under a byte budget.
-
-An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Rows may be read where
-they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody else gets
-those bytes, even if the rest of the rows never comes.
-"""
+"""The embedding store: computed rows by content key, in one arena, under a byte budget."""
 
 from __future__ import annotations
 
@@ -64,7 +59,12 @@ class _Waiter:
 
 
 class EmbeddingStore:
-    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time."""
+    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time.
+
+    An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Rows may be read
+    where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
+    else gets those bytes, even if the rest of the rows never comes.
+    """
 
     def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART) -> None:
         self.buffer = buffer

@@ -1,9 +1,4 @@
-"""Which family a checkpoint is of, and what its JSON files say about its vision tower and its processors.
-
-Both layouts are read: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`, bounds as
-`min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`, bounds as `size`).
-Where a file leaves a setting out, the reference's own default stands.
-"""
+"""Which family a checkpoint is of, and what its JSON files say about its vision tower and its processors."""
 
 from __future__ import annotations
 
@@ -36,7 +31,12 @@ def find_family(model_type: str) -> Family:
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:
-    """Reads a checkpoint's settings; raises CheckpointError where one is missing or not supported."""
+    """Reads a checkpoint's settings; raises CheckpointError where one is missing or not supported.
+
+    Both layouts are read: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`, bounds as
+    `min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`, bounds as `size`).
+    Where a file leaves a setting out, the reference's own default stands.
+    """
     config = checkpoint.config
     vision = config.get("vision_config")
     if not isinstance(vision, dict):

@@ -1,8 +1,6 @@
 """Addresses of media: read once, by one parser, and held to the hosts and networks that the operator allowed.
 
-`parse` says whether an address makes sense, `HostRules` whether its host is on a list, `is_reachable` whether what the
-host's name resolved to may be connected to. The last is what keeps a caller out of the networks behind this service,
-however an address is spelt, since it judges the numbers that a connection would really go to.
+`parse` says whether an address makes sense, `HostRules` whether its host is on a list, `is_reachable` the rest.
 """
 
 from __future__ import annotations
@@ -161,7 +159,8 @@ def literal(host: str) -> str:
 
 
 def is_reachable(answer: str, *, private: bool) -> bool:
-    """Whether an address that a name resolved to may be connected to.
+    """Whether an address that a name resolved to may be connected to. This is what keeps a caller out of the networks
+    behind this service, however an address is spelt, since these are the numbers that a connection really goes to.
 
     Of IPv6 only what is given out to hosts (2000::/3) is, and what stands for a reachable IPv4 address; with `private`
     also the private networks and loopback, but never link-local or metadata addresses.

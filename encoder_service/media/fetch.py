@@ -1,8 +1,6 @@
 """Downloads of media: from allowed hosts alone, to checked addresses alone, within bounds of size, time and number.
 
-The HTTP library (httpcore) follows no redirect, keeps no cookie, reads no proxy setting and unpacks nothing; where it
-would connect by name, it is given a connection to an address that was looked at (`_CheckedNetwork`), while the
-certificate and the Host header remain those of the name. So no second look-up can come between check and connection.
+The HTTP library (httpcore) follows no redirect, keeps no cookie, reads no proxy setting and unpacks nothing.
 """
 
 from __future__ import annotations
@@ -170,7 +168,11 @@ class Fetcher:
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
-    """Connects to a host's addresses once every one of them was found to be reachable."""
+    """Connects to a host's addresses once every one of them was found to be reachable.
+
+    The library would connect by name; the certificate and the Host header remain those of the name, and no second
+    look-up can come between check and connection.
+    """
 
     def __init__(self, resolve: Resolve, rule: HostRule, field: str) -> None:
         self._resolve = resolve

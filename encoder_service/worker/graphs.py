@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common import log
-from common.graphs import Capture
+from common.gpu import Capture
 from common.media.item import Grid
 from encoder_service.models.attention import StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Rotary

@@ -15,8 +15,7 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
-from common.gpu import use_gpu
-from common.graphs import CudaCapture
+from common.gpu import CudaCapture, use_gpu
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import PackedTower, load_tower

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.graphs import Capture
+from common.gpu import Capture
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from llm_service.layers.attention.cache_spec import LayerCache
 from llm_service.layers.attention.tables import TILE, Tables

@@ -12,8 +12,7 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
-from common.gpu import use_gpu
-from common.graphs import CudaCapture
+from common.gpu import CudaCapture, use_gpu
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.cache_spec import cache_shape, slot_bytes
 from llm_service.layers.attention.choose import choose

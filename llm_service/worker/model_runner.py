@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.graphs import Capture
+from common.gpu import Capture
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape, NumbaCompiled, WarmBackend
 from llm_service.layers.attention.cache_spec import HybridBatch, new_caches, slot_bytes
 from llm_service.models.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from common.graphs import CudaCapture
+from common.gpu import CudaCapture
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import candidates

@@ -12,7 +12,7 @@ import torch
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.graphs import CudaCapture
+from common.gpu import CudaCapture
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash import find
