@@ -1,1 +1,1 @@
-"""Vision families, described without torch: a file each, and a row in `registry`."""
+"""Vision families, described without torch: a file each, and a row in `config`."""
