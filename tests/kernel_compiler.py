@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from encoder_service.models import varlen_attention
-from llm_service.layers.attention import kernels
+from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.paged import _Shape
 from llm_service.layers.attention.tables import TILE
+from llm_service.layers.attention.triton_backend import _Shape
 from llm_service.layers.gpu import int8_kernel as int8_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 
@@ -77,7 +77,7 @@ def _stack(cubin: bytes) -> int:
 
 
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
-    """As `PagedBatch` launches them."""
+    """As `TritonBatch` launches them."""
     shape = _Shape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
     both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
@@ -85,11 +85,11 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     wider = {**launch, "num_warps": shape.prefill_warps}
     sums = ("parts", "maxima", "sums")
     return {
-        "store": compiled(capability, kernels.store_kernel, dtype, WIDTH=256),
-        "decode": compiled(capability, kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
-        "split": compiled(capability, kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=16, **both, **launch),
-        "combine": compiled(capability, kernels.combine_kernel, dtype, sums, SPLITS=16, **same, num_warps=4),
-        "prefill": compiled(capability, kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **wider),
+        "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
+        "decode": compiled(capability, triton_kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
+        "split": compiled(capability, triton_kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=16, **both, **launch),
+        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, SPLITS=16, **same, num_warps=4),
+        "prefill": compiled(capability, triton_kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **wider),
     }
 
 

@@ -27,9 +27,9 @@ from llm_service.engine.messages import (
     ToEngine,
     Tokens,
 )
-from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
+from llm_service.engine.step_queue import StepQueue
 from llm_service.plan import Invalidate, Pull, StepResult, Unmap
 
 _PROOF_SECONDS = 5.0
@@ -65,23 +65,23 @@ class Wake:
 
 
 class EngineCore:
-    """Drives a scheduler and a pipeline from the front's messages. With `overlap` the next step is planned and handed
+    """Drives a scheduler and a step queue from the front's messages. With `overlap` the next step is planned and handed
     over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
     is there, which no message says."""
 
     def __init__(
-        self, link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, wake: Wake, *, overlap: bool
+        self, link: ParentLink[ToEngine], scheduler: Scheduler, steps: StepQueue, wake: Wake, *, overlap: bool
     ) -> None:
         self._link = link
         self._wake = wake
         self._scheduler = scheduler
-        self._pipeline = pipeline
+        self._steps = steps
         # Two: between two steps there is only the filling in of the tokens that the first one chose. Every further step
         # in advance would compute one more token in vain for each sequence that ends.
         self._depth = 2 if overlap else 1
         self._under_way: deque[Step] = deque()
         self._next_proof = 0.0
-        self._next_beat = math.inf if pipeline.beat_seconds is None else 0.0
+        self._next_beat = math.inf if steps.beat_seconds is None else 0.0
 
     def run(self) -> None:
         """Serves until the front goes away (EOFError)."""
@@ -101,13 +101,13 @@ class EngineCore:
         for event in started:
             self._link.send(event)
         if step is not None:
-            self._pipeline.submit(step.plan)
+            self._steps.submit(step.plan)
             self._under_way.append(step)
             if len(self._under_way) < self._depth:
                 return True
         if not self._under_way:
             return False
-        result, step = self._pipeline.collect(), self._under_way.popleft()
+        result, step = self._steps.collect(), self._under_way.popleft()
         tokens = self._scheduler.finish(step, result)
         if step.prefill:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
@@ -131,9 +131,9 @@ class EngineCore:
         if time.monotonic() >= self._next_proof:
             self._scheduler.check_integrity()
             self._next_proof = time.monotonic() + _PROOF_SECONDS
-        if self._pipeline.beat_seconds is not None and time.monotonic() >= self._next_beat:
-            self._pipeline.beat()
-            self._next_beat = time.monotonic() + self._pipeline.beat_seconds
+        if self._steps.beat_seconds is not None and time.monotonic() >= self._next_beat:
+            self._steps.beat()
+            self._next_beat = time.monotonic() + self._steps.beat_seconds
         deadline = self._scheduler.next_deadline()
         due = min(self._next_beat, math.inf if deadline is None else deadline) - time.monotonic()
         select.select([self._link.fileno(), self._wake.fileno()], [], [], min(_LONGEST_REST, max(0.0, due)))
@@ -154,7 +154,7 @@ class EngineCore:
                 for session in sessions:
                     self._scheduler.end_session(session)
             case Pull() | Invalidate() | Unmap():
-                self._pipeline.order(message)
+                self._steps.order(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
             case Inspect():

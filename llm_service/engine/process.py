@@ -1,6 +1,6 @@
 """What an engine process does, whoever computes in it: reads its settings, has the model loaded, runs the loop.
 
-Its main thread computes, a second one decides (see `pipeline`), and a third says every second that the process runs.
+Its main thread computes, a second one decides (see `step_queue`), and a third says every second that the process runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, Wake
 from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
-from llm_service.engine.pipeline import Executor, Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
 from llm_service.models.config import TextConfig
 from llm_service.prompt.tokens import end_tokens
@@ -59,7 +59,7 @@ def serve(load: Load) -> None:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
         log.configure(settings.log_level, service="llm-engine")
-        core, pipeline = _build(settings, load(settings, int(sys.argv[2])), link)
+        core, steps = _build(settings, load(settings, int(sys.argv[2])), link)
     except CheckpointError as error:
         link.send(Unable(str(error)))
     except EOFError:
@@ -68,11 +68,11 @@ def serve(load: Load) -> None:
         gc.collect()
         gc.freeze()
         gc.enable()
-        threading.Thread(target=_decide, args=(core, pipeline), name="scheduler", daemon=True).start()
-        pipeline.work()
+        threading.Thread(target=_decide, args=(core, steps), name="scheduler", daemon=True).start()
+        steps.work()
 
 
-def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, Pipeline]:
+def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, StepQueue]:
     """Puts the loop together and tells the front how much there is room for."""
     checkpoint = Checkpoint.resolve(settings.model)
     config = TextConfig.of(checkpoint.config)
@@ -108,28 +108,28 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             reachable=loaded.reachable,
         )
     )
-    pipeline = Pipeline(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
-    threading.Thread(target=_beat, args=(link, scheduler, pipeline, loaded.compiling), daemon=True).start()
-    return EngineCore(link, scheduler, pipeline, wake, overlap=settings.overlap), pipeline
+    steps = StepQueue(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
+    threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
+    return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap), steps
 
 
-def _decide(core: EngineCore, pipeline: Pipeline) -> None:
+def _decide(core: EngineCore, steps: StepQueue) -> None:
     """Runs the loop until the front goes away; whatever ends it ends the process."""
     try:
         core.run()
     except EOFError:
         _log_end()
     finally:
-        pipeline.close()
+        steps.close()
 
 
 def _log_end() -> None:
     log.get("engine").info("the front has ended")
 
 
-def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, pipeline: Pipeline, compiling: Callable[[], bool]) -> None:
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, steps: StepQueue, compiling: Callable[[], bool]) -> None:
     """Says every second that this process runs, from a thread of its own, since a step may take longer."""
     with contextlib.suppress(EOFError):
         while True:
-            link.send(Beat(scheduler.state(), pipeline.busy_seconds, compiling()))
+            link.send(Beat(scheduler.state(), steps.busy_seconds, compiling()))
             time.sleep(_BEAT_SECONDS)

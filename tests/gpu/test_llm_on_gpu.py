@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.gpu import CudaCapture
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
-from llm_service.layers.attention.flash import find
+from llm_service.layers.attention.flash_backend import find
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
 from llm_service.layers.quantization import Int8Weight

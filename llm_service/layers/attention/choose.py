@@ -10,7 +10,7 @@ import torch
 from common import log
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.layers.attention.plain import PlainBackend
+from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.plan import Chunk
 
 _log = log.get("attention")
@@ -53,7 +53,7 @@ def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device)
 
 
 def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> AttentionBackend | str:
-    return PlainBackend(shape, device)
+    return TorchBackend(shape, device)
 
 
 def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:
@@ -76,9 +76,9 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "there is no GPU"
-    from llm_service.layers.attention.paged import PagedBackend
+    from llm_service.layers.attention.triton_backend import TritonBackend
 
-    return PagedBackend(shape, dtype, device)
+    return TritonBackend(shape, dtype, device)
 
 
 def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:
@@ -86,11 +86,11 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "there is no GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return "it computes in bfloat16 or float16"
-    from llm_service.layers.attention import flash
+    from llm_service.layers.attention import flash_backend
 
-    if (compute := flash.find(shape.block_size)) is None:
+    if (compute := flash_backend.find(shape.block_size)) is None:
         return "flash-attn 3 is not installed, nor version 2 with a --block-size that is a multiple of 256"
-    return flash.FlashBackend(shape, device, compute)
+    return flash_backend.FlashBackend(shape, device, compute)
 
 
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}

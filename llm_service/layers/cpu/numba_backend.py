@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape
-from llm_service.layers.attention.plain import PlainBackend
+from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import decode_attention, prefill_attention, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.prefill_attention import Attention, Spans
@@ -34,7 +34,7 @@ class NumbaBackend:
         self._shape = shape
         self._packs = packs
         self.kernels = _DECODING | _CHUNKS if packs else _DECODING
-        self._plain = PlainBackend(shape, _CPU)
+        self._plain = TorchBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
         """See `WarmBackend`."""

@@ -14,7 +14,7 @@ import torch
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
-from llm_service.layers.attention import flash
+from llm_service.layers.attention import flash_backend
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -103,7 +103,7 @@ def test_weights_are_made_on_their_device(checkpoint: Path) -> None:
 def test_a_flash_attn_without_the_function_that_is_needed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn_interface", "flash_attn"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert flash.find(256) is None
+    assert flash_backend.find(256) is None
     monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", print, raising=False)
-    assert flash.find(256) is not None
-    assert flash.find(16) is None, "version 2 reads no blocks of this size"
+    assert flash_backend.find(256) is not None
+    assert flash_backend.find(16) is None, "version 2 reads no blocks of this size"

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention import flash
+from llm_service.layers.attention import flash_backend
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.paged import PagedBackend, PagedBatch
 from llm_service.layers.attention.tables import Tables
+from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.plan import Chunk
 from tests.attention_cases import CPU, WAYS, Case, shape_of
@@ -199,11 +199,11 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
     for modules, block_size in ((newest, 16), (older, 256)):
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-        compute = flash.find(block_size)
+        compute = flash_backend.find(block_size)
         assert compute is not None
         shape = replace(shape_of(), block_size=block_size)
-        Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash.FlashBackend(shape, CPU, compute))
-    assert flash.find(16) is None, "version 2 reads pages of 256 alone"
+        Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash_backend.FlashBackend(shape, CPU, compute))
+    assert flash_backend.find(16) is None, "version 2 reads pages of 256 alone"
 
 
 def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
@@ -227,5 +227,5 @@ def test_one_that_fails_in_any_way_does_not(where: str, monkeypatch: pytest.Monk
     def fails(*_: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(PagedBackend if where == "batch" else PagedBatch, where, fails)
+    monkeypatch.setattr(TritonBackend if where == "batch" else TritonBatch, where, fails)
     assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)

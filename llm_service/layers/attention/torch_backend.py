@@ -33,7 +33,7 @@ class _Segment:
     causal: bool
 
 
-class PlainBackend:
+class TorchBackend:
     """Makes a segment of each chunk."""
 
     name = "torch"
@@ -42,7 +42,7 @@ class PlainBackend:
         self._shape = shape
         self._device = device
 
-    def batch(self, chunks: Sequence[Chunk]) -> PlainBatch:
+    def batch(self, chunks: Sequence[Chunk]) -> TorchBatch:
         """The batch of a plan."""
         device = self._device
         written, segments, begin = [], [], 0
@@ -55,11 +55,11 @@ class PlainBackend:
             mask = torch.ones(chunk.count, total, dtype=torch.bool, device=device).tril(chunk.context) if cut else None
             segments.append(_Segment(begin, begin + chunk.count, slots, mask, chunk.count > 1 and not cut))
             begin += chunk.count
-        return PlainBatch(torch.cat(written), tuple(segments))
+        return TorchBatch(torch.cat(written), tuple(segments))
 
 
 @dataclass(frozen=True, slots=True)
-class PlainBatch:
+class TorchBatch:
     """`slots` int64 is where the keys and values of the batch's tokens go."""
 
     slots: Tensor

@@ -36,7 +36,7 @@ class Executor(Protocol):
         ...
 
 
-class Pipeline:
+class StepQueue:
     """Runs plans one after the other, in the order in which they were handed over, and orders for the ranks' mirrors
     between them.
 

@@ -31,8 +31,8 @@ from llm_service.engine.messages import (
     State,
     Tokens,
 )
-from llm_service.engine.pipeline import Pipeline
 from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.step_queue import StepQueue
 from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import Sampling
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
@@ -68,51 +68,51 @@ def plan(token: int, carried: list[tuple[int, int]]) -> StepPlan:
 
 
 @contextmanager
-def deciding(pipeline: Pipeline) -> Iterator[None]:
+def deciding(steps: StepQueue) -> Iterator[None]:
     """Computes in another thread for the length of the block."""
-    computing = threading.Thread(target=pipeline.work)
+    computing = threading.Thread(target=steps.work)
     computing.start()
     try:
         yield
     finally:
-        pipeline.close()
+        steps.close()
         computing.join(WAIT)
         assert not computing.is_alive()
 
 
 def test_a_plan_is_handed_over_before_the_one_in_front_of_it_is_computed_and_gets_its_token() -> None:
     recorder = Recorder()
-    pipeline = Pipeline(recorder)
-    with deciding(pipeline):
-        pipeline.submit(plan(7, []))
-        pipeline.submit(plan(0, [(0, 0)]))
+    steps = StepQueue(recorder)
+    with deciding(steps):
+        steps.submit(plan(7, []))
+        steps.submit(plan(0, [(0, 0)]))
         assert recorder.seen == []
         recorder.may_go.release(2)
-        assert [pipeline.collect().tokens, pipeline.collect().tokens] == [[101], [102]]
+        assert [steps.collect().tokens, steps.collect().tokens] == [[101], [102]]
     assert recorder.seen == [[7], [101]]
 
 
 def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_is_told() -> None:
     recorder, told = Recorder(), list[tuple[int, Pulled]]()
-    pipeline = Pipeline(recorder, lambda id, end: told.append((id, end)))
+    steps = StepQueue(recorder, lambda id, end: told.append((id, end)))
     pull = Pull(id=5, region="pool", handle=b"", source=0, target=0, size=64, row_sum=0)
     recorder.may_go.release(2)
-    with deciding(pipeline):
-        pipeline.submit(plan(7, []))
+    with deciding(steps):
+        steps.submit(plan(7, []))
         for order in (Invalidate(0, 64), pull, Unmap("pool")):
-            pipeline.order(order)
-        pipeline.submit(plan(0, [(0, 0)]))
-        assert pipeline.collect().tokens == [101]
-        pipeline.collect()
+            steps.order(order)
+        steps.submit(plan(0, [(0, 0)]))
+        assert steps.collect().tokens == [101]
+        steps.collect()
     assert recorder.seen == [[7], Invalidate(0, 64), pull, Unmap("pool"), [101]]
     assert told == [(5, Pulled.DAMAGED)]
 
 
 def test_a_sign_of_life_comes_from_the_thread_that_computes() -> None:
     recorder = Recorder()
-    pipeline = Pipeline(recorder)
-    with deciding(pipeline):
-        pipeline.beat()
+    steps = StepQueue(recorder)
+    with deciding(steps):
+        steps.beat()
     assert recorder.beats == 1
 
 
@@ -169,12 +169,12 @@ def add(id: int, order: Order) -> Add:
 
 def served(turns: list[list[Any]], *, overlap: bool, executor: HashExecutor | None = None) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
-    pipeline = Pipeline(executor or HashExecutor(4))
+    steps = StepQueue(executor or HashExecutor(4))
     scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
     link, wake = Link(turns), Wake()
     try:
-        with deciding(pipeline), pytest.raises(EOFError):
-            EngineCore(link, scheduler, pipeline, wake, overlap=overlap).run()  # type: ignore[arg-type]
+        with deciding(steps), pytest.raises(EOFError):
+            EngineCore(link, scheduler, steps, wake, overlap=overlap).run()  # type: ignore[arg-type]
     finally:
         wake.close()
         link.close()

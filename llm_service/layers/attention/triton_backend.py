@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
 from llm_service.layers.attention.tables import TILE, Tables
+from llm_service.layers.attention.triton_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
 from llm_service.plan import Chunk
 
 _WAVES = 4
@@ -52,7 +52,7 @@ class _Shape:
         )
 
 
-class PagedBackend:
+class TritonBackend:
     """Makes batches for the kernels, compiled for one shape and type."""
 
     name = "triton"
@@ -63,13 +63,13 @@ class PagedBackend:
         self._compiled = _Shape.of(shape, dtype)
         self._programs = _WAVES * _multiprocessors(device)
 
-    def batch(self, chunks: Sequence[Chunk]) -> PagedBatch:
+    def batch(self, chunks: Sequence[Chunk]) -> TritonBatch:
         """The batch of a plan."""
         return self.over(Tables.of(chunks, self.shape.block_size, self._device))
 
-    def over(self, tables: Tables) -> PagedBatch:
+    def over(self, tables: Tables) -> TritonBatch:
         """A batch over tables that may be filled anew between uses."""
-        return PagedBatch(tables, self._compiled, self._splits(tables))
+        return TritonBatch(tables, self._compiled, self._splits(tables))
 
     def _splits(self, tables: Tables) -> int:
         """Into how many parts a decode's context is cut: the more, the fewer sequences there are."""
@@ -86,11 +86,11 @@ class PagedBackend:
             )
             heads = shape.zeros(count, cache.dtype, self._device)
             for splits in _SPLITS if count == 1 else _SPLITS[:1]:
-                PagedBatch(tables, self._compiled, splits).attend(*heads, cache)
+                TritonBatch(tables, self._compiled, splits).attend(*heads, cache)
 
 
 @dataclass(frozen=True, slots=True)
-class PagedBatch:
+class TritonBatch:
     """A batch of the kernels in `kernels`."""
 
     tables: Tables
