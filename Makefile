@@ -45,7 +45,7 @@ test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' n
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## minutes of mixed load, storms of faults, rolling restarts
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(BIN)/ruff check .

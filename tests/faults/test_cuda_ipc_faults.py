@@ -111,7 +111,10 @@ def both(checkpoint: Path) -> Iterator[Twins]:
         yield Twins(stack, checkpoint)
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["pool not open yet", "pool open"])
+@pytest.mark.parametrize(
+    "opened",
+    [pytest.param(False, marks=pytest.mark.soak, id="pool not open yet"), pytest.param(True, id="pool open")],
+)
 def test_rows_of_a_worker_that_dies_under_them_are_fetched_in_another_way(both: Twins, opened: bool) -> None:
     both.set_up()
     if opened:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import google_crc32c
 import grpc
+import pytest
 
 from tests import pictures
 from tests.launch import Service, encoder_server
@@ -69,6 +70,7 @@ ROWS = (SIDE // 32) ** 2
 ROW_BYTES = 3 * 64 * 4
 
 
+@pytest.mark.soak
 def test_three_hundred_pictures_go_through_a_store_that_holds_fifty(checkpoints: Callable[..., Path]) -> None:
     capacity = ROUND * ROWS * ROW_BYTES
     with (

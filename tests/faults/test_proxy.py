@@ -45,7 +45,10 @@ def outcomes(client: LlmClient, right: list[list[int]], count: int) -> Counter[s
         return Counter(threads.map(ask, range(count)))
 
 
-@pytest.mark.parametrize(("seed", "shared"), [(0, False), pytest.param(1, False, marks=pytest.mark.soak), (2, True)])
+@pytest.mark.parametrize(
+    ("seed", "shared"),
+    [*(pytest.param(seed, False, marks=pytest.mark.soak) for seed in (0, 1)), (2, True)],
+)
 def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(
     checkpoint: Path, seed: int, shared: bool
 ) -> None:

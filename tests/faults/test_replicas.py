@@ -98,6 +98,7 @@ def test_the_only_encoder_killed_is_an_honest_answer_and_text_goes_on(checkpoint
         assert answer(client, question(1)).choices[0].token_ids == right
 
 
+@pytest.mark.soak
 def test_encoders_that_come_and_go_serve_every_request(checkpoint: Path, tmp_path: Path) -> None:
     """1 → 3 → 1, by a file of addresses that is read again while serving."""
     listing = tmp_path / "encoders"

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests import pictures
 from tests.rpc.pairs import Pair, answer, asked, pair
 from tests.waiting import until
@@ -63,6 +65,7 @@ def attempt(both: Pair, number: int, alone: list[list[list[int]]]) -> str:
         return error.code.name
 
 
+@pytest.mark.soak
 def test_a_storm_of_requests_over_tight_caches_gives_no_wrong_answer_and_leaves_nothing(
     checkpoints: Callable[..., Path],
 ) -> None:

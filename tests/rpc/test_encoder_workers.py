@@ -43,6 +43,7 @@ def _type(name):
     return media_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
 
 
+@pytest.mark.soak
 def test_shorter_types_give_the_same_rows_but_for_rounding(checkpoints):
     found = {}
     for dtype in ("float32", "bfloat16", "float16"):

@@ -79,6 +79,7 @@ def test_two_hosts_give_the_tokens_of_one_rank(ranks: int, qwen3: Pair) -> None:
         assert len(service.children("llm_service.worker")) == here - 1
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(checkpoints: Callable[..., Path]) -> None:
     """The hosts are told of each other by the variables that launchers set."""
     folder = checkpoints("qwen3_vl")

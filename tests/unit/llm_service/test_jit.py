@@ -123,6 +123,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
     assert kernel.kernel.signatures
 
 
+@pytest.mark.soak
 def test_several_processes_compile_into_one_folder(folder: Path) -> None:
     name = "llm_service.layers.cpu.row_kernels:rms_norm_few"
     command = [sys.executable, "-m", "llm_service.layers.cpu.compile", name]
