@@ -50,12 +50,13 @@ def test_one_that_fails_leaves_its_words_and_is_tried_again(tmp_path: Path) -> N
 def test_one_that_takes_too_long_is_interrupted_and_its_processes_end(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "try: time.sleep(600)\n"
+        "try:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
         "except KeyboardInterrupt: print('unwound', flush=True)\n"
     )
-    assert "FAILED: out of time" in take(says(program, seconds=3.0), tmp_path, [])
+    assert "FAILED: out of time" in take(says(program, seconds=5.0), tmp_path, [])
     *_, child, last = (tmp_path / "made.failed").read_text().splitlines()
     assert last == "unwound"
     until(lambda: not Path(f"/proc/{child}").exists(), "the child of a table that was ended has ended")
