@@ -139,6 +139,8 @@ def _run(table: Table, out: int) -> int | None:
     """The exit code; None where the time ran out. It is interrupted then, so that it stops what it has started."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_CHOSEN)}
     command = [sys.executable, *table.command]
+    # A shell's background job ignores SIGINT, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen(
         command,
         stdout=out,
@@ -146,6 +148,7 @@ def _run(table: Table, out: int) -> int | None:
         env={**environ, **table.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
+    signal.signal(signal.SIGINT, before)
     try:
         return child.wait(table.seconds) or 0
     except subprocess.TimeoutExpired:
