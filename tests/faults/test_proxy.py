@@ -137,6 +137,7 @@ class NoisyWire:
                 end.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.soak
 def test_a_wire_that_flips_bits_never_makes_a_wrong_token(checkpoint: Path) -> None:
     with ExitStack() as stack:
         encoders = stack.enter_context(replicas(checkpoint, 2))

@@ -24,8 +24,15 @@ def group(checkpoints: Callable[..., Path]) -> Iterator[Service]:
         yield service
 
 
-@pytest.mark.parametrize("module", ["llm_service.worker", "llm_service.engine"])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        pytest.param(signal.SIGKILL, "llm_service.worker", id="killed worker"),
+        pytest.param(signal.SIGKILL, "llm_service.engine", id="killed engine"),
+        pytest.param(signal.SIGSTOP, "llm_service.worker", id="frozen worker"),
+        pytest.param(signal.SIGSTOP, "llm_service.engine", id="frozen engine", marks=pytest.mark.soak),
+    ],
+)
 def test_requests_are_told_and_the_group_is_back(group: Service, module: str, fault: signal.Signals) -> None:
     with LlmClient(group.address) as client:
         until(lambda: _serves(client), "the group serves")

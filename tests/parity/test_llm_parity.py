@@ -45,7 +45,7 @@ PROMPTS: dict[str, list[Part]] = {
 KINDS = [(family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe")]
 STORED = [
     ("qwen2_vl", torch.bfloat16),
-    ("qwen3_vl", torch.float16),
+    pytest.param(("qwen3_vl", torch.float16), marks=pytest.mark.soak),
     pytest.param(("qwen3_vl_moe", torch.bfloat16), marks=pytest.mark.soak),
 ]
 """As models are published. All compute in float32."""

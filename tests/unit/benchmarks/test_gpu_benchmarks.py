@@ -57,6 +57,7 @@ def text_config() -> TextConfig:
     return TextConfig.of({**shapes.MODEL, "text_config": TEXT})
 
 
+@pytest.mark.soak
 def test_the_decoder_s_steps_are_timed_eagerly_and_replayed() -> None:
     machine = llm_device.Machine(CPU, torch.float32, Peaks(1e9, 1e9), runs=1, capture=Again)
     found = llm_device.measure(
