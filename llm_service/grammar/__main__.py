@@ -75,6 +75,7 @@ def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler
     if not pid:
         _work(structures, order, parent, writing)
     os.close(writing)
+    os.read(reading, 1)  # the fork dies with this process from now on, even one that somebody stops
     link.send(Begun(pid))
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
@@ -90,6 +91,7 @@ def _work(structures: Structures, order: Compile, parent: int, writing: int) -> 
     """The fork's whole life. It ends here whatever happens, and runs nothing that was the other one's to run."""
     try:
         die_with_parent(parent)
+        os.write(writing, b".")
         signal.setitimer(signal.ITIMER_PROF, max(_SHORTEST, order.seconds))  # SIGPROF, at its end, ends the process
         said = msgspec.msgpack.encode(_answer(structures, order))
         signal.setitimer(signal.ITIMER_PROF, 0)

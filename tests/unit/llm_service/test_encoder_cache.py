@@ -52,7 +52,7 @@ def waiting(cache: EncoderCache, *headers: Header) -> asyncio.Task[list[CacheEnt
     return asyncio.create_task(cache.acquire(headers))
 
 
-async def settle() -> None:
+async def run_ready_tasks() -> None:
     """Lets every task run as far as it can."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_an_unfinished_entry_that_no_one_wants_any_more_stops_its_filler_a
     entry.filler = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     land(cache, entry, b"\1" * 64)
     cache.release(entry)
-    await settle()
+    await run_ready_tasks()
     assert entry.filler.cancelled()
     assert not cache.knows(entry.header.key)
     assert cache.used_bytes == 0
@@ -117,7 +117,7 @@ async def test_the_longest_unused_entry_makes_room_and_no_other(cache: EncoderCa
 async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(cache: EncoderCache) -> None:
     (held,) = await cache.acquire([header("a", 10)])
     late = waiting(cache, header("b", 10))
-    await settle()
+    await run_ready_tasks()
     assert not late.done()
     fill(cache, held)
     cache.release(held)
@@ -131,7 +131,7 @@ async def test_nothing_is_evicted_in_vain(cache: EncoderCache) -> None:
     (held,) = await cache.acquire([header("b", 4)])
     await remember(cache, ("c", 4))
     late = waiting(cache, header("d", 12))
-    await settle()
+    await run_ready_tasks()
     assert [cache.knows(header(name, 4).key) for name in "abc"] == [True, True, True]
     fill(cache, held)
     cache.release(held)
@@ -143,11 +143,11 @@ async def test_those_who_wait_are_served_first_come_first_served(cache: EncoderC
     (held,) = await cache.acquire([header("a", 10)])
     large = waiting(cache, header("large", 16))
     small = waiting(cache, header("small", 2))
-    await settle()
+    await run_ready_tasks()
     assert not small.done(), "a small request overtook a large one"
     cache.release(held)
     (entry,) = await large
-    await settle()
+    await run_ready_tasks()
     assert not small.done()
     cache.release(entry)
     cache.release((await small)[0])
@@ -156,7 +156,7 @@ async def test_those_who_wait_are_served_first_come_first_served(cache: EncoderC
 async def test_who_wants_no_place_waits_for_nobody(cache: EncoderCache) -> None:
     (held,) = await cache.acquire([header("a", 10)])
     large = waiting(cache, header("large", 16))
-    await settle()
+    await run_ready_tasks()
     assert cache.acquire_now([]) == []
     assert cache.acquire_now([header("small", 2)]) is None
     cache.release(held)
@@ -167,9 +167,9 @@ async def test_one_who_leaves_while_waiting_blocks_nobody(cache: EncoderCache) -
     (held,) = await cache.acquire([header("a", 10)])
     leaver = waiting(cache, header("b", 10))
     after = waiting(cache, header("c", 4))
-    await settle()
+    await run_ready_tasks()
     leaver.cancel()
-    await settle()
+    await run_ready_tasks()
     assert after.done()
     for entry in (held, *after.result()):
         cache.release(entry)
@@ -178,7 +178,7 @@ async def test_one_who_leaves_while_waiting_blocks_nobody(cache: EncoderCache) -
 async def test_the_items_of_a_request_are_reserved_together_or_not_at_all(cache: EncoderCache) -> None:
     (held,) = await cache.acquire([header("a", 6)])
     late = waiting(cache, header("b", 8), header("c", 8))
-    await settle()
+    await run_ready_tasks()
     assert not late.done()
     assert cache.used_bytes == 6 * 64, "a request that waits holds something"
     cache.release(held)
@@ -363,7 +363,7 @@ async def filled_by_a_thread(entry: CacheEntry) -> asyncio.Event:
             await may_end.wait()
 
     entry.filler = asyncio.create_task(copies())
-    await settle()
+    await run_ready_tasks()
     return may_end
 
 
@@ -372,7 +372,7 @@ async def test_a_place_is_given_to_nobody_while_the_one_who_filled_it_may_still_
     may_end = await filled_by_a_thread(entry)
     cache.release(entry)
     next_one = waiting(cache, header("b", ROWS))
-    await settle()
+    await run_ready_tasks()
     assert not next_one.done()
     may_end.set()
     cache.release((await asyncio.wait_for(next_one, 10))[0])
@@ -383,7 +383,7 @@ async def test_a_cache_is_drained_when_the_last_one_who_filled_a_place_can_write
     may_end = await filled_by_a_thread(entry)
     cache.release(entry)
     settling = asyncio.create_task(cache.drain())
-    await settle()
+    await run_ready_tasks()
     assert not settling.done()
     may_end.set()
     await asyncio.wait_for(settling, 10)
