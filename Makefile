@@ -19,7 +19,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint bench bench-gpu tables gpu-check demo-model clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables gpu-check demo-model clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(STAMP)  ## start both services, ask about a picture and a video, show the times, stop
 	$(BIN)/python -m tools.demo $(ARGS)
 
-up: $(STAMP)  ## both services and the gateway in the foreground: MODEL=… ENCODERS=n TP=n
+up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODEL=… ENCODERS=n TP=n
 	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
 
 test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it
@@ -66,6 +66,16 @@ proto-check:  ## fail if the committed stubs are not what proto/ says
 
 proto-lint:  ## buf's standard rules for the contract; needs npm
 	npx --yes @bufbuild/buf@1.75.0 lint proto
+
+CLIENTS := build/clients
+clients: $(CLIENTS)/.installed  ## what tests ask the gateway with besides Python's openai: LangChain, litellm, npm's openai
+$(CLIENTS)/.installed: tests/gateway/clients/requirements.txt tests/gateway/clients/package.json
+	$(PYTHON) -m venv $(CLIENTS)/python
+	$(CLIENTS)/python/bin/pip install --quiet --requirement tests/gateway/clients/requirements.txt
+	cp tests/gateway/clients/package.json $(CLIENTS)/
+	if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund; \
+	else echo "npm is not installed: its openai was left out"; fi
+	@touch $@
 
 bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport; early prefill; deaths
 	$(BIN)/python -m benchmarks $(ARGS)

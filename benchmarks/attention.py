@@ -19,7 +19,7 @@ from torch.nn import functional
 from common import allocator
 from common.devices import usable_cores
 from llm_service.layers.cpu.jit import use_threads
-from llm_service.layers.cpu.prefill_attention import Attention, Spans
+from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import wide_vectors
 
 _SHAPES = ((16, 2048), (215, 215), (512, 512), (256, 1280), (512, 4096))
@@ -54,7 +54,7 @@ def main() -> None:
 def _ways(count: int, known: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM)
     mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
-    ours = Attention(Spans.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
+    ours = PrefillAttention(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
 
     def theirs() -> Tensor:
         q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))

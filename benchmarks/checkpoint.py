@@ -1,4 +1,5 @@
-"""A random checkpoint of about 250 M parameters in Qwen3-VL's format, for timing: its words mean nothing."""
+"""Random checkpoints of about 250 M parameters in the formats of Qwen3-VL and Qwen3.5, for timing: their words mean
+nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints import SPECIAL_IDS, make_checkpoint, redraw
+from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
@@ -37,12 +38,37 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [3, 6, 9],
 }
+HYBRID: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
+    },
+}
+"""Three layers of four are gated delta nets, as in Qwen3.5."""
+_TEXTS: dict[Family, dict[str, Any]] = {"qwen3_vl": TEXT, "qwen3_5": HYBRID}
 PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model` and `--weights`."""
+    """`--model`, `--architecture` and `--weights`."""
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
+    parser.add_argument("--architecture", choices=tuple(_TEXTS), default="qwen3_vl", help="of the random one")
     parser.add_argument(
         "--weights",
         choices=("float32", "bfloat16"),
@@ -54,17 +80,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def chosen_model(given: argparse.Namespace) -> Path:
     """The checkpoint that the options name, made if it is not there."""
     folder: Path | None = given.model
-    return folder or bench_checkpoint(CACHE.with_name(f"{CACHE.name}-{given.weights}"), getattr(torch, given.weights))
+    name = f"{CACHE.name}-{given.architecture}-{given.weights}"
+    return folder or bench_checkpoint(CACHE.with_name(name), getattr(torch, given.weights), given.architecture)
 
 
-def bench_checkpoint(folder: Path, dtype: torch.dtype) -> Path:
+def bench_checkpoint(folder: Path, dtype: torch.dtype, family: Family = "qwen3_vl") -> Path:
     """Makes the checkpoint in `folder` unless it is there already: about 1 GB in float32, half of it in 16 bits."""
     if (folder / "complete").is_file():
         return folder
-    make_checkpoint("qwen3_vl", folder)  # the tokenizer, the template and the processors' files
+    make_checkpoint(family, folder)  # the tokenizer, the template and the processors' files
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= TEXT
-    config["vision_config"] |= VISION
+    config["text_config"] |= _TEXTS[family]
+    config["vision_config"] |= VISION | ({} if family == "qwen3_vl" else {"deepstack_visual_indexes": []})
     config["tie_word_embeddings"] = True
     _write(folder / "config.json", config)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):

@@ -21,13 +21,12 @@ from torch import Tensor
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.choose import choose
 from llm_service.layers.cpu.jit import use_threads
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
-from llm_service.worker.fusion import RowArena
+from llm_service.worker.caches import Caches
 from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
 from tests import reference
 
 _BATCHES = (1, 4, 8, 16)
@@ -71,10 +70,10 @@ def _ours(folder: Path, contexts: Tensor, attention: str, weights: str) -> Itera
     """Blocks of the sequences alternate, as they do when sequences have grown side by side."""
     decoder = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weights)
     context = contexts.shape[1]
-    config, each = decoder.config, -(-(context + 1) // _BLOCK)
-    shape = CacheShape(config.layers, max(_BATCHES) * each, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
-    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, config.hidden_size, torch.float32)
-    runner = ModelRunner(decoder, arena, shape, choose(attention, shape, torch.float32, _CPU))
+    each = -(-(context + 1) // _BLOCK)
+    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, torch.float32, _CPU, attention=attention)
+    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, torch.float32)
+    runner = ModelRunner(decoder, arena, caches)
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
         for ids, table in zip(contexts[:batch], tables, strict=True):

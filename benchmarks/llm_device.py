@@ -22,15 +22,14 @@ from benchmarks.device import Peaks, about, measured, sheet, timed
 from benchmarks.shapes import MODEL, cache_bytes, prefill_operations, weight_bytes
 from common.arena import SharedBuffer
 from common.gpu import Capture, CudaCapture
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.choose import choose
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
-from llm_service.worker.fusion import RowArena
-from llm_service.worker.graphs import Bounds
+from llm_service.worker.caches import Caches
+from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
 
 _BLOCK = 16
 _LEVELS = 4
@@ -65,11 +64,11 @@ def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: st
         else:
             parameter.fill_(1.0)
     decoder.finalize()
-    shape = CacheShape(config.layers, blocks, _BLOCK, config.heads, decoder.kv_heads, config.head_dim)
+    caches = Caches(decoder.mixers(), blocks, _BLOCK, machine.dtype, machine.device, attention=attention)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, machine.dtype)
-    backend = choose(attention, shape, machine.dtype, machine.device)
-    runner = ModelRunner(decoder.eval(), arena, shape, backend)
-    runner.kv_cache.normal_()
+    runner = ModelRunner(decoder.eval(), arena, caches)
+    for kind in caches.paged.values():
+        kind.cache.normal_()
     runner.warm_up()
     return runner
 
@@ -102,7 +101,7 @@ def measure(
     """Times every step in every way; where layers are `compiled`, once more so."""
     blocks = max(max(sequences) * -(-(context + 1) // _BLOCK), -(-max(tokens) // _BLOCK))
     runner = make_runner(config, blocks, machine, attention)
-    bounds = Bounds(max(sequences), max(*tokens, *sequences), blocks * _BLOCK, _LEVELS)
+    bounds = CaptureBounds(max(sequences), max(*tokens, *sequences), blocks * _BLOCK, _LEVELS)
     found = _round(runner, machine, bounds, sequences, context, tokens)
     if compiled:
         runner._decoder.compile_layers()
@@ -114,7 +113,12 @@ def measure(
 
 
 def _round(
-    runner: ModelRunner, machine: Machine, bounds: Bounds, sequences: Sequence[int], context: int, tokens: Sequence[int]
+    runner: ModelRunner,
+    machine: Machine,
+    bounds: CaptureBounds,
+    sequences: Sequence[int],
+    context: int,
+    tokens: Sequence[int],
 ) -> Found:
     ways = _ways(runner, machine, bounds)
 
@@ -128,7 +132,7 @@ def _round(
     }
 
 
-def _ways(runner: ModelRunner, machine: Machine, bounds: Bounds) -> dict[str, Step]:
+def _ways(runner: ModelRunner, machine: Machine, bounds: CaptureBounds) -> dict[str, Step]:
     """What there is to compare, by name."""
     if machine.capture is None:
         return {"eager": runner.run}
@@ -142,7 +146,7 @@ def _ways(runner: ModelRunner, machine: Machine, bounds: Bounds) -> dict[str, St
 
     @torch.inference_mode()
     def replay(plan: StepPlan) -> None:
-        """Over the tables that the step before has filled."""
+        """Over the metadata that the step before has filled."""
         if (graph := captured._fitting(plan.chunks, deep=False)) is not None:
             graph.replay()
 
@@ -154,7 +158,7 @@ def _ways(runner: ModelRunner, machine: Machine, bounds: Bounds) -> dict[str, St
 
 
 def report(config: TextConfig, machine: Machine, context: int, found: Found) -> str:
-    """Two tables."""
+    """Two metadata."""
     element, peaks = machine.dtype.itemsize, machine.peaks
     names = list(found["decode"][0][1])
     lines = _head(["sequences", "least", *names, "fastest ÷ least", "tokens/s"])

@@ -24,7 +24,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Tokens
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.plan import StepResult
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 
 _PROMPT = 256
 _TOKENS = 400
@@ -32,7 +32,7 @@ _BLOCK = 16
 _WORDS = 150_000
 
 
-def scheduler(running: int, sampling: Sampling) -> Scheduler:
+def scheduler(running: int, sampling: SamplingParams) -> Scheduler:
     """A scheduler with `running` requests, whose cache holds all of them to their end."""
     blocks = BlockManager(running * (-(-(_PROMPT + _TOKENS) // _BLOCK) + 1), _BLOCK)
     made = Scheduler(blocks, Limits(running, max(512, running), _PROMPT + _TOKENS + 1), frozenset({0}), 64)
@@ -55,7 +55,7 @@ def scheduler(running: int, sampling: Sampling) -> Scheduler:
     return made
 
 
-def measure(running: int, sampling: Sampling) -> tuple[tuple[float, float, float], Hits]:
+def measure(running: int, sampling: SamplingParams) -> tuple[tuple[float, float, float], Hits]:
     """Median seconds of planning, taking in and packing, over the steps in which all decode, and what the prefix cache
     gave, which is nothing."""
     engine, encode = scheduler(running, sampling), msgspec.msgpack.Encoder().encode
@@ -90,8 +90,8 @@ def main() -> None:
     """Measures and prints a table."""
     argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__).parse_args()
     kinds = {
-        "greedy": Sampling(max_tokens=_TOKENS, temperature=0.0),
-        "sampled": Sampling(max_tokens=_TOKENS, temperature=0.8, top_p=0.9, seed=1),
+        "greedy": SamplingParams(max_tokens=_TOKENS, temperature=0.0),
+        "sampled": SamplingParams(max_tokens=_TOKENS, temperature=0.8, top_p=0.9, seed=1),
     }
     print("| running | sampling | plan | take in | messages | a step in all | in caches |")
     print("|---:|---|---:|---:|---:|---:|---|")

@@ -8,13 +8,35 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _STOP_SECONDS = 30
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that serves: at which address, by which id."""
+
+    address: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """What it has computed since it began, in user and in system time; its children are not counted."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 @contextmanager
 def process(module: str, *flags: str) -> Iterator[str]:
+    """The address of `running`, for those who want nothing else of it."""
+    with running(module, *flags) as service:
+        yield service.address
+
+
+@contextmanager
+def running(module: str, *flags: str) -> Iterator[Running]:
     """Starts `python -m module` on a free port; gives the address of its `ready` line, and drains it at the end."""
     environ = {"TWINLENS_LLM_KERNELS": "wait", **os.environ, "PYTHONUNBUFFERED": "1"}  # torch would be measured instead
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
@@ -22,9 +44,10 @@ def process(module: str, *flags: str) -> Iterator[str]:
     try:
         assert child.stdout is not None
         line = child.stdout.readline()
-        if not line.startswith("ready grpc="):
+        if not line.startswith("ready "):
             raise RuntimeError(f"{module} did not start")
-        yield line.removeprefix("ready grpc=").split()[0]
+        _, _, address = line.split()[1].partition("=")
+        yield Running(address, child.pid)
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(_STOP_SECONDS)

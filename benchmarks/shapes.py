@@ -24,6 +24,7 @@ TOWER: dict[str, Any] = {
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
     "tie_word_embeddings": False,
     "text_config": {
         "vocab_size": 151_936,

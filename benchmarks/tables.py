@@ -32,6 +32,8 @@ _QUIET = 0.1
 _UNWIND_SECONDS = 60.0
 _CHOSEN = ("OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TWINLENS_")
 """Beginnings of variables that would change figures; a table sets those that it wants."""
+_CHECKPOINTS = (("qwen3_vl", "float32"), ("qwen3_vl", "bfloat16"), ("qwen3_5", "bfloat16"))
+"""Architecture and weights of the random checkpoints that tables take."""
 _SPIN_LITTLE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}  # as the services' workers have it
 
 
@@ -55,11 +57,13 @@ class Table:
 def all_tables(vllm: Path | None) -> list[Table]:
     """In the order of the page."""
     published = ("--weights", "bfloat16")
+    hybrid = (*published, "--architecture", "qwen3_5")
     peer = ("--vllm", str(vllm)) if vllm else ()
     wide = "" if wide_vectors() else "this processor lacks AVX-512, which our kernel needs"
     return [
         _of("peers", "", *published, "--runs", "6", "--tokens", "32", *peer, seconds=1200),
         _of("in_turns", "in_turns", *published, "--pictures", "8", "--tokens", "16", seconds=240),
+        _of("hybrid", "in_turns", *hybrid, "--pictures", "8", "--tokens", "16", seconds=400),
         _of(
             "encoder", "encoder", "--runs", "5", "--count", "16", "--threads", "2", "--sizes", "224", "448", seconds=300
         ),
@@ -74,6 +78,9 @@ def all_tables(vllm: Path | None) -> list[Table]:
         _of("sampler", "sampler", "--steps", "3", seconds=180),
         _of("scheduler", "scheduler", seconds=60),
         _of("overlap", "overlap", "models/demo", "--runs", "3", seconds=180, environ={"TWINLENS_LLM_THREADS": "1"}),
+        _of("gateway", "gateway", "--tokens", "128", seconds=240),
+        _of("gateway_light", "gateway", "--engine", "light", "--tokens", "128", seconds=180),
+        _of("gateway_paced", "gateway", "--engine", "paced", "--tokens", "64", seconds=180),
     ]
 
 
@@ -84,6 +91,7 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
     tiny = {
         "peers": (*demo, "--runs", "1", "--tokens", "4", *peer),
         "in_turns": (*demo, "--pictures", "1", "--tokens", "4"),
+        "hybrid": (*demo, "--pictures", "1", "--tokens", "4"),
         "encoder": (*demo, "--runs", "1", "--count", "2", "--many", "2", "--sizes", "224"),
         "tower": (*demo, "--runs", "1", "--sides", "224"),
         "transports": ("--runs", "1"),
@@ -94,6 +102,9 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
         "linear": ("--rows", "1"),
         "sampler": ("--steps", "1"),
         "overlap": ("models/demo", "--runs", "1", "--tokens", "4"),
+        "gateway": ("--streams", "1", "--rounds", "1", "--tokens", "4"),
+        "gateway_paced": ("--engine", "paced", "--streams", "1", "--rounds", "1", "--tokens", "4"),
+        "gateway_light": ("--engine", "light", "--streams", "1", "--rounds", "1", "--tokens", "4"),
     }
     return [
         Table(each.name, (*each.command[:2], *tiny.get(each.name, ())), each.seconds, each.environ, each.hindrance)
@@ -165,10 +176,11 @@ def _run(table: Table, out: int) -> int | None:
 
 def _prepare() -> None:
     """Makes the checkpoints that tables need, in a process of its own, so that no table's time is spent on it."""
-    program = "import argparse; from benchmarks.checkpoint import chosen_model as made; import sys\n"
-    program += "for kind in sys.argv[1:]: made(argparse.Namespace(model=None, weights=kind))"
+    program = "import argparse, sys; from benchmarks.checkpoint import chosen_model\n"
+    program += "chosen_model(argparse.Namespace(model=None, architecture=sys.argv[1], weights=sys.argv[2]))"
     print(f"checkpoints in {CACHE.parent}", flush=True)
-    subprocess.run([sys.executable, "-c", program, "float32", "bfloat16"], check=True)
+    for kind in _CHECKPOINTS:
+        subprocess.run([sys.executable, "-c", program, *kind], check=True)
 
 
 def main() -> None:

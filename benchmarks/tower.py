@@ -41,11 +41,12 @@ def main() -> None:
         "| side | patches | transformers | float32 | ratio | bfloat16 | ratio |\n|---:|---:|---:|---:|---:|---:|---:|"
     )
     for side in given.sides:
-        grid = Grid(1, side // settings.image.patch, side // settings.image.patch)
+        patch = settings.tower["patch_size"]
+        grid = Grid(1, side // patch, side // patch)
         shape = torch.tensor([[grid.t, grid.h, grid.w]])
         best = dict.fromkeys(("theirs", "exact", "short"), float("inf"))
         for _ in range(given.runs):
-            patches = torch.randn(grid.patches, 3 * settings.image.temporal * settings.image.patch**2)
+            patches = torch.randn(grid.patches, 3 * settings.tower["temporal_patch_size"] * patch**2)
             passes: dict[str, Callable[[], object]] = {
                 "theirs": partial(theirs, patches, grid_thw=shape),
                 "exact": partial(exact, patches, [grid]),

@@ -35,7 +35,7 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parallel_streams import open_parallel
-from llm_service.encoders.peer import Asking, LinkSettings, Peer
+from llm_service.encoders.replica import Asking, LinkSettings, Replica
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
@@ -144,20 +144,20 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
     settings = LinkSettings(
         digest=_DIGEST, layout=LAYOUT, merge=2, shared_memory=shared, connections=connections, mirrors=mirrors
     )
-    peer, changed = Peer(address, "", settings, Quarantine()), asyncio.Event()
-    watcher = asyncio.create_task(peer.watch(changed))
+    replica, changed = Replica(address, "", settings, Quarantine()), asyncio.Event()
+    watcher = asyncio.create_task(replica.watch(changed))
     await changed.wait()
-    assert peer.usable
-    assert (peer.region is not None) == shared
-    assert mirrors is None or (peer.device is not None and peer.device.devices)
+    assert replica.usable
+    assert (replica.region is not None) == shared
+    assert mirrors is None or (replica.device is not None and replica.device.devices)
 
     async def run(number: int) -> float | None:
         item = MediaItem(Modality.IMAGE, Key(bytes([number]) * 32))
         asking = Asking(request_id="", salt="", priority=0)
         with ExitStack() as first, ExitStack() as others:
-            stream = first.enter_context(peer.encode(item, asking))
+            stream = first.enter_context(replica.encode(item, asking))
             header = await stream.header()
-            parts = await open_parallel(peer, item, asking, header, LAYOUT.row_bytes, others)
+            parts = await open_parallel(replica, item, asking, header, LAYOUT.row_bytes, others)
             if parts is not None:
                 first.close()
             landed = 0
@@ -170,7 +170,7 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
 
     await _answer(run)
     watcher.cancel()
-    await peer.close()
+    await replica.close()
 
 
 async def read_plain(address: str) -> None:

@@ -1,9 +1,6 @@
-"""How the C library's allocator treats free memory.
-
-Blocks of about a megabyte are what messages with rows are. glibc gives such a block back to the system when it is
-freed, and the next one comes page by page, each zeroed when it is first touched: that costs several times what copying
-a message into it does. A service that streams such messages all day keeps the memory in its own process.
-"""
+"""How the C library's allocator treats free memory. glibc gives a block of a megabyte, which is what messages with rows
+are, back to the system when it is freed; the next one comes page by page, each zeroed at its first touch, which costs
+several times what copying the message does. A service that streams such messages keeps the memory instead."""
 
 from __future__ import annotations
 

@@ -65,6 +65,11 @@ class Checkpoint:
         """config.json."""
         return self.json("config.json")
 
+    @property
+    def architecture(self) -> str:
+        """The model's class, as config.json names it, or the kind of model where it names none."""
+        return str(next(iter(self.config.get("architectures") or [self.config.get("model_type", "")])))
+
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; an empty object where it is not there."""
         path = self.folder / name

@@ -1,9 +1,6 @@
-"""Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment.
-
-A field is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`. A flag
-wins over a variable, a variable over the default. A value that cannot be read, or a variable with the prefix that
-names no option, ends the program with one line that says which.
-"""
+"""Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment. A field
+is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`, and a flag wins.
+A bad value, or a variable with the prefix that names no option, ends the program with one line that says which."""
 
 from __future__ import annotations
 

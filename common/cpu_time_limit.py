@@ -1,17 +1,13 @@
-"""Tells a process that uses up its time for a piece of work from one that never got the chance: one that was stopped,
-or shares its cores with too many others. The former is the work's fault, the latter ours.
-
-The clock alone cannot tell: on a machine that stands still every piece of work takes too long. So what counts is the
-processor time that the process has had, which the kernel knows.
-"""
+"""Tells a process that uses up its time for a piece of work, which is the work's fault, from one that never got the
+chance: it was stopped, or shares its cores with too many others. The clock cannot tell them apart, where a machine
+stands still; the processor time that the process has had can, and the kernel knows that."""
 
 from __future__ import annotations
 
-import asyncio
-from types import TracebackType
 from typing import Self
 
 from common.processes import HELD_UP_SECONDS, cpu_seconds, is_held_up, is_stopped
+from common.watchdog import Watchdog
 
 _STILL_SECONDS = 3.0
 _LOOK_SECONDS = 0.1
@@ -26,7 +22,7 @@ class ProcessStalled(Exception):
         self.stopped = stopped
 
 
-class CpuTimeLimit:
+class CpuTimeLimit(Watchdog):
     """A block in which the process with this id works for us. It is left with TimeoutError where `seconds` have passed
     and the process has had as much processor time, in all of its threads; and with ProcessStalled where it has had none
     for a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are
@@ -37,18 +33,16 @@ class CpuTimeLimit:
     """
 
     def __init__(self, pid: int, seconds: float, *, still: float = _STILL_SECONDS) -> None:
+        super().__init__(max(0.01, min(_LOOK_SECONDS, seconds / 4)))
         self._pid = pid
         self._seconds = seconds
         self._still = min(still, seconds)
-        self._limit = asyncio.timeout(None)
-        self._error: type[Exception] | None = None
+        self._suspicion: type[Exception] | None = None
 
     async def __aenter__(self) -> Self:
-        await self._limit.__aenter__()
-        self._loop = asyncio.get_running_loop()
+        await super().__aenter__()
         self._began = self._moved = self._loop.time()
         self._before = self._seen = cpu_seconds(self._pid) or 0.0
-        self._look_later()
         return self
 
     def passed_to(self, pid: int) -> None:
@@ -57,21 +51,14 @@ class CpuTimeLimit:
         self._began = self._moved = self._loop.time()
         self._before = self._seen = 0.0
 
-    def _look_later(self) -> None:
-        self._due = self._loop.time() + max(0.01, min(_LOOK_SECONDS, self._seconds / 4))
-        self._timer = self._loop.call_at(self._due, self._look)
-
-    def _look(self) -> None:
-        late = self._loop.time() - self._due
+    def _look(self, late: float) -> Exception | None:
         if late > _LATE_SECONDS:  # this process stood still, and so may have the other: that time counts for nothing
             self._began += late
             self._moved += late
-        found = self._verdict()
-        if found is not None and found is self._error:
-            self._limit.reschedule(self._loop.time())
-        else:
-            self._error = found
-            self._look_later()
+        before, self._suspicion = self._suspicion, self._verdict()
+        if self._suspicion is None or self._suspicion is not before:
+            return None
+        return ProcessStalled(stopped=is_stopped(self._pid)) if self._suspicion is ProcessStalled else TimeoutError()
 
     def _verdict(self) -> type[Exception] | None:
         now, used = self._loop.time(), cpu_seconds(self._pid)
@@ -85,14 +72,3 @@ class CpuTimeLimit:
         if idle >= self._still and (idle > HELD_UP_SECONDS or not is_held_up(self._pid)):
             return ProcessStalled
         return None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        try:
-            await self._limit.__aexit__(kind, error, trace)
-        except TimeoutError:
-            if self._error is ProcessStalled:
-                raise ProcessStalled(stopped=is_stopped(self._pid)) from None
-            raise

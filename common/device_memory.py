@@ -1,10 +1,7 @@
 """Device memory that one process makes and others on the same host read: the few calls that this takes, as a protocol.
-
-One process makes a pool, an allocation of its own that lives as long as the process does, since what becomes of readers
-when it is freed under them is not defined. Others map it by its handle. Who may read what, and when, is not known here:
-leases say that. So that memory whose owner has died can never be taken for rows, whatever the device does with it,
-rows are announced with a sum over their bytes (`row_sum`), which the reader compares after its copy.
-"""
+A pool is an allocation that lives as long as its process; others map it by its handle, and leases say who may read
+what. Rows are announced with a sum over their bytes (`row_sum`), so that what a dead owner left is never taken for
+them."""
 
 from __future__ import annotations
 
@@ -60,7 +57,8 @@ class DeviceMemory(Protocol):
     """The driver of one kind of device."""
 
     def create(self, device: torch.device, size: int) -> Pool:
-        """A pool of at least `size` bytes that other processes can open; raises DeviceMemoryError."""
+        """A pool of at least `size` bytes that other processes can open, for as long as this one lives: what becomes of
+        readers when it is freed under them is not defined. Raises DeviceMemoryError."""
         ...
 
     def open(self, device: torch.device, handle: bytes) -> Mapping:
@@ -91,7 +89,7 @@ def row_sum(data: Tensor, row_bytes: int) -> Tensor:
     return (sums * torch.arange(1, 2 * len(sums), 2, device=data.device)).sum()
 
 
-def check_rows(row_bytes: int) -> None:
+def check_row_bytes(row_bytes: int) -> None:
     """Raises DeviceMemoryError for rows that cannot be summed up."""
     if row_bytes % _WORD:
         raise DeviceMemoryError(f"rows of {row_bytes} bytes cannot be shared: they are no whole 32-bit numbers")

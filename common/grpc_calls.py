@@ -16,13 +16,15 @@ import grpc
 
 from common import errors, log, tracing
 from common.grpc_auth import BearerToken
-from common.grpc_requests import RequestReader
+from common.grpc_requests import CallReader
 from common.grpc_status import Context, fail
 from common.request_budget import RequestBudget
 
 _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
+_EXPECTED = ("OK", "STARTING", "STOPPING", "ENGINE_UNAVAILABLE")
+"""Ends of housekeeping that fill no log: it is asked again and again, and an engine's end is told by its owner."""
 
 _log = log.get("rpc")
 
@@ -123,7 +125,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(_requests: Any, context: Context) -> None:
             call = Call()
-            requests = RequestReader(call, context, handler.request_deserializer, self._budget)
+            requests = CallReader(call, context, handler.request_deserializer, self._budget)
             self._foreign_calls.add(call)
             try:
                 await _answer_foreign(handler, requests, context)
@@ -143,7 +145,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _ours(self, method: str, deserialize: Callable[[bytes], Any], run: Handler) -> Handler:
         async def serve(_requests: Any, context: Context) -> Any:
             started, outcome, call = time.perf_counter(), "OK", Call()
-            requests = RequestReader(call, context, deserialize, self._budget)
+            requests = CallReader(call, context, deserialize, self._budget)
             _call.set(call)
             self._calls.add(call)
             self._empty.clear()
@@ -176,7 +178,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         self._empty.set()
                     seconds = round(time.perf_counter() - started, 4)
                     # Services look after each other twice a second, before they have started and while they stop.
-                    housekeeping = method not in _TRACED and outcome in ("OK", "STARTING", "STOPPING")
+                    housekeeping = method not in _TRACED and outcome in _EXPECTED
                     (_log.debug if housekeeping else _log.info)("call", outcome=outcome, seconds=seconds)
 
         return serve
@@ -204,7 +206,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise errors.DeadlineExceeded("the deadline had passed when the call arrived")
 
 
-async def _answer(method: str, requests: RequestReader, context: Context, run: Handler) -> Any:
+async def _answer(method: str, requests: CallReader, context: Context, run: Handler) -> Any:
     """What a handler of ours says to the request; its span is part of the caller's trace."""
     request = await requests.named()
     log.bind(request_id=request.id)
@@ -216,7 +218,7 @@ async def _answer(method: str, requests: RequestReader, context: Context, run: H
         return await run(request.take(), context)
 
 
-async def _answer_foreign(handler: Any, requests: RequestReader, context: Context) -> None:
+async def _answer_foreign(handler: Any, requests: CallReader, context: Context) -> None:
     """Everything that somebody else's handler says, of whichever kind it is."""
     if handler.stream_stream:
         answers = handler.stream_stream(requests.stream(), context)

@@ -25,7 +25,7 @@ _CANCEL_SECONDS = 0.1
 Deserializer = Callable[[bytes], Any]
 
 
-class RequestReader:
+class CallReader:
     """What one call is asked. Its bytes count towards the budget until `release`."""
 
     def __init__(self, call: Ends, context: Context, deserialize: Deserializer, budget: RequestBudget) -> None:

@@ -1,9 +1,6 @@
-"""The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service.
-
-A service is started in three steps: `bind` opens the port, the owner gets its parts ready, `announce` has health checks
-say what `report` was told, and prints `ready grpc=HOST:PORT`, and ` metrics=HOST:PORT` where there are metrics. `wait`
-returns on SIGTERM or SIGINT; `drain` lets running calls finish.
-"""
+"""The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service. `bind` opens the
+port; `announce` has health checks say what `report` was told, and prints `ready grpc=HOST:PORT`, and ` metrics=…` where
+there are metrics; `wait` returns on SIGTERM or SIGINT; `drain` lets running calls finish."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The digest of a vision tower, and how fields are put together to be hashed."""
+"""The digest of what computes rows, and how fields are put together to be hashed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any, Final
 
 from common.checkpoint import Checkpoint
@@ -12,12 +13,27 @@ from common.wire import DType
 SCHEMA: Final = b"twinlens/1"
 """Changes whenever rows or keys of one release would not fit another's."""
 
-VISION_PREFIXES: Final = ("visual.", "model.visual.")
-"""How vision tensors are named in checkpoints."""
-
-PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-
 _SAMPLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderParts:
+    """What of a checkpoint computes rows: tensors, by how their names begin; a section of config.json; whole files.
+
+    A family says it in both services, and alike, or their digests differ.
+    """
+
+    tensors: tuple[str, ...]
+    section: str
+    files: tuple[str, ...]
+
+
+VISION: Final = EncoderParts(
+    tensors=("visual.", "model.visual."),
+    section="vision_config",
+    files=("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+)
+"""Of the Qwen families."""
 
 
 def framed(*fields: bytes) -> bytes:
@@ -30,17 +46,17 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def vision_digest(checkpoint: Checkpoint, dtype: DType) -> str:
-    """Identifies what an encoder computes: vision weights, vision and processor settings, dtype and schema.
+def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) -> str:
+    """Identifies what an encoder computes: its weights, settings, processors, dtype and schema.
 
-    Of each vision tensor it takes the name, type, shape, and its first and last 4 KiB, so that it costs megabytes of
+    Of each tensor it takes the name, type, shape, and its first and last 4 KiB, so that it costs megabytes of
     reading, not gigabytes, and still tells two fine-tunes apart. Both services compute it from their own checkpoint.
     """
     digest = hashlib.sha256(framed(SCHEMA, dtype.value.encode()))
-    digest.update(framed(canonical(checkpoint.config.get("vision_config", {}))))
-    digest.update(framed(*(canonical(checkpoint.json(name)) for name in PROCESSOR_FILES)))
+    digest.update(framed(canonical(checkpoint.config.get(parts.section, {}))))
+    digest.update(framed(*(canonical(checkpoint.json(name)) for name in parts.files)))
     for name, info in sorted(checkpoint.tensors.items()):
-        if not name.startswith(VISION_PREFIXES):
+        if not name.startswith(parts.tensors):
             continue
         with info.file.open("rb") as file:
             file.seek(info.begin)

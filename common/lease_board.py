@@ -1,9 +1,6 @@
-"""A page of shared memory that says which leases hold, for a reader who copies what it has leased.
-
-Each lease has a slot, and in it, for as long as the lease holds, a number that is never used again. The owner clears
-the slot before it lets anyone write to the leased bytes. So a reader copies first and looks at the slot afterwards:
-where the number still stands, what it copied is what it leased, however long it slept in between.
-"""
+"""A page of shared memory that says which leases hold, for a reader who copies what it has leased. A lease has a slot,
+and in it a number that is never used again, which the owner clears before it lets anyone write there. So a reader
+copies first and looks afterwards: where the number still stands, it has what it leased, however long it slept."""
 
 from __future__ import annotations
 

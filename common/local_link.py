@@ -1,12 +1,6 @@
-"""The local link: a Unix socket over which a process is handed another's shared memory, to read.
-
-Reaching it proves a shared host, since the kernel connects nobody else; both sides look at the other's user as well,
-and whoever connects first says a secret that only those know who may call the service. The connection then stays open:
-its end tells each side that the other is gone, at once, however it died.
-
-A name that begins with @ is in the abstract name space, which a network name space has to itself; another is a file in
-a folder that both sides were given, which is how containers share one.
-"""
+"""The local link: a Unix socket over which a process is handed another's shared memory, to read. Reaching it proves a
+shared host, since the kernel connects nobody else. The connection stays open: its end tells each side that the other is
+gone. A name with @ is in the abstract name space, another is a file in a folder that both sides were given."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ _BACKLOG = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class SharedArena:
     """What a reader gets: a grant that names the connection, and descriptors of the arena and of the lease board.
 
     Whoever receives it closes the descriptors.
@@ -94,7 +88,7 @@ def _sweep(folder: Path) -> None:
                 continue
 
 
-def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, Handover]:
+def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, SharedArena]:
     """Greets the service behind a name and takes what it hands over. Blocks for a few seconds at most.
 
     The name came over the network, so it may choose nothing but a socket of this project: an abstract one, or a file
@@ -111,7 +105,7 @@ def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, Hando
         link.connect(f"\0{plain}" if name.startswith("@") else str(Path(folder) / plain))
         if not same_user(link):
             raise OSError("the local socket belongs to another user")
-        link.sendall(secret)
+        link.sendall(secret)  # which only those know who may call the service
         grant, descriptors, flags, _ = socket.recv_fds(link, GRANT_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
         if len(grant) != GRANT_BYTES or len(descriptors) != 2 or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
@@ -121,12 +115,12 @@ def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, Hando
     except BaseException:
         link.close()
         raise
-    return link, Handover(grant, *descriptors)
+    return link, SharedArena(grant, *descriptors)
 
 
-def hand_over(link: socket.socket, handover: Handover) -> None:
+def hand_over(link: socket.socket, shared: SharedArena) -> None:
     """Sends what a reader gets over a connection that has greeted; small enough never to block."""
-    socket.send_fds(link, [handover.grant], [handover.arena, handover.board])
+    socket.send_fds(link, [shared.grant], [shared.arena, shared.board])
 
 
 def same_user(link: socket.socket) -> bool:

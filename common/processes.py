@@ -1,9 +1,6 @@
-"""Child processes that speak msgpack over a socket pair and never outlive their parent.
-
-The parent starts `python -m MODULE`, passes a socket (and shared-memory descriptors) by inheritance, and exchanges
-`msgspec` structs with it, each after its length. Either side sees the other's death as the end of the socket; a child
-is also killed by the kernel when its parent dies.
-"""
+"""Child processes that speak msgpack over a socket pair and never outlive their parent: it starts `python -m MODULE`,
+which inherits a socket and descriptors of shared memory, and exchanges `msgspec` structs with it, each after its
+length. Either side sees the other's death as the end of the socket; the kernel kills a child whose parent dies."""
 
 from __future__ import annotations
 

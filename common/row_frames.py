@@ -1,9 +1,6 @@
 """A run of rows as it travels inline: an `EncodeResponse` that is written and read with as few copies as Python allows.
-
-What protobuf's own methods do to a message with a megabyte in it are four copies on the way out and three on the way
-in. Here the bytes are the same, field by field; they are copied once into the message that gRPC is given, and once out
-of the one that it gives, to where they land.
-"""
+protobuf's own methods copy a message with a megabyte in it four times on the way out and three on the way in; here the
+same bytes are copied once into the message that gRPC is given, and once out of the one that it gives."""
 
 from __future__ import annotations
 

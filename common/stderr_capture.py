@@ -1,9 +1,6 @@
-"""What others write to standard error, as lines of our log: C libraries, Python's warnings, its `logging`.
-
-gRPC's core, for one, writes text between our lines, or into them. A process that has called `start` hands it a pipe for
-its standard error, and reads that. Python's own `sys.stderr` stays what it was, so that last words are as they were;
-so does what children are given (`descriptor`): none waits for its parent to read.
-"""
+"""What others write to standard error, as lines of our log: C libraries, Python's warnings, its `logging`. A process
+that has called `start` hands gRPC's core and its like a pipe, and reads that. Python's own `sys.stderr` stays what it
+was, for last words; so does what children are given (`descriptor`): none waits for its parent to read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""How many bytes the kernel has received for each connection of this process.
-
-gRPC shows a message when all of it is there, and holds it until then. What it holds is not said anywhere, but the
-kernel counts what has come in on each socket, and that is a bound of it: whatever gRPC has of a caller, the caller has
-sent. Frames of a single byte, which take many times their content in memory, count with their heads.
-"""
+"""How many bytes the kernel has received for each connection of this process. gRPC shows a message when all of it is
+there, and says nowhere what it holds until then; what has come in on a socket is a bound of that. Frames of a single
+byte, which take many times their content in memory, count with their heads."""
 
 from __future__ import annotations
 

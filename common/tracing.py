@@ -1,9 +1,6 @@
-"""One trace for each request, over both services: OpenTelemetry, with W3C trace context in the calls' metadata.
-
-Off unless the standard variables say where spans go (`OTEL_EXPORTER_OTLP_ENDPOINT`, or that of traces alone) and
-`OTEL_SDK_DISABLED` does not forbid it. All else, sampling, attributes of the resource, headers, is theirs as well. The
-packages are an extra, `twinlens[tracing]`. While it is off, everything here costs a comparison.
-"""
+"""One trace for each request, over both services: OpenTelemetry, with W3C trace context in the calls' metadata. Off
+unless its standard variables say where spans go, which govern all else too; then everything here costs a comparison.
+The packages are an extra, `twinlens[tracing]`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -19,15 +20,31 @@ def load_tensors(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) ->
 
 
 def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:
-    """As `load_tensors`, but yields what reads a part when it is indexed, as a tensor is: `stored[0:8, 16:32]`.
+    """As `load_tensors`, but yields what reads a part when it is indexed, as a tensor is: `stored[0:8, 16:32]`."""
+    with SliceReader(checkpoint) as reader:
+        for name in checkpoint.tensors:
+            if (renamed := wanted(name)) is not None:
+                yield renamed, reader[name]
 
-    Files are opened one after the other and mapped, so that a tensor costs memory only while it is used.
-    """
-    by_file: dict[Path, list[tuple[str, str]]] = {}
-    for name, info in checkpoint.tensors.items():
-        if (renamed := wanted(name)) is not None:
-            by_file.setdefault(info.file, []).append((name, renamed))
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name, renamed in names:
-                yield renamed, tensors.get_slice(name)
+
+class SliceReader:
+    """A checkpoint's tensors by name, each as what reads a part when it is indexed. To be used in a `with` block: files
+    are opened when they are first asked for, and mapped, so that a tensor costs memory only while it is used."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._tensors = checkpoint.tensors
+        self._files: dict[Path, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def __getitem__(self, name: str) -> Any:
+        file = self._tensors[name].file
+        if file not in self._files:
+            self._files[file] = self._open.enter_context(safe_open(file, framework="pt"))
+        return self._files[file].get_slice(name)

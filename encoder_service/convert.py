@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.grpc_status import plain_status
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
-from common.media.item import Embedding, Encoded, Key, Media, Url
+from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
 from encoder_service.item import Item
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.modalities import SPECS
@@ -20,7 +20,7 @@ _MAX_KEYS = _MAX_LEASES = 1024
 _MAX_TRANSPORTS = 64
 """Transports that a caller accepts, and GPUs that it has."""
 
-Order = Item | TwinlensError
+ItemOrError = Item | TwinlensError
 """An item that is asked for, or why it cannot be."""
 
 
@@ -66,10 +66,11 @@ def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tupl
     return first, end
 
 
-def item(message: media_pb2.Media, index: int, salt: str, priority: int) -> Item:
-    """One item of a request; raises InvalidInput, Forbidden or Unsupported, naming the field."""
+def item(message: media_pb2.Media, index: int, salt: str, priority: int, served: Collection[Modality]) -> Item:
+    """One item of a request, of a modality that is `served`; raises InvalidInput, Forbidden or Unsupported, naming the
+    field."""
     field = f"items[{index}]"
-    media = read_media(message, field, SPECS)
+    media = read_media(message, field, served)
     _check(media, field)
     return Item(
         modality=media.modality,
@@ -82,16 +83,18 @@ def item(message: media_pb2.Media, index: int, salt: str, priority: int) -> Item
     )
 
 
-def items(given: Sequence[media_pb2.Media], salt: str, priority: int, connection: str = "") -> list[Order]:
+def items(
+    given: Sequence[media_pb2.Media], salt: str, priority: int, served: Collection[Modality], connection: str = ""
+) -> list[ItemOrError]:
     """Every item of a request that came over a connection, or what is wrong with it."""
-    peer = connection.rpartition(":")[0]  # without its port
-    orders: list[Order] = []
+    host = connection.rpartition(":")[0]  # without its port
+    found: list[ItemOrError] = []
     for index, media in enumerate(given):
         try:
-            orders.append(replace(item(media, index, salt, priority), peer=peer))
+            found.append(replace(item(media, index, salt, priority, served), host=host))
         except TwinlensError as error:
-            orders.append(error)
-    return orders
+            found.append(error)
+    return found
 
 
 def key(value: bytes, field: str) -> bytes:

@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from common import tracing
 from common.errors import TwinlensError
-from common.media.convert import add_checksum, write_header
+from common.media.convert import add_checksum, write_header, write_stages
+from common.stages import Stage, seconds_of
 from encoder_service import convert
-from encoder_service.engine.encode import Encoder
+from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.flight import Ticket
 from encoder_service.meters import Meters
 from encoder_service.transports.base import RowRun
@@ -34,25 +35,27 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The item at `index` of a call: its `order` says what it is, the `request` all else. Rows leave in runs, each
-    by the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
+    """The item at `index` of a call, or what is wrong with it; the `request` says all else. Rows leave in runs, each by
+    the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
 
-    encoder: Encoder
+    encoder: EncoderEngine
     link: Link
     meters: Meters
     request: encoder_pb2.EncodeRequest
     index: int
-    order: convert.Order
-    sending: float = 0.0
-    """Seconds for which rows were on their way."""
+    item: convert.ItemOrError
+    began: float = field(default_factory=time.perf_counter)
+    """When the call came."""
+    transfer: Stage = field(default_factory=lambda: Stage(0.0))
+    """The time for which rows were on their way."""
 
     async def events(self) -> Events:
         """The item's events; its failure is one of them."""
         try:
-            if isinstance(self.order, TwinlensError):
-                raise self.order
+            if isinstance(self.item, TwinlensError):
+                raise self.item
             async with (
-                self.encoder.ticket(self.order, rows=not self.request.header_only) as ticket,
+                self.encoder.ticket(self.item, rows=not self.request.header_only) as ticket,
                 aclosing(self._item_events(ticket)) as events,
             ):
                 async for event in events:
@@ -70,14 +73,15 @@ class Delivery:
         yield encoder_pb2.EncodeResponse(
             header=write_header(self.index, header, self.encoder.pipeline.layout, cached=ticket.cached)
         )
-        timings = dict(ticket.timings)
+        stages = ticket.stages
         if not self.request.header_only:
             async with aclosing(self._rows(ticket, header.tokens)) as events:
                 async for event in events:
                     yield event
-            timings = {**ticket.timings, "transfer": self.sending}
-            self.meters.served(timings)
-        done = encoder_pb2.EncodeDone(item=self.index, timings=convert.timings(timings))
+            stages = {**ticket.stages, "transfer": self.transfer}
+            self.meters.served(seconds_of(stages))
+        told = {name: stage.since(self.began) for name, stage in stages.items()}
+        done = encoder_pb2.EncodeDone(item=self.index, timings=write_stages(told))
         yield encoder_pb2.EncodeResponse(done=done)
 
     async def _rows(self, ticket: Ticket, tokens: int) -> Events:
@@ -104,9 +108,10 @@ class Delivery:
         async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
             async for event in events:
                 yield event
-        self.sending = sum(ended - started for _, started, ended in spans)
-        computed = spans[-1][1] if spans else time.perf_counter()
-        tracing.in_turn(ticket.timings, computed - sum(ticket.timings.values()))
+        for _, started, ended in spans:
+            self.transfer = self.transfer.with_more(Stage.between(started, ended))
+        computed, seconds = spans[-1][1] if spans else time.perf_counter(), seconds_of(ticket.stages)
+        tracing.in_turn(seconds, computed - sum(seconds.values()))
         tracing.record(spans)
 
     async def _progress_until(self, what: Awaitable[object], ticket: Ticket) -> Events:

@@ -9,16 +9,16 @@ from common.media.item import Grid, Media
 
 @dataclass(frozen=True, slots=True)
 class Item(Media):
-    """One picture or video to encode; `peer` is the host that asks."""
+    """One picture or video to encode; `host` is the one that asks."""
 
     salt: str = ""
     priority: int = 0
-    peer: str = ""
+    host: str = ""
 
     @property
     def caller(self) -> tuple[str, str]:
-        """Whose it is: a tenant's, by its salt, or, where there is none, its peer's."""
-        return self.salt, "" if self.salt else self.peer
+        """Whose it is: a tenant's, by its salt, or, where there is none, the host's that asks."""
+        return self.salt, "" if self.salt else self.host
 
 
 @dataclass(frozen=True, slots=True)

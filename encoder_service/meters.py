@@ -10,7 +10,7 @@ from common.metrics import SHARES, Metrics, gauge, total
 from encoder_service import convert
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.engine.encode import Encoder
+from encoder_service.engine.encode import EncoderEngine
 from encoder_service.transports.link import Link
 
 _UNITS = (1, 2, 4, 8, 16, 32, 64)
@@ -38,7 +38,7 @@ class Meters:
         about = "bytes of requests that are here or coming"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
-    def watch(self, encoder: Encoder, link: Link) -> None:
+    def watch(self, encoder: EncoderEngine, link: Link) -> None:
         """Has every scrape read queues, totals and the store."""
         self._metrics.read(lambda: _queues(encoder))
         self._metrics.read(lambda: _work(encoder.pipeline.dispatcher))
@@ -61,7 +61,7 @@ class Meters:
         self._errors.labels(reason).inc()
 
 
-def _queues(encoder: Encoder) -> Iterator[Metric]:
+def _queues(encoder: EncoderEngine) -> Iterator[Metric]:
     dispatcher = encoder.pipeline.dispatcher
     running = dispatcher.running
     yield gauge("queued_items", "items that no worker has begun on", encoder.queued)
@@ -85,7 +85,7 @@ def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
     yield total("vit_patches", "patches that went through it", totals.vit_patches)
 
 
-def _rows(encoder: Encoder, link: Link) -> Iterable[Metric]:
+def _rows(encoder: EncoderEngine, link: Link) -> Iterable[Metric]:
     store = encoder.pipeline.store
     yield total("store_hits", "items whose rows were in either store, or on their way", encoder.counts["hits"])
     yield total("store_misses", "items whose rows had to be computed", encoder.counts["misses"])

@@ -11,7 +11,7 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
 from common.grpc_server import GrpcServer
-from common.identity import vision_digest
+from common.identity import encoder_digest
 from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
@@ -20,7 +20,7 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
-from encoder_service.engine.encode import Encoder
+from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
@@ -29,11 +29,10 @@ from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.families import config as model_config
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
-from encoder_service.media.modalities import SPECS
 from encoder_service.meters import Meters
 from encoder_service.servicer import EncoderServicer, ServedModel
 from encoder_service.transports.link import Link
-from encoder_service.worker.messages import Begin
+from encoder_service.worker.messages import WorkerSettings
 from twinlens import __version__
 from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
@@ -92,7 +91,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         )
         pools = DevicePools(layout.row_bytes)
         dispatcher = Dispatcher(
-            _begins(config, checkpoint, device, dtype),
+            _worker_settings(config, checkpoint, device, dtype),
             (staging.fd, store.fd),
             budget=config.batch_patches,
             max_units=config.batch_items,
@@ -110,13 +109,13 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         if not await _started(frame, starting):
             await frame.drain()
             return
-        digest = await asyncio.to_thread(vision_digest, checkpoint, dtype)
+        digest = await asyncio.to_thread(encoder_digest, checkpoint, dtype, model.family.parts)
         rows = EmbeddingStore(store, layout.row_bytes)
         tier = _tier(config, rows, layout)
         media = MediaLoader(model, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
         contents = Contents(Fetcher(config), config, digest)
         pipeline = Pipeline(media, rows, dispatcher, contents, tier, batch_patches=config.batch_patches)
-        encoder = Encoder(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
+        encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         link = await running.enter_async_context(
             Link.open(
                 rows,
@@ -136,7 +135,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             dtype=dtype.value,
         )
         meters.watch(encoder, link)
-        servicer.served = ServedModel(config, checkpoint.name, encoder, link, meters)
+        servicer.served = ServedModel(config, checkpoint.name, model, encoder, link, meters)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
@@ -144,7 +143,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         await _end(dispatcher, encoder, tier)
 
 
-async def _end(dispatcher: Dispatcher, encoder: Encoder, tier: SharedTier | None) -> None:
+async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, tier: SharedTier | None) -> None:
     """Ends what still goes on. Says so where something is still held then: that is a defect, and the service ends
     anyway."""
     try:
@@ -192,12 +191,12 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
     return True
 
 
-def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[Begin]:
+def _worker_settings(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[WorkerSettings]:
     """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
     in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
     threads = config.threads or max(1, usable_cores() // config.workers)
     return [
-        Begin(
+        WorkerSettings(
             folder=str(checkpoint.folder),
             device=f"cuda:{index % max(1, cuda_device_count())}" if in_turn else device,
             dtype=dtype.value,
@@ -209,7 +208,6 @@ def _begins(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: D
             graph_bytes=config.graph_bytes,
             batch_patches=config.batch_patches,
             pool_bytes=config.device_pool_bytes,
-            preprocess={modality.value: spec.preprocess for modality, spec in SPECS.items()},
             log_level=config.log_level,
         )
         for index in range(config.workers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,12 @@ import grpc
 from common import grpc_calls, log
 from common.errors import TwinlensError, Unavailable
 from common.media import convert as media_convert
+from common.media.item import Modality
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery, merged
-from encoder_service.engine.encode import Encoder
-from encoder_service.media.modalities import SPECS
+from encoder_service.engine.encode import EncoderEngine
+from encoder_service.families.family import ModelConfig
 from encoder_service.meters import Meters
 from encoder_service.transports.link import Link
 from twinlens import __version__
@@ -34,10 +35,16 @@ class ServedModel:
     """What the servicer speaks for."""
 
     config: EncoderConfig
-    model: str
-    encoder: Encoder
+    name: str
+    model: ModelConfig
+    encoder: EncoderEngine
     link: Link
     meters: Meters
+
+    @property
+    def modalities(self) -> Collection[Modality]:
+        """What the model takes."""
+        return self.model.processors.keys()
 
 
 class EncoderServicer(EncoderServiceServicer):
@@ -57,16 +64,16 @@ class EncoderServicer(EncoderServiceServicer):
         served.link.check(request.accepts, request.host)
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
-        orders, rest = (
-            convert.items(request.items, request.cache_salt, request.priority, context.peer()),
+        items, rest = (
+            convert.items(request.items, request.cache_salt, request.priority, served.modalities, context.peer()),
             convert.without_items(request),
         )
         del request
         self._open_streams += 1
         try:
             streams = [
-                Delivery(served.encoder, served.link, served.meters, rest, index, order).events()
-                for index, order in enumerate(orders)
+                Delivery(served.encoder, served.link, served.meters, rest, index, item).events()
+                for index, item in enumerate(items)
             ]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
@@ -80,9 +87,9 @@ class EncoderServicer(EncoderServiceServicer):
         served = self._ready()
         convert.check_items(request.items, served.config)
         answer = encoder_pb2.PrefetchResponse()
-        orders = convert.items(request.items, request.cache_salt, request.priority, context.peer())
+        items = convert.items(request.items, request.cache_salt, request.priority, served.modalities, context.peer())
         del request
-        found = await asyncio.gather(*(self._prefetch(served, index, order) for index, order in enumerate(orders)))
+        found = await asyncio.gather(*(self._prefetch(served, index, item) for index, item in enumerate(items)))
         for each in found:
             if isinstance(each, encoder_pb2.EncodeHeader):
                 answer.headers.append(each)
@@ -107,13 +114,13 @@ class EncoderServicer(EncoderServiceServicer):
         encoder, pipeline = served.encoder, served.encoder.pipeline
         return encoder_pb2.EncoderServiceGetInfoResponse(
             version=__version__,
-            model=served.model,
-            architecture=pipeline.media.config.architecture,
+            model=served.name,
+            architecture=served.model.architecture,
             digest=encoder.digest,
             width=pipeline.layout.width,
             levels=pipeline.layout.levels,
             dtype=media_convert.DTYPES[pipeline.layout.dtype],
-            modalities=[media_convert.MODALITIES[each] for each in SPECS],
+            modalities=[media_convert.MODALITIES[each] for each in served.modalities],
             transports=served.link.numbers,
             local_socket=served.link.local_socket,
             device_pools=[
@@ -180,12 +187,12 @@ class EncoderServicer(EncoderServiceServicer):
         return self.served
 
     async def _prefetch(
-        self, served: ServedModel, index: int, order: convert.Order
+        self, served: ServedModel, index: int, item: convert.ItemOrError
     ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
         try:
-            if isinstance(order, TwinlensError):
-                raise order
-            header, cached = await served.encoder.prefetch(order)
+            if isinstance(item, TwinlensError):
+                raise item
+            header, cached = await served.encoder.prefetch(item)
         except TwinlensError as failure:
             served.meters.failed(failure.reason)
             return convert.error(index, failure)

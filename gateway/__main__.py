@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ _MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlet
 
 def main() -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
     if missing := [name for name in _MODULES if not _is_here(name)]:
         sys.exit(f"gateway: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[gateway]'")
     import uvloop

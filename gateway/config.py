@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import is_port, option, size, words
 from common.grpc_channel import ChannelSecurity
 from twinlens import credentials
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+"""An origin as browsers write it: no path, no slash at its end, no capitals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +22,13 @@ class GatewayConfig:
     llm: tuple[str, ...] = option(
         ("127.0.0.1:7002",), "LLM services: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
+    page: bool = option(True, "serve the page to try it on, at /")
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
     auth_token_file: str = option("", "file of bearer tokens, one a line; callers must send one of them")
+    allow_origins: tuple[str, ...] = option(
+        (), "origins whose pages may ask from a browser: https://host[:port], comma-separated, or *", parse=words
+    )
     llm_ca: str = option("", "PEM roots of the LLM services' certificates; turns TLS on towards them")
     llm_cert: str = option("", "PEM client certificate shown to LLM services")
     llm_key: str = option("", "PEM private key of --llm-cert")
@@ -43,6 +51,18 @@ class GatewayConfig:
     answer_stall_seconds: float = option(
         30.0, "a caller who takes nothing of an answer for this long is given up", minimum=0.1
     )
+    max_handovers: int = option(
+        2, "LLM services that may end under one answer, each followed by another that goes on with it", minimum=0
+    )
+    handover_seconds: float = option(
+        60.0, "an answer whose LLM service has ended waits this long for one that can go on with it", minimum=0
+    )
+    max_kept_bytes: int = option(
+        256 << 20,
+        "bytes of requests that are kept for that until their answers end; beyond, an answer ends with its service",
+        parse=size,
+        minimum=0,
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def validate(self) -> None:
@@ -58,6 +78,9 @@ class GatewayConfig:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not is_port(port):
                 raise ValueError(f"--llm: {address} is none of host:port, dns:///name:port and file:///path")
+        for origin in self.allow_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"--allow-origins: {origin} is neither * nor scheme://host[:port] in small letters")
         for kind, cert, key in (("tls", self.tls_cert, self.tls_key), ("llm", self.llm_cert, self.llm_key)):
             if bool(cert) != bool(key):
                 raise ValueError(f"--{kind}-cert and --{kind}-key go together")

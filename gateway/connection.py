@@ -1,12 +1,18 @@
 """One HTTP connection, with the bounds that uvicorn leaves to a proxy: on the time and the size of a request's head, on
-what is left of a body once its answer is out, and on the number of connections."""
+what is left of a body once its answer is out, and on the number of connections. Besides, what uvicorn does not do for
+callers of HTTP/1.0, for those who wish for another protocol, and for those who speak none."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from common.errors import InvalidInput
+from gateway.errors import body_of, headers_of
 
 _HEAD_BYTES = 64 << 10
 """The largest request line with its headers."""
@@ -19,7 +25,7 @@ class Connection(HttpToolsProtocol):
     """A connection that may not hold its place without a request that gets on."""
 
     head_seconds = 10.0
-    most = 2048
+    max_connections = 2048
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +37,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes a place, or has none."""
         super().connection_made(transport)
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.max_connections:
             transport.abort()
             return
         self._wait()
@@ -44,9 +50,51 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Reads on, as long as a head is no longer than it may be."""
         self._head = self._head + len(data) if self._in_head else 0
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("this is no HTTP request")
+            return
         if self._in_head and self._head > _HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The request's head is too long.")
+            self.send_400_response("the request's head is too long")
+
+    def _parse(self, data: bytes) -> None:
+        """Reads on. No other protocol is spoken here, so a request that wishes for one is read again without the wish.
+
+        Java's HttpClient has it in every request, and the parser takes what follows such a head for the other protocol.
+        """
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as wish:
+                if not self._should_upgrade():
+                    raise httptools.HttpParserError("CONNECT") from None
+                data = self._head_without_wish() + data[wish.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+
+    def _should_upgrade(self) -> bool:
+        """The head that the parser stands behind is read again; nothing is begun for it before."""
+        return self.scope["method"] != "CONNECT"
+
+    def _head_without_wish(self) -> bytes:
+        version = self.scope["http_version"].encode()
+        lines = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def send_400_response(self, msg: str) -> None:
+        """Says what is wrong, and hangs up; in the middle of an answer it only hangs up."""
+        cycle: RequestResponseCycle | None = self.cycle
+        answering = cycle is not None and cycle.response_started and not cycle.response_complete
+        if not answering and not self.pipeline:
+            error = InvalidInput(msg, reason="BAD_HTTP")
+            content = body_of(error)
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+            headers += [*headers_of(error), (b"connection", b"close")]
+            lines = (b"HTTP/1.1 400 Bad Request", *(b"%s: %s" % header for header in headers), b"", content)
+            self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """The first byte of a request: its head has to come in time."""
@@ -73,6 +121,11 @@ class Connection(HttpToolsProtocol):
         if self._in_body:
             self._wait()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _until_closed(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def _wait(self) -> None:
         self._stop_waiting()
         self._timer = self.loop.call_later(self.head_seconds, self.transport.abort)
@@ -81,3 +134,20 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _until_closed(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """For a caller of HTTP/1.0, who knows no chunks: an answer without a length ends with its connection."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def unframed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if not any(name == b"content-length" for name, _ in message["headers"]):
+                    cycle.chunked_encoding = False
+            elif cycle.expected_content_length == 0:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unframed)
+
+    return serve

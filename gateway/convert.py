@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
 from common.errors import InvalidInput
-from gateway.api.fields import MediaSettings, Sampling
+from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat
+from gateway.api.fields import MediaSettings, SamplingFields
+from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
-
-if TYPE_CHECKING:
-    from gateway.api.chat import Function, Message, Part, ResponseFormat
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "min_tokens", "ignore_eos"),
@@ -30,11 +29,13 @@ _LOW_DETAIL_PIXELS = 512 * 512
 _ROLES = {"developer": "system"}
 
 
-def sampling(asked: Sampling, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
+def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
     """How tokens are chosen. Raises InvalidInput for several forms at once, or a token that is no number."""
     given = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
+    if asked.top_k == -1:  # as vLLM has it: all of them
+        given["top_k"] = 0
     if asked.seed is not None:
         given["seed"] = asked.seed % (1 << 64)
     params = llm_pb2.SamplingParams(
@@ -53,7 +54,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _set_structure(params: llm_pb2.SamplingParams, asked: Sampling) -> None:
+def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> None:
     """The form of the answer, by the fields that vLLM's users send."""
     outputs = asked.structured_outputs
     given = [
@@ -72,10 +73,10 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: Sampling) -> None:
         ]
     for kind, form in given:
         if form is not None:
-            set_form(params, kind, form)
+            _set_form(params, kind, form)
 
 
-def set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[str]) -> None:
+def _set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[str]) -> None:
     """Says which form the answer must have. Raises InvalidInput where it must have one already."""
     if params.WhichOneof("structured") is not None:
         raise InvalidInput("an answer can have one form", reason="BAD_FIELD", field="structured_outputs")
@@ -85,30 +86,34 @@ def set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[str
         setattr(params, kind, form)
 
 
-def set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:
+def is_constrained(request: llm_pb2.GenerateRequest) -> bool:
+    """The answer must have a form, from its first token on."""
+    return request.sampling.WhichOneof("structured") is not None
+
+
+def _set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:
     """The form of the answer, OpenAI's way."""
     match asked.type:
         case "json_object":
-            set_form(params, "json_schema", _ANY_OBJECT)
+            _set_form(params, "json_schema", _ANY_OBJECT)
         case "json_schema":
             if asked.json_schema is None:
                 raise InvalidInput("the schema is missing", reason="BAD_FIELD", field="response_format.json_schema")
-            set_form(params, "json_schema", schema(asked.json_schema.schema_))
+            _set_form(params, "json_schema", _json(asked.json_schema.schema_))
         case "text":
             return
 
 
-def schema(given: dict[str, Any]) -> str:
-    """A schema as JSON."""
-    return to_json(given).decode()
+def _json(schema: dict[str, Any]) -> str:
+    return to_json(schema).decode()
 
 
 def _schema(given: dict[str, Any] | str | None) -> str | None:
-    return schema(given) if isinstance(given, dict) else given
+    return _json(given) if isinstance(given, dict) else given
 
 
 def generate_request(
-    asked: Sampling, params: llm_pb2.SamplingParams, request_id: str, **prompt: Any
+    asked: SamplingFields, params: llm_pb2.SamplingParams, request_id: str, **prompt: Any
 ) -> llm_pb2.GenerateRequest:
     """The whole request; `prompt` is one of chat, text and tokens, and what else only one surface has."""
     return llm_pb2.GenerateRequest(
@@ -117,6 +122,7 @@ def generate_request(
         sampling=params,
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,
+        max_handovers=asked.max_handovers,
         **prompt,
     )
 
@@ -145,31 +151,27 @@ def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.Chat
     )
 
 
-def tool(function: Function) -> llm_pb2.ToolDefinition:
-    """A function that the model may call."""
-    return llm_pb2.ToolDefinition(
-        name=function.name,
-        description=function.description or "",
-        parameters="" if function.parameters is None else schema(function.parameters),
+def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
+    """What the LLM service is asked. Raises InvalidInput."""
+    params = sampling(asked, asked.max_completion_tokens)
+    if asked.logprobs:
+        params.logprobs = asked.top_logprobs or 0
+    if asked.response_format is not None:
+        _set_response_format(params, asked.response_format)
+    tools = offered(asked)
+    if isinstance(asked.tool_choice, NamedTool):
+        _set_form(params, "json_schema", _json(tools[0].function.parameters or {"type": "object"}))
+    elif asked.tool_choice == "required":
+        max_items = 1 if asked.parallel_tool_calls is False else None
+        _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
+    settings = asked.mm_processor_kwargs or MediaSettings()
+    chat = llm_pb2.ChatInput(
+        messages=[message(each, settings, f"messages[{number}]") for number, each in enumerate(asked.messages)],
+        tools=[definition(tool.function) for tool in tools],
     )
-
-
-def calls_schema(functions: Sequence[Function], most: int | None) -> str:
-    """What an answer looks like that is one or more calls, at most so many."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"enum": [function.name]},
-                "parameters": function.parameters or {"type": "object"},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    bound = {} if most is None else {"maxItems": most}
-    return schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **bound})
+    if asked.chat_template_kwargs is not None and asked.chat_template_kwargs.enable_thinking is not None:
+        chat.thinking = asked.chat_template_kwargs.enable_thinking
+    return generate_request(asked, params, request_id, chat=chat, session_id=asked.prompt_cache_key or "")
 
 
 def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
@@ -225,7 +227,11 @@ def usage(prompts: Iterable[Sequence[llm_pb2.GenerateFinished]]) -> dict[str, An
     counted = [[each.usage for each in choices] for choices in prompts]
     prompt = sum(max(each.prompt_tokens for each in choices) for choices in counted if choices)
     cached = sum(max(each.cached_tokens for each in choices) for choices in counted if choices)
-    completion = sum(each.completion_tokens for choices in counted for each in choices)
+    return usage_of(prompt, cached, sum(each.completion_tokens for choices in counted for each in choices))
+
+
+def usage_of(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    """Tokens of prompts, those of them that the prefix cache had, and tokens of answers."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -27,9 +27,10 @@ class NoRoute(TwinlensError):
 
     default_reason = "NOT_FOUND"
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, allowed: str = "") -> None:
         super().__init__(message, reason="NOT_FOUND" if status == 404 else "METHOD_NOT_ALLOWED")
         self.status = status
+        self.allowed = allowed
 
 
 def status_of(error: TwinlensError) -> int:
@@ -49,6 +50,8 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-should-retry", b"true" if retryable else b"false")]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+    if isinstance(error, NoRoute) and error.allowed:
+        headers.append((b"allow", error.allowed.encode()))
     if status_of(error) == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
@@ -96,16 +99,19 @@ def _path(location: tuple[str | int, ...]) -> str:
     return path
 
 
+_OURS = {"session_id": "prompt_cache_key", "text.prompt": "prompt", "tokens.ids": "prompt"}
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")
 
 
 def param_of(field: str) -> str:
     """What callers know by another name than the contract.
 
-    >>> param_of("chat.messages[0].parts[1].media.modality"), param_of("sampling.top_p"), param_of("chat.messages")
-    ('messages[0].content[1]', 'top_p', 'messages')
+    >>> param_of("chat.messages[0].parts[1].media.modality"), param_of("sampling.top_p"), param_of("session_id")
+    ('messages[0].content[1]', 'top_p', 'prompt_cache_key')
     """
     if match := _CHAT.fullmatch(field):
         message, part, role = match.groups()
         return f"messages[{message}]" + (f".content[{part}]" if part else ".role" if role else "")
+    if field in _OURS:
+        return _OURS[field]
     return field.removeprefix("sampling.").removeprefix("chat.")

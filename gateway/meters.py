@@ -11,11 +11,12 @@ from gateway.services import LlmServices
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is under way: requests, connections, bytes of bodies."""
+    """What is under way: requests, connections, bytes of bodies and of requests that are kept."""
 
     requests: int
     connections: int
     body_bytes: int
+    kept_bytes: int
 
 
 class Meters:
@@ -25,6 +26,10 @@ class Meters:
         self.metrics = Metrics("twinlens_gateway")
         self._requests = self.metrics.counter("requests", "requests, by surface and HTTP status", ("surface", "status"))
         self._seconds = self.metrics.histogram("request_seconds", "time of a whole request", ("surface",))
+        self._handovers = self.metrics.counter(
+            "handovers", "answers whose LLM service ended under them, by what came of it", ("outcome",)
+        )
+        self._pauses = self.metrics.histogram("handover_seconds", "time until another LLM service went on")
         self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
 
     def watch(self, state: Callable[[], State], services: LlmServices) -> None:
@@ -34,6 +39,7 @@ class Meters:
                 gauge("open_requests", "requests under way", state().requests),
                 gauge("open_connections", "connections of callers", state().connections),
                 gauge("body_bytes", "bytes of bodies that are held", state().body_bytes),
+                gauge("kept_request_bytes", "bytes of requests that are kept for a handover", state().kept_bytes),
                 gauge("llm_services", "LLM services that are known", len(services.services)),
                 gauge("llm_services_usable", "of these, those that can serve", len(services.usable)),
                 gauge(
@@ -48,6 +54,12 @@ class Meters:
     def first_byte(self, surface: str, seconds: float) -> None:
         """An answer has begun."""
         self._first.labels(surface).observe(seconds)
+
+    def handover(self, outcome: str, seconds: float) -> None:
+        """An answer's LLM service has ended, and so many seconds later another went on with it, or none."""
+        self._handovers.labels(outcome).inc()
+        if outcome == "taken_over":
+            self._pauses.observe(seconds)
 
     def ended(self, surface: str, status: int, seconds: float) -> None:
         """A request is over; 499: its caller has left."""

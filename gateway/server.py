@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from common import log, stderr_capture, tracing
 from common.errors import Unavailable
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
-from gateway.api.house import House
+from gateway.api.load import Load
+from gateway.api.models import Models
+from gateway.api.operations import Operations
+from gateway.api.page import Page
 from gateway.api.responses import Responses
+from gateway.api.tokenize import Tokenizer
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
-from gateway.frame import Frame
+from gateway.generation import Generations, HandoverLimits
 from gateway.meters import Meters, State
+from gateway.middleware import RequestMiddleware
 from gateway.services import LlmServices
 
 _log = log.get("server")
+_EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
+"""Headers of answers that pages of other origins may read."""
 _KEEP_ALIVE_SECONDS = 65
 """A connection without a request is kept for as long: longer than proxies keep theirs, so that they close it."""
 _ENDING_SECONDS = 5.0
@@ -38,31 +48,58 @@ async def serve(config: GatewayConfig) -> None:
     tracing.start("twinlens-gateway")
     meters = Meters()
     services = LlmServices(config.llm, config.link())
-    chat = Chat(services, config.request_seconds)
-    completions = Completions(services, config.request_seconds, config.max_prompts)
-    responses = Responses(services, config.request_seconds)
-    house = House(services, meters.metrics)
+    limits = HandoverLimits(
+        config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.request_seconds
+    )
+    generations = Generations(services, limits, meters.handover)
+    chat = Chat(services, generations)
+    completions = Completions(services, generations, config.max_prompts)
+    responses = Responses(services, generations)
+    models = Models(services)
+    tokenizer = Tokenizer(services)
+    load = Load(services)
+    operations = Operations(services, meters.metrics)
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/responses", responses.answer, methods=["POST"]),
-        Route("/v1/models", house.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", house.model, methods=["GET"]),
-        Route("/tokenize", house.tokenize, methods=["POST"]),
-        Route("/detokenize", house.detokenize, methods=["POST"]),
-        Route("/health/live", house.live, methods=["GET"]),
-        Route("/health/ready", house.ready, methods=["GET"]),
-        Route("/metrics", house.metrics, methods=["GET"]),
-        Route("/version", house.version, methods=["GET"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        Route("/v1/twinlens/load", load.answer, methods=["GET"]),
+        Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
+        Route("/health/live", operations.live, methods=["GET"]),
+        Route("/health/ready", operations.ready, methods=["GET"]),
+        Route("/health", operations.ready, methods=["GET"]),  # vLLM's name of it
+        Route("/metrics", operations.metrics, methods=["GET"]),
+        Route("/version", operations.version, methods=["GET"]),
+        *(Page().routes if config.page else ()),
     ]
-    frame = Frame(Router(routes, redirect_slashes=False), config, meters)
-    house.frame = frame
-    server = _Server(config, frame)
-    meters.watch(lambda: State(frame.open_calls, len(server.server_state.connections), frame.bodies.bytes), services)
+    middleware = RequestMiddleware(Router(routes, redirect_slashes=False), config, meters)
+    operations.middleware = middleware
+    server = _Server(config, middleware)
+    meters.watch(
+        lambda: State(
+            middleware.open_requests,
+            len(server.server_state.connections),
+            middleware.body_budget.bytes,
+            generations.kept_bytes,
+        ),
+        services,
+    )
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         await running.enter_async_context(services.watched())
         await server.serve([_listen(config.listen)])
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of these origins read answers, errors among them, and ask without a token whether they may."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
+    )
 
 
 def _listen(address: str) -> socket.socket:
@@ -71,19 +108,23 @@ def _listen(address: str) -> socket.socket:
     try:
         return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen on {address} (--listen): {error.strerror or error}") from error
+        number = error.errno or 0  # those of look-ups are below zero, and have texts of their own
+        cause = os.strerror(number) if number > 0 else error.strerror or error
+        raise OSError(f"cannot listen on {address}: {cause}; --listen says where else") from error
 
 
 class _Server(uvicorn.Server):
     """uvicorn, with our signals, our `ready` line and our way to end."""
 
-    def __init__(self, config: GatewayConfig, frame: Frame) -> None:
+    def __init__(self, config: GatewayConfig, middleware: RequestMiddleware) -> None:
         connection = type(
-            "Connection", (Connection,), {"head_seconds": config.request_stall_seconds, "most": config.max_connections}
+            "Connection",
+            (Connection,),
+            {"head_seconds": config.request_stall_seconds, "max_connections": config.max_connections},
         )
         super().__init__(
             uvicorn.Config(
-                frame,
+                _with_cors(middleware, config.allow_origins),
                 http=connection,
                 ws="none",
                 lifespan="off",
@@ -97,7 +138,7 @@ class _Server(uvicorn.Server):
                 ssl_keyfile=config.tls_key or None,
             )
         )
-        self._frame = frame
+        self._middleware = middleware
         self._host = config.listen.rpartition(":")[0]
         self._grace = config.grace_seconds
 
@@ -123,10 +164,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """New connections are refused, running requests get the grace time; then they are ended, each with an error."""
-        self._frame.closed = True
-        _log.info("draining", grace_seconds=self._grace, open_requests=self._frame.open_calls)
+        self._middleware.closed = True
+        _log.info("draining", grace_seconds=self._grace, open_requests=self._middleware.open_requests)
         stopping = Unavailable("the gateway stops and has ended this request", reason="CALL_ENDED")
-        ending = asyncio.get_running_loop().call_later(self._grace, self._frame.end_all, stopping)
+        ending = asyncio.get_running_loop().call_later(self._grace, self._middleware.end_all, stopping)
         self.config.timeout_graceful_shutdown = self._grace + _ENDING_SECONDS  # type: ignore[assignment]
         await super().shutdown(sockets)
         ending.cancel()

@@ -27,6 +27,21 @@ def event(content: dict[str, Any], name: str = "") -> bytes:
     return b"%sdata: %s\n\n" % (named, to_json(content))
 
 
+class Chunks:
+    """Makes the chunks of one answer, which all begin alike: that part is written as JSON once.
+
+    >>> Chunks({"id": "a", "created": 0}).chunk({"choices": []})
+    b'data: {"id":"a","created":0,"choices":[]}\\n\\n'
+    """
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._head = b"data: " + to_json(head)[:-1] + b","
+
+    def chunk(self, rest: dict[str, Any]) -> bytes:
+        """One event: the head, and the rest, which is not empty."""
+        return self._head + to_json(rest)[1:] + b"\n\n"
+
+
 class EventStream(Response):
     """Events as they are made. The first is waited for, since what is wrong before it is an ordinary error."""
 

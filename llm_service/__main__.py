@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 from common.requirements import require
@@ -10,6 +11,7 @@ from common.requirements import require
 
 def main(*, engine: str = "llm_service.engine") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. The engine runs `engine`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
     require("llm_service")  # before anything that is installed with it is imported
     from common.allocator import keep_large_blocks
     from common.checkpoint import CheckpointError

@@ -86,10 +86,22 @@ class LlmConfig(ServerConfig):
     spare_engine: bool = option(
         False, "keep another engine process that has everything imported: after a crash it serves in half the time"
     )
+    max_handovers: int = option(
+        2, "engines that may end, one after the other, under one request, and another goes on with it", minimum=0
+    )
+    handover_seconds: float = option(
+        60.0, "how long requests wait for the next engine, those that come meanwhile included", minimum=0.0
+    )
     graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
     graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0
+    )
+    snapshot_share: float = option(
+        0.2,
+        "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
+        minimum=0.0,
+        maximum=0.9,
     )
     kv_memory_share: float = option(
         0.0,

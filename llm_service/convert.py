@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
@@ -16,7 +18,8 @@ from llm_service.request import (
     MediaItem,
     Message,
     Request,
-    Sampling,
+    ResumedChoice,
+    SamplingParams,
     Structure,
     TextPrompt,
     TokenPrompt,
@@ -45,6 +48,7 @@ class RequestReader:
     def __init__(self, config: LlmConfig, model: str, vocab_size: int, defaults: dict[str, Any]) -> None:
         self._config = config
         self._model = model
+        self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
 
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
@@ -68,11 +72,12 @@ class RequestReader:
             case _:
                 raise InvalidInput("the request has no input", reason="EMPTY_PROMPT", field="input")
         self._check_media(media)
+        sampling = self._sampling.read(message.sampling, context)
         return Request(
             id=message.request_id,
             prompt=prompt,
             media=tuple(media),
-            sampling=self._sampling.read(message.sampling, context),
+            sampling=sampling,
             stop=tuple(message.sampling.stop),
             structure=self._sampling.structure(message.sampling),
             salt=message.cache_salt,
@@ -80,7 +85,15 @@ class RequestReader:
             deadline=None if remaining is None else time.monotonic() + remaining,
             session=message.session_id,
             peer=peer,
+            resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
+            max_handovers=self._max_handovers(message),
         )
+
+    def _max_handovers(self, message: llm_pb2.GenerateRequest) -> int:
+        if message.max_handovers < 0:
+            raise InvalidInput("max_handovers is below 0", reason="OUT_OF_RANGE", field="max_handovers")
+        limit = self._config.max_handovers
+        return min(message.max_handovers, limit) if message.HasField("max_handovers") else limit
 
     def chat(self, chat: llm_pb2.ChatInput, media: list[MediaItem]) -> ChatPrompt:
         """Reads messages; their items are appended to `media` in prompt order."""
@@ -172,7 +185,7 @@ class SamplingReader:
         self._defaults.pop("max_tokens", None)
         self._defaults.pop("min_tokens", None)
 
-    def read(self, message: llm_pb2.SamplingParams, context: int) -> Sampling:
+    def read(self, message: llm_pb2.SamplingParams, context: int) -> SamplingParams:
         """Every value, the defaults filled in; `context` tokens at most. Raises InvalidInput, which names the value."""
         values: dict[str, Any] = dict(self._defaults)
         for name in (*_RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
@@ -201,7 +214,9 @@ class SamplingReader:
         values["max_tokens"] = min(int(values.get("max_tokens", context)), context)
         if values.get("min_tokens", 0) > values["max_tokens"]:
             raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
-        return Sampling(stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values)
+        return SamplingParams(
+            stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values
+        )
 
     def structure(self, message: llm_pb2.SamplingParams) -> Structure | None:
         """The form that the answer must have; None for any. It is not compiled here. Raises InvalidInput."""
@@ -237,6 +252,28 @@ class SamplingReader:
             )
 
 
+def _resumed(
+    given: Iterable[llm_pb2.ResumedChoice], sampling: SamplingParams, vocab_size: int
+) -> Iterator[ResumedChoice]:
+    known: set[int] = set()
+    for number, message in enumerate(given):
+        field = f"resume[{number}]"
+        if not 0 <= message.index < sampling.n or message.index in known:
+            raise InvalidInput(
+                "a resumed choice is none of the request's, or there twice", reason="BAD_RESUME", field=f"{field}.index"
+            )
+        known.add(message.index)
+        if len(message.token_ids) > sampling.max_tokens:
+            raise InvalidInput(
+                "a resumed choice has more tokens than it may have", reason="BAD_RESUME", field=f"{field}.token_ids"
+            )
+        if any(token >= vocab_size for token in message.token_ids):
+            raise InvalidInput(
+                "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=f"{field}.token_ids"
+            )
+        yield ResumedChoice(message.index, tuple(message.token_ids), message.finished)
+
+
 def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:
     """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
     _check_name(message.name, field)
@@ -257,8 +294,8 @@ def _check_name(name: str, field: str) -> None:
 
 def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(text)  # unlike the library's, it takes no NaN and no half of a pair of surrogates
+    except (msgspec.DecodeError, RecursionError):
         value = None
     if not isinstance(value, dict) or not _is_flat(value, max_depth):
         raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)

@@ -124,8 +124,13 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield gauge("kv_blocks", "KV blocks in all", state.kv_blocks_total)
     yield gauge("kv_blocks_used", "KV blocks that requests hold", state.kv_blocks_used)
     yield gauge("kv_blocks_cached", "KV blocks that no request holds and a prompt can use", state.kv_blocks_cached)
+    yield gauge("state_slots", "slots for states of sequences and for snapshots of them", state.state_slots)
+    yield gauge("state_slots_used", "of these, slots that choices have", state.state_slots_used)
+    yield gauge("state_snapshots", "of these, slots that hold a snapshot", state.state_snapshots)
     yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", state.prefix_query_tokens)
     yield total("prefix_cache_hits", "prompt tokens found there", state.prefix_hit_tokens)
+    about = "requests that went on in another engine after theirs had ended"
+    yield total("requests_handed_over", about, engine.handed_over)
     yield total("num_preemptions", "choices put back to waiting since blocks ran out", state.preemptions)
     yield total("prompt_tokens", "prompt tokens taken in", state.prompt_tokens)
     yield total("generation_tokens", "tokens generated", state.generated_tokens)
@@ -150,4 +155,4 @@ def _media(encoder_cache: EncoderCache, receiver: RowReceiver, pool: EncoderPool
     yield total("encode_retries", "streams that took the place of one that broke", receiver.counters.retries)
     known = receiver.counters.headers_known
     yield total("headers_known", "items laid out by a header from before, without asking an encoder", known)
-    yield gauge("encoders_usable", "encoders that answer and fit", sum(peer.usable for peer in pool.peers))
+    yield gauge("encoders_usable", "encoders that answer and fit", sum(replica.usable for replica in pool.replicas))

@@ -82,7 +82,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     while the one before it is still computed: `carried` then lists (place, draw), and the token at that place is the
     one that this draw of the plan before chooses. Plans are computed one after the other, in the order they were made.
     `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk without context
-    begins a sequence, and reads nothing there.
+    begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in order, before the
+    step (`restored`) and after it (`kept`).
     """
 
     token_ids: bytes
@@ -93,6 +94,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     carried: list[tuple[int, int]] = []
     scores: list[Score] = []
     slots: list[int] = []
+    restored: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
 
     @property
     def tokens(self) -> int:

@@ -79,7 +79,7 @@ class Structure:
     text: str
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, and `grammar_bytes` what it holds when it is
     compiled."""
@@ -115,14 +115,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """What exists of a choice: its output so far; `finished`: nothing more is to be generated or sent of it."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
-    connection that it came by, which tells callers apart where no salt does."""
+    connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines."""
 
     id: str
     prompt: ChatPrompt | TextPrompt | TokenPrompt
     media: tuple[MediaItem, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     stop: tuple[str, ...] = ()
     structure: Structure | None = None
     salt: str = ""
@@ -130,6 +139,8 @@ class Request:
     deadline: float | None = None
     session: str = ""
     peer: str = ""
+    resume: tuple[ResumedChoice, ...] = ()
+    max_handovers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from common.allocator import freeze_objects
 from common.checkpoint import Checkpoint
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
-from common.identity import vision_digest
+from common.identity import encoder_digest
 from common.metrics import Metrics
 from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert import RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
-from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
+from llm_service.encoders.replica import LinkSettings
 from llm_service.engine.front import EngineFront
 from llm_service.engine.keeper import MODULE
 from llm_service.engine.mirrors import Mirrors
@@ -57,7 +57,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     text = TextConfig.of(checkpoint.config)
     settings = _engine_settings(config, checkpoint)
     layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
-    digest = await asyncio.to_thread(vision_digest, checkpoint, layout.dtype)
+    digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, text.family.encoder)
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
     vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
@@ -80,6 +80,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             frame.report,
             start_seconds=config.start_seconds,
             step_seconds=config.step_seconds,
+            handover_seconds=config.handover_seconds,
             standby=config.spare_engine,
             module=engine_module,
         )
@@ -100,7 +101,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.describe(
             version=__version__,
             model=model,
-            architecture=text.family.architecture,
+            architecture=checkpoint.architecture,
             digest=digest,
             device=settings.device,
             dtype=settings.dtype,
@@ -116,7 +117,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         components = Components(
             config,
             model,
-            text.family.architecture,
+            checkpoint.architecture,
             digest,
             text.longest(config.max_context),
             requests,
@@ -243,6 +244,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint) -> EngineSetting
         early_prefill_tokens=config.early_prefill_tokens,
         overlap=config.overlap == "yes" or (config.overlap == "auto" and device != "cpu"),
         session_share=config.session_share,
+        snapshot_share=config.snapshot_share,
         structure_cache_bytes=config.structure_cache_bytes,
         row_bytes=config.row_cache_bytes,
         row_levels=1 + len(vision.get("deepstack_visual_indexes") or ()),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
 
 from common.errors import InvalidInput
-from common.media.convert import MODALITIES
+from common.media.convert import MODALITIES, write_stages
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
 from llm_service.encoders.encoder_cache import EncoderCache
@@ -25,10 +25,15 @@ from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import MediaItem
 from twinlens import __version__
-from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
 from twinlens.v1.llm_pb2_grpc import LlmServiceServicer
 
+_TOLD = (
+    *("queued_items", "running_items", "vit_calls", "store_hits", "store_misses"),
+    *("store_bytes", "store_capacity_bytes"),
+)
+"""What an encoder says of its load that is passed on."""
 _REASONS = {
     "stop": llm_pb2.FINISH_REASON_STOP,
     "length": llm_pb2.FINISH_REASON_LENGTH,
@@ -190,19 +195,26 @@ class LlmServicer(LlmServiceServicer):
             kv_blocks_cached=state.kv_blocks_cached,
             prefix_query_tokens=state.prefix_query_tokens,
             graph_steps=state.graph_steps,
+            state_slots=state.state_slots,
+            state_slots_used=state.state_slots_used,
+            state_snapshots=state.state_snapshots,
             sessions=len(components.generator.sessions),
             cancelled_requests=outcomes["cancelled"],
-            stage_totals=_timings(components.generator.stage_totals),
+            stage_totals=[
+                media_pb2.StageTiming(stage=stage, seconds=seconds)
+                for stage, seconds in components.generator.stage_totals.items()
+            ],
             encoders=[
                 llm_pb2.EncoderStatus(
-                    address=peer.address,
-                    usable=peer.usable,
-                    in_flight=peer.in_flight,
-                    shared_memory=peer.region is not None,
-                    cuda_ipc=peer.device is not None and bool(peer.device.devices),
-                    failures=peer.breaker.failures,
+                    address=replica.address,
+                    usable=replica.usable,
+                    in_flight=replica.in_flight,
+                    shared_memory=encoder_pb2.TRANSPORT_SHARED_MEMORY in replica.transports,
+                    cuda_ipc=encoder_pb2.TRANSPORT_CUDA_IPC in replica.transports,
+                    failures=replica.breaker.failures,
+                    **{field: getattr(replica.told, field) for field in _TOLD},
                 )
-                for peer in components.pool.peers
+                for replica in components.pool.replicas
             ],
         )
 
@@ -281,9 +293,5 @@ def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
         reason=_REASONS[event.reason],
         usage=usage,
         stop_text=event.stop_text,
-        timings=_timings(event.timings),
+        timings=write_stages(event.stages),
     )
-
-
-def _timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
-    return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]

@@ -27,6 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graph_bytes: int
     kv_cache_bytes: int
     kv_memory_share: float
+    snapshot_share: float
     block_size: int
     max_context: int
     max_running: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.layers.attention.tables import Tables
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.plan import Chunk
 from tests.plain_attention import paged_attention
 
@@ -49,8 +49,8 @@ class Case:
         """The back end's output and what it leaves in the cache are the plain ones."""
         query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
         here, there = self.cache.clone(), self.cache.clone()
-        tables = Tables.of(self.chunks, self.shape.block_size, self.qkv.device)
-        expected = paged_attention(query, key, value, there[0], tables)
+        metadata = AttentionMetadata.of(self.chunks, self.shape.block_size, self.qkv.device)
+        expected = paged_attention(query, key, value, there[0], metadata)
         given = backend.batch(self.chunks).attend(query, key, value, here[0])
         tolerance = TOLERANCE[query.dtype]
         torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)

@@ -27,10 +27,13 @@ from tests import reference  # noqa: F401 - makes the library importable beside 
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 Layout = Literal["hub", "saved"]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""One of each tower; `qwen3_vl_moe` has the tower of `qwen3_vl`."""
+"""Families that both services serve; `qwen3_vl_moe` has the tower of `qwen3_vl`."""
+
+TOWERS: tuple[Family, ...] = (*FAMILIES, "qwen3_5")
+"""One of each tower; `qwen3_5_moe` has the tower of `qwen3_5`."""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -102,14 +105,18 @@ _ARCHITECTURES: dict[Family, str] = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 _PROCESSORS: dict[Family, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "qwen3_5_moe": "Qwen3VLProcessor",
 }
-_TIED: dict[Family, bool] = {"qwen2_vl": True, "qwen2_5_vl": False, "qwen3_vl": False, "qwen3_vl_moe": False}
+_TIED: dict[Family, bool] = {family: family == "qwen2_vl" for family in _ARCHITECTURES}
 
 
 def make_checkpoint(
@@ -175,6 +182,8 @@ def _config(family: Family, tied: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         **ids,
     }
+    if family.startswith("qwen3_5"):
+        return {**head, "text_config": text | _hybrid(family, tied), "vision_config": _vision(family)}
     if family.startswith("qwen3"):
         text |= {
             "model_type": f"{family}_text",
@@ -195,6 +204,37 @@ def _config(family: Family, tied: bool) -> dict[str, Any]:
         "max_window_layers": 3,
     }
     return {**head, **text, "torch_dtype": "float32", "vision_config": _vision(family)}
+
+
+def _hybrid(family: Family, tied: bool) -> dict[str, Any]:
+    """What sets Qwen3.5's decoder apart: every fourth layer attends, the others are gated delta nets."""
+    text: dict[str, Any] = {
+        "model_type": f"{family}_text",
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "mamba_ssm_dtype": "float32",
+        "tie_word_embeddings": tied,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    }
+    if family == "qwen3_5_moe":
+        text |= {"num_experts": 6, "num_experts_per_tok": 2}
+        text |= {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+    return text
 
 
 def _vision(family: Family) -> dict[str, Any]:
@@ -241,7 +281,7 @@ def _vision(family: Family) -> dict[str, Any]:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [0, 2],
+        "deepstack_visual_indexes": [] if family.startswith("qwen3_5") else [0, 2],
         "initializer_range": 0.02,
     }
 
@@ -249,16 +289,22 @@ def _vision(family: Family) -> dict[str, Any]:
 def redraw(model: torch.nn.Module, seed: int) -> None:
     """Fills every parameter in place; shared ones once."""
     generator = torch.Generator().manual_seed(seed)
+    around_one = {f"{name}.weight" for name, module in model.named_modules() if not _norms_by_one_plus(module)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                noise = 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
+                noise = 0.1 * noise + (1.0 if name in around_one else 0.0)
             elif "experts" in name:  # stacked [experts, out, in]
                 noise *= 1.3 / parameter.shape[-1] ** 0.5
             elif "embed_tokens" not in name and "pos_embed" not in name:
                 noise *= 1.3 / parameter[0].numel() ** 0.5
             parameter.copy_(noise)
+
+
+def _norms_by_one_plus(module: torch.nn.Module) -> bool:
+    """Whether it is a norm that multiplies by 1 + weight."""
+    return type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 
 
 def _draw_generation(model: Any) -> None:

@@ -21,17 +21,33 @@ from triton.compiler import ASTSource
 from encoder_service.models import varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.tables import TILE
+from llm_service.layers.attention.metadata import TILE
 from llm_service.layers.attention.triton_backend import _Shape
+from llm_service.layers.gdn.backend import CHUNK, GdnShape
+from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
+from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import int8_kernel as int8_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_INTEGERS = ("slots", "tables", "lengths", "starts", "tiles")
+_INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs")
 _POINTERS = ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
-_POINTERS += ("gain", "query_gain", "key_gain")
+_POINTERS += (
+    "gain",
+    "query_gain",
+    "key_gain",
+    "mixed",
+    "qkv",
+    "z",
+    "a",
+    "b",
+    "convolution",
+    "conv",
+    "a_log",
+    "dt_bias",
+)
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
-_ALIGNED += ("query_row", "key_row", "value_row", "out_row")
+_ALIGNED += ("query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
 
 Needs = tuple[int, int, bool]
 """Bytes of shared memory, those of one thread's stack, and whether there are asynchronous copies."""
@@ -105,12 +121,31 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
 
 def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the decoder launches them, 4096 wide."""
-    heads = {"NORM": True, "HEAD": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
+    heads = {"NORM": True, "HEAD": head, "ROTARY": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
         "norm": compiled(capability, rows_gpu.norm_kernel, dtype, BLOCK=4096, num_warps=8),
         "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
         "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
     }
+
+
+def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """As `TritonBatch` of gated delta nets launches them, with the heads of a model of 4 B."""
+    shape = GdnShape(16, 32, 128, 128)
+    launch = KernelConstants(shape, dtype == torch.float32)
+    width, tile = {"WIDTH": shape.width, "num_warps": 4}, {"TILE": CHUNK, "num_warps": 4}
+    sizes = {"VALUE_DIM": shape.value_dim, "VALUES": launch.values}
+    made = {
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BLOCK": _CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **tile, "BLOCK": _RUN_CHANNELS}),
+        "conv keep": (gdn_kernels.conv_keep_kernel, {**width, "BLOCK": _CHANNELS}),
+        "step": (gdn_kernels.step_kernel, launch.step),
+        "system": (gdn_kernels.system_kernel, launch.system),
+        "scan": (gdn_kernels.scan_kernel, launch.scan),
+        "norm gate": (gdn_kernels.norm_gate_kernel, {**tile, **sizes}),
+    }
+    wide = ("recurrent", "inverse", "within")
+    return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
 
 
 def main(capability: int) -> dict[str, Needs]:
@@ -122,6 +157,10 @@ def main(capability: int) -> dict[str, Needs]:
         made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
     found |= {f"{kernel} bf16 72": taken for kernel, taken in vision(capability, torch.bfloat16, 72).items()}
+    for dtype in (torch.bfloat16, torch.float32):
+        found |= {
+            f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
+        }
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
     found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)

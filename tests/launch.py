@@ -116,7 +116,7 @@ def llm_server(
     model: Path, *encoders: str, light: bool = True, exit_code: int | None = 0, **flags: object
 ) -> Iterator[Service]:
     """An LLM service on a free port, with the encoders at these addresses."""
-    given = _flags(model=model, listen="127.0.0.1:0", encoders=",".join(encoders), **flags)
+    given = _flags(**{"model": model, "listen": "127.0.0.1:0", "encoders": ",".join(encoders), **flags})
     with launch(_LLM[light], *given, exit_code=exit_code) as service:
         yield service
 

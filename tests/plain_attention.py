@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.tables import Tables
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.plan import Chunk
 
 
-def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, tables: Tables) -> Tensor:
-    """As `AttentionBatch.attend`, in float32, reading no more than `tables` says; rows of padding stay NaN."""
+def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """As `AttentionBatch.attend`, in float32, reading no more than `metadata` says; rows of padding stay NaN."""
     group = query.shape[1] // key.shape[1]
     keys, values = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
-    keys[tables.slots.long()], values[tables.slots.long()] = key, value
+    keys[metadata.slot_mapping.long()], values[metadata.slot_mapping.long()] = key, value
     out = torch.full_like(query, torch.nan)
     size = cache.shape[2]
-    for n, length in enumerate(tables.lengths.tolist()):
+    for n, length in enumerate(metadata.seq_lens.tolist()):
         if not length:
             continue
-        begin, end = tables.starts[n : n + 2].tolist()
+        begin, end = metadata.query_start_loc[n : n + 2].tolist()
         position = torch.arange(length, device=query.device)
-        slots = tables.blocks[n, position // size].long() * size + position % size
+        slots = metadata.block_table[n, position // size].long() * size + position % size
         k, v = (each[slots].float().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
         q = query[begin:end].float().transpose(0, 1)
         mask = torch.ones(end - begin, length, dtype=torch.bool, device=query.device).tril(length - (end - begin))
@@ -36,21 +36,21 @@ def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, ta
 
 @dataclass(frozen=True)
 class PlainTables:
-    """A back end that follows `Tables`, for graphs: it reads them anew at each use."""
+    """A back end that follows `AttentionMetadata`, for graphs: it reads them anew at each use."""
 
     shape: CacheShape
     name: str = "plain"
 
-    def batch(self, chunks: Sequence[Chunk]) -> PlainTablesBatch:
-        return self.over(Tables.of(chunks, self.shape.block_size, torch.device("cpu")))
+    def batch(self, chunks: Sequence[Chunk]) -> PlainMetadataBatch:
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, torch.device("cpu")))
 
-    def over(self, tables: Tables) -> PlainTablesBatch:
-        return PlainTablesBatch(tables)
+    def over(self, metadata: AttentionMetadata) -> PlainMetadataBatch:
+        return PlainMetadataBatch(metadata)
 
 
 @dataclass(frozen=True)
-class PlainTablesBatch:
-    tables: Tables
+class PlainMetadataBatch:
+    metadata: AttentionMetadata
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        return paged_attention(query, key, value, cache, self.tables)
+        return paged_attention(query, key, value, cache, self.metadata)

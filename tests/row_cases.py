@@ -7,22 +7,24 @@ from pathlib import Path
 import torch
 
 from llm_service.layers.ops import RowOps, apply_rotary
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from tests import pictures
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORMS = ((1, 64), (3, 96), (2, 4096))
 """Rows, and how long they are."""
-HEADS = ((4, 2, 16), (9, 3, 80), (1, 1, 128))
-"""Query heads, key heads, and their size."""
+HEADS = ((4, 2, 16, 16), (9, 3, 80, 80), (1, 1, 128, 128), (3, 1, 96, 24))
+"""Query heads, key heads, their size, and how much of it is rotated."""
 GATES = (24, 1500)
 
 
 def check_norm(ops: RowOps, rows: int, size: int, dtype: torch.dtype, device: str) -> None:
-    """Of rows that are a part of longer ones."""
-    x, gain = _drawn(rows, size + 16, dtype, device)[:, :size], _drawn(1, size, dtype, device, 1)[0]
-    _same(ops.rms_norm(x, gain, 1e-6), _norm(x, gain))
+    """Of rows that are a part of longer ones, with a gain of their type and with one in float32."""
+    x = _drawn(rows, size + 16, dtype, device)[:, :size]
+    for kind in {dtype, torch.float32}:
+        gain = _drawn(1, size, kind, device, 1)[0]
+        _same(ops.rms_norm(x, gain, 1e-6), _norm(x, gain))
 
 
 def check_qk_norm_rotary(
@@ -30,23 +32,25 @@ def check_qk_norm_rotary(
     queries: int,
     keys: int,
     head: int,
+    rotary: int,
     dtype: torch.dtype,
     device: str,
     *,
     normed: bool,
     tokens: int = 5,
 ) -> None:
-    """Of heads that lie before the values."""
+    """Of heads that lie before the values; normed with gains of their type and with such in float32."""
     x = _drawn(tokens, (queries + 2 * keys) * head, dtype, device).view(tokens, queries + 2 * keys, head)
-    angles = _drawn(tokens, head // 2, torch.float32, device, 1).repeat(1, 2).unsqueeze(1)
+    angles = _drawn(tokens, rotary // 2, torch.float32, device, 1).repeat(1, 2).unsqueeze(1)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    query, key, _ = x.split([queries, keys, keys], dim=1)
-    gains = None
-    if normed:
-        gains = (_drawn(1, head, dtype, device, 2)[0], _drawn(1, head, dtype, device, 3)[0])
-        query, key = _norm(query, gains[0]), _norm(key, gains[1])
-    expected = torch.cat([apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)], dim=1)
-    _same(ops.qk_norm_rotary(x, (cosine, sine), queries, keys, gains, 1e-6), expected)
+    for kind in {dtype, torch.float32} if normed else {None}:
+        query, key, _ = x.split([queries, keys, keys], dim=1)
+        gains = None
+        if kind is not None:
+            gains = (_drawn(1, head, kind, device, 2)[0], _drawn(1, head, kind, device, 3)[0])
+            query, key = _norm(query, gains[0]), _norm(key, gains[1])
+        expected = torch.cat([apply_rotary(query, cosine, sine), apply_rotary(key, cosine, sine)], dim=1)
+        _same(ops.qk_norm_rotary(x, (cosine, sine), queries, keys, gains, 1e-6), expected)
 
 
 def check_silu_and_mul(ops: RowOps, inner: int, dtype: torch.dtype, device: str) -> None:
@@ -59,7 +63,7 @@ def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:
     """What a whole decoder says of a picture."""
     prompts = [make_prompt(folder, [pictures.photograph("coffee").resize((90, 60)), "What is it?"])]
     return LocalEngine(folder, weight_dtype=weight_dtype).run(
-        prompts, Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+        prompts, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     )
 
 
@@ -68,7 +72,8 @@ def _drawn(rows: int, size: int, dtype: torch.dtype, device: str, seed: int = 0)
 
 
 def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return gain * torch.nn.functional.rms_norm(x.float(), gain.shape, None, 1e-6).to(x.dtype)
+    normal = torch.nn.functional.rms_norm(x.float(), gain.shape, None, 1e-6)
+    return (gain * (normal if gain.dtype == torch.float32 else normal.to(x.dtype))).to(x.dtype)
 
 
 def _same(given: torch.Tensor, expected: torch.Tensor) -> None:

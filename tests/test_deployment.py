@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,8 +57,21 @@ def test_the_encoder_is_taken_apart_in_time() -> None:
     assert encoder_server.LAST_SECONDS + tracing.LAST_SECONDS + 1 + 1 <= MARGIN
 
 
+def test_what_the_image_is_made_of_is_let_into_the_build() -> None:
+    """Everything is ignored but what is named after an exclamation mark."""
+    ignored, *let_in = (ROOT / ".dockerignore").read_text().split()
+    assert ignored == "**"
+    copied = [line.split()[1:-1] for line in DOCKERFILE.splitlines() if re.match(r"COPY (?!--from)", line)]
+    names = {word.removeprefix("!") for word in let_in if word.startswith("!")}
+    for source in (source for sources in copied for source in sources):
+        assert source in names or any(name.startswith(f"{source}/") for name in names), source
+
+
 each_composed = pytest.mark.parametrize("name", [name for name in COMPOSE["services"] if name != "gateway"])
 each_deployment = pytest.mark.parametrize("name", of_kind("Deployment"))
+each_of_both_services = pytest.mark.parametrize(
+    "name", [name for name in of_kind("Deployment") if name != "twinlens-gateway"]
+)
 
 
 class TestCompose:
@@ -110,7 +124,7 @@ class TestKubernetes:
         (container,) = self.pod(name)["containers"]
         return container
 
-    @each_deployment
+    @each_of_both_services
     def test_the_command_is_understood_and_its_ports_are_those_that_are_named(self, name: str) -> None:
         container = self.container(name)
         config, full_name = configured([*container["command"], *container["args"]])
@@ -122,7 +136,7 @@ class TestKubernetes:
         spec = of_kind("Deployment")[name]["template"]["metadata"]
         assert spec["annotations"]["prometheus.io/port"] == str(ports["metrics"])
 
-    @each_deployment
+    @each_of_both_services
     def test_calls_may_end_before_the_pod_is_killed(self, name: str) -> None:
         container = self.container(name)
         config, _ = configured([*container["command"], *container["args"]])
@@ -130,7 +144,7 @@ class TestKubernetes:
         needed = int(pause) + config.grace_seconds + MARGIN
         assert self.pod(name)["terminationGracePeriodSeconds"] >= needed
 
-    @each_deployment
+    @each_of_both_services
     def test_a_service_is_given_as_long_to_start_as_it_gives_its_processes(self, name: str) -> None:
         container = self.container(name)
         config, _ = configured([*container["command"], *container["args"]])
@@ -154,6 +168,37 @@ class TestKubernetes:
         assert of_kind("Service")[name]["selector"] == labels
         assert of_kind("NetworkPolicy")[name]["podSelector"]["matchLabels"] == labels
 
+    def test_the_gateway_is_probed_where_it_listens_and_its_tokens_are_a_secrets(self, tmp_path: Path) -> None:
+        pod, container = self.pod("twinlens-gateway"), self.container("twinlens-gateway")
+        (folder,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tokens"]
+        (secret,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tokens"]
+        tokens = tmp_path / "tokens"
+        tokens.write_text("one\ntwo\n")
+        assert container["command"] == ["python", "-m", "gateway"]
+        args = [word.replace(f"{folder}/", f"{tmp_path}/") for word in container["args"]]
+        config = load(GatewayConfig, "TEST", "", args, {})
+        assert config.tokens() == (b"one", b"two")
+        assert secret == {"secretName": "twinlens-gateway-tokens"}
+        (named,) = container["ports"]
+        assert named == {"name": "http", "containerPort": port(config.listen)}
+        for probe, path in (("readinessProbe", "/health/ready"), ("livenessProbe", "/health/live")):
+            assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+        (served,) = of_kind("Service")["twinlens-gateway"]["ports"]
+        assert served["targetPort"] == "http"
+        annotations = of_kind("Deployment")["twinlens-gateway"]["template"]["metadata"]["annotations"]
+        assert annotations["prometheus.io/port"] == str(port(config.listen))
+        _, pause = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert pod["terminationGracePeriodSeconds"] >= int(pause) + config.grace_seconds + MARGIN
+
+    def test_the_gateways_find_the_llm_services_and_are_let_in_there(self) -> None:
+        (address,) = [word for word in self.container("twinlens-gateway")["args"] if word.startswith("--llm=")]
+        service = of_kind("Service")["twinlens-llm"]
+        assert service["clusterIP"] == "None", "one address would hide all LLM services but one"
+        assert address == f"--llm=dns:///twinlens-llm:{service['ports'][0]['port']}"
+        callers, _ = of_kind("NetworkPolicy")["twinlens-llm"]["ingress"]
+        labels = of_kind("Deployment")["twinlens-gateway"]["template"]["metadata"]["labels"]
+        assert {"podSelector": {"matchLabels": labels}} in callers["from"]
+
     def test_the_encoders_are_looked_up_by_their_services_name(self) -> None:
         container = self.container("twinlens-llm")
         config, _ = configured([*container["command"], *container["args"]])
@@ -169,8 +214,9 @@ class TestKubernetes:
 
 
 def gauges() -> Iterator[str]:
-    """What both services tell of a moment; a total would have to be made a rate first."""
-    for service, prefix in (("encoder_service", "twinlens_encoder"), ("llm_service", "twinlens_llm")):
+    """What each process tells of a moment; a total would have to be made a rate first."""
+    told = {"encoder_service": "twinlens_encoder", "llm_service": "twinlens_llm", "gateway": "twinlens_gateway"}
+    for service, prefix in told.items():
         for node in ast.walk(ast.parse((ROOT / service / "meters.py").read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "gauge":
                 yield f"{prefix}_{ast.literal_eval(node.args[0])}"

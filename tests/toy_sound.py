@@ -1,22 +1,26 @@
-"""A third modality in a row of the table and this module: `python -m tests.toy_sound` is an encoder that serves sounds.
+"""A third modality in this module: `python -m tests.toy_sound` is an encoder whose family serves sounds as well.
 
 A file is `TOY!` and samples of 8 bits, four in a second. Four samples are a patch, and four patches a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.__main__ import main
-from encoder_service.families.family import ModelConfig
+from encoder_service.families.family import Processor
+from encoder_service.families.qwen3_vl import QWEN3_VL
+from encoder_service.families.registry import FAMILIES
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.limits import MediaLimits
-from encoder_service.media.messages import Begin
+from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.modalities import SPECS, ModalitySpec
 from encoder_service.media.sniff import Format
 
@@ -34,7 +38,7 @@ def encoded(samples: bytes) -> bytes:
 class SoundFile:
     """Reads a file in the decode process."""
 
-    def __init__(self, data: bytes, begin: Begin) -> None:
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None:
         self._samples = np.frombuffer(data[len(_HEAD) :], np.uint8)
 
     @staticmethod
@@ -53,20 +57,34 @@ def _check(seen: Inspection, field: str, limits: MediaLimits) -> None:
         raise InvalidInput("the sound is too long", reason="VIDEO_TOO_LONG", field=field)
 
 
-def _plan(seen: Inspection, config: ModelConfig, options: Options) -> Plan:
-    rows = seen.frames // 16
-    return Plan(Grid(rows, 2, 2), rows, tuple(range(16 * rows)), 1, 1, (1, 1), tuple(map(float, range(rows))), 4.0)
+@dataclass(frozen=True, slots=True)
+class SoundProcessor:
+    """Sixteen samples a row; a patch has `numbers`."""
+
+    numbers: int
+    merge: int = 2
+    preprocess: str = "tests.toy_sound:sound_patches"
+
+    def plan(self, seen: Inspection, options: Options) -> Plan:
+        rows = seen.frames // 16
+        return Plan(Grid(rows, 2, 2), rows, tuple(range(16 * rows)), 1, 1, (1, 1), tuple(map(float, range(rows))), 4.0)
+
+    def plan_pixels(self, given: Pixels, options: Options) -> Plan:
+        raise InvalidInput("a sound has no pixels", reason="BAD_PIXELS")
 
 
-def _plan_pixels(given: Pixels, config: ModelConfig, options: Options) -> Plan:
-    raise InvalidInput("a sound has no pixels", reason="BAD_PIXELS")
-
-
-def sound_patches(samples: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
+def sound_patches(samples: Tensor, size: tuple[int, int], processor: SoundProcessor) -> Tensor:
     """Patches [samples / 4, dim] float32 of samples [T, 1, 1, 3] uint8: the mean of each four, all over the patch."""
-    pixels = config.image
     means = samples[:, 0, 0, 0].float().view(-1, 4).mean(1) / 255
-    return means[:, None].repeat(1, 3 * pixels.temporal * pixels.patch**2)
+    return means[:, None].repeat(1, processor.numbers)
+
+
+def _processors(checkpoint: Checkpoint, tower: Mapping[str, Any]) -> Mapping[Modality, Processor]:
+    sounds = SoundProcessor(3 * tower["temporal_patch_size"] * tower["patch_size"] ** 2)
+    return {**QWEN3_VL.processors(checkpoint, tower), Modality.AUDIO: sounds}
+
+
+FAMILY = replace(QWEN3_VL, processors=_processors)
 
 
 SPEC = ModalitySpec(
@@ -80,12 +98,16 @@ SPEC = ModalitySpec(
     max_frames=lambda limits: limits.max_frames,
     too_large="VIDEO_TOO_LARGE",
     check=_check,
-    plan=_plan,
-    plan_pixels=_plan_pixels,
     decoder="tests.toy_sound:SoundFile",
-    preprocess="tests.toy_sound:sound_patches",
 )
 
-if __name__ == "__main__":
+
+def register() -> None:
+    """Serves sounds in this process."""
     SPECS[Modality.AUDIO] = SPEC
-    main()
+    FAMILIES["qwen3_vl"] = FAMILY
+
+
+if __name__ == "__main__":
+    register()
+    main(worker="tests.toy_sound_worker")

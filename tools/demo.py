@@ -54,10 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (NotStartedError, TwinlensError) as error:
             print(f"\ndemo: {error}\n\nthe services' last words:\n{_tail(log)}", file=sys.stderr)
             return 1
-    if works:
-        print("\n`make up` serves the same: gRPC on 127.0.0.1:7002, OpenAI's API on http://127.0.0.1:8000/v1")
-    print("\nboth services have stopped" if works else "\ndemo: the caches did not do what they should")
-    return 0 if works else 1
+        except KeyboardInterrupt:
+            print("\ndemo: interrupted; both services have stopped", file=sys.stderr)
+            return 130
+    if not works:
+        print("\ndemo: the caches did not do what they should")
+        return 1
+    print("\nboth services have stopped; `make up` serves the same until Ctrl-C")
+    print("gRPC on 127.0.0.1:7002, OpenAI's API on http://127.0.0.1:8000/v1, and a page to drop your own pictures on:")
+    print("make up     # then open http://127.0.0.1:8000/")
+    return 0
 
 
 def _model(folder: Path) -> Path:

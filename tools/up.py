@@ -1,25 +1,29 @@
 """Both services and the gateway in the foreground until Ctrl-C, which lets running requests finish.
 
-The first encoder listens on port 7001, the LLM service on 7002, further encoders on 7003 and up, the gateway on 8000.
+The first encoder listens on port 7001, the LLM service on the next, further encoders on those after it, the gateway
+on 8000.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 
 from tools.launcher import Service
 
-_LLM_PORT = 7002
 _DEMO_MODEL = "models/demo"
+_GATEWAY = "gateway"
 
 Changes = SimpleQueue[None]
 """What wakes the main thread. Unlike an event, it may be put into by a signal that interrupts the waiting for it."""
@@ -28,10 +32,17 @@ Changes = SimpleQueue[None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until a signal comes (exit code 0), or until a service ends by itself (1)."""
     arguments = _parse(argv)
+    commands = _commands(arguments)
+    if taken := [address for _, _, flags in commands for address in _listened(flags) if _is_taken(address)]:
+        print(
+            f"make up: another program listens on {' and '.join(taken)}; stop it, or choose other ports:"
+            " make up ARGS='--port 7101 --http-port 8100'",
+            file=sys.stderr,
+        )
+        return 1
     changes: Changes = SimpleQueue()
     services: list[Service] = []
     signals = _Signals(changes, services)
-    commands = _commands(arguments)
     print(f"starting {', '.join(name for name, _, _ in commands)} with {arguments.model} …", flush=True)
     with ExitStack() as running:
         for name, module, flags in commands:
@@ -72,6 +83,8 @@ def _watch(services: Sequence[Service], changes: Changes, signals: _Signals) -> 
             waiting.remove(service)
             print(f"{service.name} serves on {service.address}", flush=True)
             if not waiting:
+                for page in [each.address for each in services if each.name == _GATEWAY]:
+                    print(f"drop pictures on: http://{page}/", flush=True)
                 print(f'ask with: {_client()} ask --image F "question"     stop with: Ctrl-C', flush=True)
 
 
@@ -83,17 +96,17 @@ def _client() -> Path:
 def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     """Name, module and flags of each service. They are stopped from the last on: gateway, LLM service, encoders."""
     model = ["--model", arguments.model]
-    encoders = [f"{arguments.host}:{port}" for port in _encoder_ports(arguments.encoders)]
+    encoders = [f"{arguments.host}:{port}" for port in _encoder_ports(arguments.port, arguments.encoders)]
     commands = [
         (f"encoder {number}", "encoder_service", [*model, "--listen", address])
         for number, address in enumerate(encoders, start=1)
     ]
-    llm = f"{arguments.host}:{_LLM_PORT}"
+    llm = f"{arguments.host}:{arguments.port + 1}"
     flags = ["--listen", llm, "--encoders", ",".join(encoders)]
     commands.append(("LLM", "llm_service", [*model, *flags, *_parallel(arguments.tp)]))
     if arguments.http_port:
         http = f"{arguments.host}:{arguments.http_port}"
-        commands.append(("gateway", "gateway", ["--listen", http, "--llm", llm]))
+        commands.append((_GATEWAY, "gateway", ["--listen", http, "--llm", llm]))
     return commands
 
 
@@ -101,13 +114,29 @@ def _parallel(ranks: int) -> list[str]:
     return ["--tp", str(ranks)] if ranks > 1 else []
 
 
-def _encoder_ports(count: int) -> list[int]:
-    """7001, then 7003 and up: 7002 is the LLM service's.
+def _encoder_ports(first: int, count: int) -> list[int]:
+    """The first, and from the third on: the second is the LLM service's.
 
-    >>> _encoder_ports(3)
+    >>> _encoder_ports(7001, 3)
     [7001, 7003, 7004]
     """
-    return [7001, *range(7003, 7002 + count)]
+    return [first, *range(first + 2, first + 1 + count)]
+
+
+def _listened(flags: Sequence[str]) -> list[str]:
+    """The address that a service is told to listen on."""
+    return [value for flag, value in pairwise(flags) if flag == "--listen"]
+
+
+def _is_taken(address: str) -> bool:
+    """Whether another program listens there; what else may be wrong with an address, its service says."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family):
+            return False
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,12 +152,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     default = "(default: %(default)s)"
     parser.add_argument("--model", default=_DEMO_MODEL, help=f"a checkpoint's folder or hub name {default}")
     parser.add_argument("--host", default="127.0.0.1", help=f"the address to listen on {default}")
+    parser.add_argument("--port", type=int, default=7001, help=f"the first encoder's port {default}")
     parser.add_argument("--encoders", type=int, default=1, help=f"encoder processes {default}")
     parser.add_argument("--http-port", type=int, default=8000, help=f"the gateway's port; 0: no gateway {default}")
     parser.add_argument("--tp", type=int, default=1, help=f"tensor-parallel ranks {default}")
     arguments = parser.parse_args(argv)
     if arguments.encoders < 1 or arguments.tp < 1:
         parser.error("--encoders and --tp are at least 1")
+    if not (0 < arguments.port < 65536 - arguments.encoders and 0 <= arguments.http_port < 65536):
+        parser.error("a port is a number up to 65535")
     if arguments.model == _DEMO_MODEL and not Path(_DEMO_MODEL).is_dir():
         parser.error(f"{_DEMO_MODEL} is not in this folder: name a checkpoint with --model (MODEL=… for make)")
     return arguments

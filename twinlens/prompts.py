@@ -18,6 +18,7 @@ from twinlens.v1 import (
     Media,
     MediaOptions,
     Modality,
+    ResumedChoice,
     SamplingParams,
     TextInput,
     TokensInput,
@@ -127,6 +128,8 @@ def generate_request(
     session_id: str = "",
     tools: Sequence[ToolDefinition] = (),
     thinking: bool | None = None,
+    resume: Sequence[ResumedChoice] = (),
+    max_handovers: int | None = None,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools` and
     `thinking` (see `ChatInput`) go with a conversation alone, else ValueError."""
@@ -137,6 +140,8 @@ def generate_request(
         cache_salt=cache_salt,
         priority=priority,
         session_id=session_id,
+        resume=resume,
+        max_handovers=max_handovers,
     )
     if isinstance(prompt, TextInput | TokensInput) and (tools or thinking is not None):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from common.errors import DataLoss, InvalidInput, Unsupported
 from common.media.item import Embedding, Grid, Header, Key, Media, Modality, Options, Pixels, Source, Url
+from common.stages import Stage
 from common.wire import DType, RowLayout, crc32c
 from twinlens.v1 import encoder_pb2, media_pb2
 
@@ -154,6 +156,26 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
 
 Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows
 """Messages with a checksum of their own."""
+
+
+def write_stages(stages: Mapping[str, Stage]) -> list[media_pb2.StageTiming]:
+    """Stages whose moments are counted from the call's arrival."""
+    return [
+        media_pb2.StageTiming(stage=name, seconds=stage.seconds, start_seconds=stage.began, end_seconds=stage.ended)
+        for name, stage in stages.items()
+    ]
+
+
+def read_stages(given: Iterable[media_pb2.StageTiming], called: float) -> dict[str, Stage]:
+    """An encoder's stages on our clock, which was at `called` when it was called; what is no number is not known."""
+
+    def moment(stage: media_pb2.StageTiming, field: str) -> float | None:
+        value: float = getattr(stage, field)
+        return called + value if stage.HasField(field) and math.isfinite(value) else None
+
+    return {
+        each.stage: Stage(each.seconds, moment(each, "start_seconds"), moment(each, "end_seconds")) for each in given
+    }
 
 
 def add_checksum(message: Checked) -> None:

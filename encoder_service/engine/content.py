@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any, Generic, TypeVar
 
 from common.errors import TwinlensError
 from common.media import data_url
 from common.media.identity import content_key, sized
 from common.media.item import Encoded, Key, Modality, Url
+from encoder_service.engine.single_flight import SingleFlight
 from encoder_service.item import Item
 from encoder_service.media.checks import check_item
 from encoder_service.media.fetch import Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.modalities import SPECS
-
-KeyT = TypeVar("KeyT", bound=Hashable)
-T = TypeVar("T")
 
 
 class Contents:
@@ -67,31 +62,3 @@ class Contents:
     def check_integrity(self) -> None:
         """Raises AssertionError where, at idle, a download goes on."""
         assert not self._downloads.running, "a download has no end"
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Work(Generic[T]):
-    task: asyncio.Task[T]
-    waiters: int = 0
-
-
-class SingleFlight(Generic[KeyT, T]):
-    """Work that is done once for all who want it at the same time; it is cancelled when the last of them has left."""
-
-    def __init__(self) -> None:
-        self.running: dict[KeyT, _Work[T]] = {}
-
-    async def run(self, key: KeyT, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work`, or of the same work that was begun for another caller."""
-        one = self.running.get(key)
-        if one is None:
-            one = self.running[key] = _Work(asyncio.create_task(work()))
-        one.waiters += 1
-        try:
-            return await asyncio.shield(one.task)
-        finally:
-            one.waiters -= 1
-            if one.task.done() or not one.waiters:
-                one.task.cancel()
-                if self.running.get(key) is one:
-                    del self.running[key]

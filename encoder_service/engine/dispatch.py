@@ -17,13 +17,13 @@ from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, 
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Workers, WorkerSlot
-from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, FromWorker, Piece
+from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, FromWorker, Piece, WorkerSettings
 
 _log = log.get("dispatch")
 
 
 class Dispatcher:
-    """Runs units on `begins`, one worker each. `start` and `stop` are its owner's.
+    """Runs units on `settings`, one worker each. `start` and `stop` are its owner's.
 
     A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
     and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
@@ -35,7 +35,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        begins: Sequence[Begin],
+        settings: Sequence[WorkerSettings],
         fds: tuple[int, int],
         *,
         budget: int,
@@ -58,7 +58,7 @@ class Dispatcher:
         self._on_batch = on_batch
         self.pools = pools or DevicePools(row_bytes=0)
         self._workers = Workers(
-            begins,
+            settings,
             fds,
             self.pools,
             start_seconds=start_seconds,
@@ -95,7 +95,7 @@ class Dispatcher:
     @property
     def devices(self) -> list[str]:
         """Where each worker computes."""
-        return [begin.device for begin in self._workers.begins]
+        return [each.device for each in self._workers.settings]
 
     @property
     def waiting(self) -> Sequence[Unit]:

@@ -27,7 +27,7 @@ _LINGER = 1.0
 _log = log.get("encode")
 
 
-class Encoder:
+class EncoderEngine:
     """The engine. It owns none of its parts; the server starts and stops them.
 
     At most `items` items and `size` bytes of media are held at once. A video of which some is computed goes on for

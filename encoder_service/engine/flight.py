@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable
 from common.media.item import Header, Key
+from common.stages import Stage, add
 from encoder_service.engine.admission import Reservation
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry
@@ -66,11 +67,11 @@ class Progress:
 
 
 class StageTimes:
-    """What is being done for an item now, and the seconds that stages have taken, which count in `totals` as well."""
+    """What is being done for an item now, and the stages so far, whose seconds count in `totals` as well."""
 
     def __init__(self, stage: str, totals: MutableMapping[str, float]) -> None:
         self.stage = stage
-        self.seconds: dict[str, float] = {}
+        self.stages: dict[str, Stage] = {}
         self._totals = totals
 
     @contextmanager
@@ -80,12 +81,12 @@ class StageTimes:
         try:
             yield
         finally:
-            self.add(stage, time.perf_counter() - started)
+            self.add(stage, Stage.between(started, time.perf_counter()))
 
-    def add(self, stage: str, seconds: float) -> None:
+    def add(self, name: str, stage: Stage) -> None:
         """Counts time that a stage has taken."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        self._totals[stage] = self._totals.get(stage, 0.0) + seconds
+        add(self.stages, name, stage)
+        self._totals[name] = self._totals.get(name, 0.0) + stage.seconds
 
 
 def _future() -> asyncio.Future[Any]:
@@ -221,7 +222,7 @@ class Flight:
 
 
 class Ticket:
-    """One caller's hold on an item. Valid inside `Encoder.ticket`, for one task at a time, after `Encoder.resolve`.
+    """One caller's hold on an item. Valid inside `EncoderEngine.ticket`, for one task at a time, after its `resolve`.
 
     That sets `flight` or `found`, the store's entry; until then `times` says what is being done to learn what the item
     is. `rows` says whether the caller wants them, or the header alone.
@@ -249,9 +250,9 @@ class Ticket:
         return "queue" if stage == "vit" and not self.flight.started else stage
 
     @property
-    def timings(self) -> dict[str, float]:
-        """Seconds by stage."""
-        return self.times.seconds | (self.flight.times.seconds if self.flight else {})
+    def stages(self) -> dict[str, Stage]:
+        """What was done for it so far."""
+        return self.times.stages | (self.flight.times.stages if self.flight else {})
 
     async def header(self) -> Header:
         """Dimensions and key, as soon as they are known; raises the item's error."""

@@ -59,18 +59,19 @@ class MediaLoader:
 
     async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
         """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
-        item, config, spec = flight.item, self.config, SPECS[flight.item.modality]
+        item, spec = flight.item, SPECS[flight.item.modality]
+        processor = self.config.processors[item.modality]
         match item.source:
             case Embedding() as rows:
-                checks.check_rows(rows, item, self.layout, config.image.merge, self._max_patches, self._limits)
+                checks.check_rows(rows, item, self.layout, processor.merge, self._max_patches, self._limits)
                 await in_thread(checks.check_finite, rows, f"{item.field}.embedding")
                 return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
             case Pixels() as pixels:
-                plan = spec.plan_pixels(pixels, config, item.options)
+                plan = processor.plan_pixels(pixels, item.options)
             case _:
                 seen = await self._inspect(flight, time_budget)
                 spec.check(seen, item.field, self._limits)
-                plan = spec.plan(seen, config, item.options)
+                plan = processor.plan(seen, item.options)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return plan
 

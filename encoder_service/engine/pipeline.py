@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from common.arena import Range
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Header, Key
+from common.stages import Stage
 from common.tasks import wait_until_done
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.content import Contents
@@ -171,11 +172,25 @@ class Pipeline:
             await work.run(frames, self._batch_patches)
         finally:
             now = time.perf_counter()
-            begun = min((unit.started_at for unit in flight.units if unit.started_at), default=now)
-            preprocess = min(sum(unit.preprocess for unit in flight.units), now - begun)
-            flight.times.add("queue", begun - submitted)
-            flight.times.add("preprocess", preprocess)
-            flight.times.add("vit", now - begun - preprocess)
+            for name, stage in _stages_of(flight.units, submitted, now).items():
+                flight.times.add(name, stage)
+
+
+def _stages_of(units: Sequence[Unit], submitted: float, now: float) -> dict[str, Stage]:
+    """What happened from the moment in which the first unit was submitted until now, when the last one has ended. While
+    a worker preprocesses one unit, it computes none."""
+    started = [unit for unit in units if unit.started_at]
+    first = min(started, key=lambda unit: unit.started_at, default=None)
+    if first is None:
+        return {"queue": Stage.between(submitted, now), "preprocess": Stage(0.0), "vit": Stage(0.0)}
+    preprocess = min(sum(unit.preprocess for unit in started), now - first.started_at)
+    prepared = min(max(unit.started_at + unit.preprocess for unit in started), now)
+    computed = min(first.started_at + first.preprocess, now)
+    return {
+        "queue": Stage.between(submitted, first.started_at),
+        "preprocess": Stage(preprocess, first.started_at, prepared),
+        "vit": Stage(now - first.started_at - preprocess, computed, now),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,25 +210,19 @@ class _ItemWork:
         return len(self.plan.frames) // self.plan.grid.t
 
     async def run(self, frames: Progress, batch_patches: int) -> None:
-        """Queues each piece when its frames are there; returns or raises when no worker can write rows any more.
+        """Has each piece computed once its frames are there; returns or raises when no worker can write rows any more.
 
-        The first piece that fails is the end of `frames`: those that are still to come are of no use.
+        The first piece that fails ends the others: those that are still to come are of no use.
         """
-        units = self.flight.units
+        cuts = self._cut(frames, batch_patches)
+        self.flight.cut(len(cuts))
         try:
-            cuts = self._cut(frames, batch_patches)
-            self.flight.cut(len(cuts))
-            for first, end in cuts:
-                await frames.reach(end * self.frames_per_group)
-                self._submit(first, end, frames)
-            await asyncio.wait([unit.done for unit in units], return_when=asyncio.FIRST_EXCEPTION)
-            if errors := _errors(units):
-                raise errors[0]
-        finally:
-            for unit in units:
-                self.dispatcher.withdraw(unit)
-            await wait_until_done(asyncio.gather(*(unit.done for unit in units), return_exceptions=True))
-            _errors(units)  # one is raised; nobody asks for the others
+            async with asyncio.TaskGroup() as pieces:
+                for first, end in cuts:
+                    await frames.reach(end * self.frames_per_group)
+                    pieces.create_task(self._compute(first, end))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:
         """Runs of frame groups [first, end). Smaller ones where frames are still to come: so work can begin, and what
@@ -222,20 +231,20 @@ class _ItemWork:
         budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
         return cut(self.plan.grid, budget, self.dispatcher.alive, _WORTH_CUTTING)
 
-    def _submit(self, first: int, end: int, frames: Progress) -> None:
+    async def _compute(self, first: int, end: int) -> None:
+        """Has a worker compute frame groups [first, end). Cancelled, it waits for one that has begun."""
         flight, grid = self.flight, self.plan.grid
-        first_row = first * self.plan.tokens // grid.t
-
-        def on_done(_: asyncio.Future[None]) -> None:
-            for error in _errors([unit]):
-                frames.fail(error)
-            flight.unit_done(unit, first_row)
-
-        unit = self.dispatcher.submit(
-            flight.key, self._piece(first, end), (end - first) * grid.h * grid.w, flight.priority, first
-        )
-        unit.done.add_done_callback(on_done)
+        patches = (end - first) * grid.h * grid.w
+        unit = self.dispatcher.submit(flight.key, self._piece(first, end), patches, flight.priority, first)
         flight.submitted(unit)
+        try:
+            await asyncio.wait({unit.done})
+        except asyncio.CancelledError:
+            if not self.dispatcher.withdraw(unit):
+                await wait_until_done(asyncio.gather(unit.done, return_exceptions=True))
+            raise
+        unit.done.result()
+        flight.unit_done(unit, first * self.plan.tokens // grid.t)
 
     def _piece(self, first: int, end: int) -> Piece:
         """Frame groups [first, end)."""
@@ -253,12 +262,6 @@ class _ItemWork:
             tokens=(end - first) * tokens,
             rows=self.rows.offset + first * tokens * self.row_bytes,
         )
-
-
-def _errors(units: Iterable[Unit]) -> list[BaseException]:
-    """What units have failed with so far, in their order."""
-    ended = (unit.done for unit in units if unit.done.done() and not unit.done.cancelled())
-    return [error for done in ended if (error := done.exception())]
 
 
 def not_found(field: str) -> NotFound:

@@ -10,7 +10,7 @@ from common import log
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.device_pool import DevicePool, DevicePools
-from encoder_service.worker.messages import Begin, Failed, FromWorker, WorkerReady
+from encoder_service.worker.messages import FromWorker, StartFailed, WorkerReady, WorkerSettings
 
 MODULE = "encoder_service.worker"
 LONGEST_PAUSE = 30.0
@@ -89,8 +89,8 @@ class WorkerSlot:
 
 
 class Workers:
-    """One process for each of `begins`, which runs `module` and inherits the descriptors `fds`. `start` and `stop` are
-    the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
+    """One process for each of `settings`, which runs `module` and inherits the descriptors `fds`. `start` and `stop`
+    are the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
     started, that is tried again after `longest_pause` seconds at most. `stall` is as in `WorkerSlot`.
 
     `on_reply` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
@@ -99,7 +99,7 @@ class Workers:
 
     def __init__(
         self,
-        begins: Sequence[Begin],
+        settings: Sequence[WorkerSettings],
         fds: tuple[int, int],
         pools: DevicePools,
         *,
@@ -111,9 +111,9 @@ class Workers:
         on_death: Callable[[WorkerSlot], None],
         on_ready: Callable[[WorkerSlot], None],
     ) -> None:
-        self.begins = begins
+        self.settings = settings
         self.slots = [
-            WorkerSlot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(begins)
+            WorkerSlot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(settings)
         ]
         self._fds = fds
         self._pools = pools
@@ -162,7 +162,7 @@ class Workers:
     async def _start(self, slot: WorkerSlot) -> None:
         child: Child[FromWorker] = await Child.start(self._module, receives=FromWorker, fds=self._fds)
         try:
-            child.send(self.begins[slot.index])
+            child.send(self.settings[slot.index])
             answer = await self._first_answer(child)
         except BaseException:
             child.kill()
@@ -173,7 +173,7 @@ class Workers:
             _log.info("a worker is ready", worker=slot.index, attention=answer.attention, graphs=answer.graphs)
             return
         await child.stop(grace=1.0)
-        raise WorkerError(answer.why if isinstance(answer, Failed) else "a worker did not start")
+        raise WorkerError(answer.why if isinstance(answer, StartFailed) else "a worker did not start")
 
     async def _first_answer(self, child: Child[FromWorker]) -> FromWorker:
         try:

@@ -23,9 +23,9 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from encoder_service.item import Inspection
 from encoder_service.media.complexity import TooComplex
 from encoder_service.media.messages import (
-    Begin,
     Decode,
     Decoded,
+    DecoderSettings,
     Decoding,
     FromDecoder,
     Inspect,
@@ -62,12 +62,12 @@ def main(link_fd: int, staging_fd: int) -> None:
     leave_signals_to_parent()
     warnings.simplefilter("ignore")  # Pillow warns of broken metadata; nobody would read it
     link: ParentLink[Any] = ParentLink(link_fd, ToDecoder)
-    begin = link.receive()
-    assert isinstance(begin, Begin)
-    staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
+    settings = link.receive()
+    assert isinstance(settings, DecoderSettings)
+    staging = SharedBuffer.attach(staging_fd, settings.staging_bytes)
     _hush()
-    desk = Desk(staging, begin)
-    _restrict(begin.staging_bytes + begin.memory_bytes)  # from here on, no module can be imported
+    desk = Desk(staging, settings)
+    _restrict(settings.staging_bytes + settings.memory_bytes)  # from here on, no module can be imported
     link.send(Ready())
     while True:
         try:
@@ -81,7 +81,7 @@ def main(link_fd: int, staging_fd: int) -> None:
 class OpenFile(Protocol):
     """A file of some modality. Its methods raise one of `_UNREADABLE` where it cannot be read, or TooComplex."""
 
-    def __init__(self, data: bytes, begin: Begin) -> None: ...
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None: ...
 
     @staticmethod
     def prepare() -> None:
@@ -100,10 +100,10 @@ class OpenFile(Protocol):
 class Desk:
     """Does one job after the other. Of files that are to be kept open, the last one is, until it is decoded."""
 
-    def __init__(self, staging: SharedBuffer, begin: Begin) -> None:
+    def __init__(self, staging: SharedBuffer, settings: DecoderSettings) -> None:
         self._staging = staging
-        self._begin = begin
-        self._decoders = {modality: _decoder(name) for modality, name in begin.decoders.items()}
+        self._settings = settings
+        self._decoders = {modality: _decoder(name) for modality, name in settings.decoders.items()}
         self._open: tuple[bytes, OpenFile] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
@@ -136,7 +136,7 @@ class Desk:
             if kept and kept[0] == job.key:
                 return kept[1]
         data = bytes(self._staging.slice(Range(job.offset, job.size)))
-        return self._decoders[job.modality](data, self._begin)
+        return self._decoders[job.modality](data, self._settings)
 
 
 def _decoder(name: str) -> type[OpenFile]:

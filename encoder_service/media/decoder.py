@@ -1,11 +1,6 @@
-"""What the decode processes are asked: bounded in time and in memory, and asked again where one dies or stands still.
-
-A file is to blame for what a process does over it: for the processor time that it takes, and for its death. That one
-was killed or stopped by somebody else is no file's fault.
-
-A job's ranges in the staging arena belong to its caller, who gets them back only when no process can still write there:
-on a timeout or a cancelled call the process is killed, and awaited, first.
-"""
+"""What the decode processes are asked: bounded in time and in memory, and asked again where one dies or stands still. A
+file is to blame for the processor time that it takes and for its process's death, not for what others did to it. A
+job's ranges in the staging arena go back to its caller only when no process can still write there."""
 
 from __future__ import annotations
 
@@ -21,7 +16,16 @@ from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
 from common.processes import Child, ChildDied, cpu_seconds, was_ended
 from encoder_service.item import Inspection, Plan
-from encoder_service.media.messages import Begin, Bounds, Decode, Decoding, FromDecoder, Inspect, Inspected, Refused
+from encoder_service.media.messages import (
+    Bounds,
+    Decode,
+    DecoderSettings,
+    Decoding,
+    FromDecoder,
+    Inspect,
+    Inspected,
+    Refused,
+)
 from encoder_service.media.modalities import SPECS
 from encoder_service.media.processes import DecodeProcesses
 
@@ -70,14 +74,16 @@ class DecoderPool:
     ) -> None:
         self._seconds = seconds
         self._slow = asyncio.Semaphore(max(1, processes - 1))
-        begin = Begin(
+        settings = DecoderSettings(
             staging_bytes=staging.size,
             memory_bytes=memory_bytes,
             threads=threads,
             bounds=bounds,
             decoders={modality.value: spec.decoder for modality, spec in SPECS.items()},
         )
-        self.processes = DecodeProcesses(staging.fd, begin, processes, start_seconds=start_seconds, on_change=on_change)
+        self.processes = DecodeProcesses(
+            staging.fd, settings, processes, start_seconds=start_seconds, on_change=on_change
+        )
 
     async def turn(self, modality: Modality) -> ExitStack:
         """Waits until an item's job may be done; its turn ends where the result is closed, once.

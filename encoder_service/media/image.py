@@ -12,7 +12,7 @@ from PIL.ImageFile import ImageFile as PillowFile
 from encoder_service.item import Inspection
 from encoder_service.media import chunks
 from encoder_service.media.chunks import JpegLayout
-from encoder_service.media.messages import Begin, Bounds
+from encoder_service.media.messages import Bounds, DecoderSettings
 from encoder_service.media.sniff import IMAGES, format_of
 
 Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits before anything is decoded
@@ -33,9 +33,9 @@ _END = b"\xff\xd9"
 class ImageFile:
     """A picture's file in the decode process (`__main__.OpenFile`)."""
 
-    def __init__(self, data: bytes, begin: Begin) -> None:
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None:
         self._data = data
-        self._bounds = begin.bounds
+        self._bounds = settings.bounds
 
     @staticmethod
     def prepare() -> None:

@@ -17,7 +17,7 @@ class Bounds(msgspec.Struct, frozen=True):
     video_chunks: int
 
 
-class Begin(msgspec.Struct, tag=True):
+class DecoderSettings(msgspec.Struct, tag=True):
     """First message to a decode process.
 
     The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, what files
@@ -87,5 +87,5 @@ class Refused(msgspec.Struct, tag=True):
     too_complex: bool = False
 
 
-ToDecoder = Begin | Inspect | Decode
+ToDecoder = DecoderSettings | Inspect | Decode
 FromDecoder = Ready | Inspected | Decoding | Decoded | Refused

@@ -1,6 +1,7 @@
-"""The modalities that are served, a row for each: all that differs between them, from first bytes to patches.
+"""The modalities that there are, a row for each: all that differs between their files. What a model makes of their
+items, and whether it takes them, its family says (`families.family.Processor`).
 
-Audio, say, is one more row, the module of its decoder, and the function that makes its patches.
+Audio, say, is one more row, and the module of its decoder.
 """
 
 from __future__ import annotations
@@ -8,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from common.media.item import Modality, Options, Pixels
-from encoder_service.families.family import ModelConfig
-from encoder_service.item import Inspection, Plan
-from encoder_service.media import geometry, sniff
+from common.media.item import Modality
+from encoder_service.item import Inspection
+from encoder_service.media import sniff
 from encoder_service.media.limits import MediaLimits, check_picture, check_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalitySpec:
-    """How items of one modality are told, bounded, decoded and preprocessed.
+    """How items of one modality are told, bounded and decoded.
 
     `formats` are those that are taken. `options` are those that it knows beside bounds of pixels. `has_times` says that
     its frames have times. `is_slow` says that it takes long, to look into as well, so that not all decode processes are
@@ -26,8 +26,7 @@ class ModalitySpec:
     `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
     reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
 
-    `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`);
-    `preprocess` the function ("module:function") that makes patches of its pixels in the device workers.
+    `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`).
     """
 
     formats: Mapping[str, sniff.Format]
@@ -40,10 +39,7 @@ class ModalitySpec:
     max_frames: Callable[[MediaLimits], int]
     too_large: str
     check: Callable[[Inspection, str, MediaLimits], None]
-    plan: Callable[[Inspection, ModelConfig, Options], Plan]
-    plan_pixels: Callable[[Pixels, ModelConfig, Options], Plan]
     decoder: str
-    preprocess: str
 
 
 SPECS: dict[Modality, ModalitySpec] = {
@@ -58,12 +54,7 @@ SPECS: dict[Modality, ModalitySpec] = {
         max_frames=lambda _: 1,
         too_large="IMAGE_TOO_LARGE",
         check=check_picture,
-        plan=lambda seen, config, options: geometry.plan_image(seen, config.image, options),
-        plan_pixels=lambda given, config, options: geometry.plan_image(
-            Inspection(given.width, given.height), config.image, options
-        ),
         decoder="encoder_service.media.image:ImageFile",
-        preprocess="encoder_service.worker.patches:image_patches",
     ),
     Modality.VIDEO: ModalitySpec(
         formats=sniff.VIDEOS,
@@ -76,9 +67,6 @@ SPECS: dict[Modality, ModalitySpec] = {
         max_frames=lambda limits: limits.max_frames,
         too_large="VIDEO_TOO_LARGE",
         check=check_video,
-        plan=lambda seen, config, options: geometry.plan_video(seen, config.video, options),
-        plan_pixels=lambda given, config, options: geometry.plan_frames(given, config.video, options),
         decoder="encoder_service.media.video:VideoFile",
-        preprocess="encoder_service.worker.patches:video_patches",
     ),
 }

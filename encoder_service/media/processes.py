@@ -10,7 +10,7 @@ from typing import Any
 from common import log, tasks
 from common.errors import TwinlensError, Unavailable
 from common.processes import Child, ChildDied
-from encoder_service.media.messages import Begin, FromDecoder, Ready
+from encoder_service.media.messages import DecoderSettings, FromDecoder, Ready
 
 MODULE = "encoder_service.media"
 _LONGEST_PAUSE = 30.0
@@ -19,8 +19,8 @@ _log = log.get("decode processes")
 
 
 class DecodeProcesses:
-    """`count` processes that inherit the descriptor `fd` and are told to `begin`; each is ready within `start_seconds`.
-    `start` and `stop` are their owner's.
+    """`count` processes that inherit the descriptor `fd` and get these `settings`; each is ready within
+    `start_seconds`. `start` and `stop` are their owner's.
 
     One that is gone is replaced; where that fails, it is tried again after `longest_pause` seconds at most. Where it
     has failed for all of them, they are not `able`: who wants one is told so at once, until one is there again.
@@ -30,7 +30,7 @@ class DecodeProcesses:
     def __init__(
         self,
         fd: int,
-        begin: Begin,
+        settings: DecoderSettings,
         count: int,
         *,
         start_seconds: float,
@@ -38,7 +38,7 @@ class DecodeProcesses:
         on_change: Callable[[], None],
     ) -> None:
         self._fd = fd
-        self._begin = begin
+        self._settings = settings
         self._count = count
         self._start_seconds = start_seconds
         self._longest_pause = longest_pause
@@ -98,7 +98,7 @@ class DecodeProcesses:
         """Starts a process; raises ChildDied where it cannot work or says nothing, OSError where none can be had."""
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._fd,), exposed=True)
         self.children.add(child)
-        child.send(self._begin)
+        child.send(self._settings)
         try:
             await self._ready(child)
         except ChildDied:

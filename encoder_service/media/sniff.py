@@ -1,9 +1,6 @@
-"""Which format the first bytes belong to. Only these formats are ever given to a decoder.
-
-A video container is named here too, so that the decoder's library does not meet playlists and other formats that point
-at files or addresses. The library looks for itself, though, and takes what is likeliest to it: so a container is asked
-for more than its magic number, and the decode process, should that not do, can open neither file nor socket.
-"""
+"""Which format the first bytes belong to. Only these formats are ever given to a decoder: no playlists, or others that
+point at files or addresses. The video library looks for itself, though, and takes what is likeliest to it, so a
+container is asked for more than its magic number; and the decode process can open neither file nor socket."""
 
 from __future__ import annotations
 

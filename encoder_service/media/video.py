@@ -14,7 +14,7 @@ import numpy as np
 from encoder_service.item import Inspection
 from encoder_service.media import transport_stream
 from encoder_service.media.container import check_parts, is_whole
-from encoder_service.media.messages import Begin
+from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.sniff import VIDEOS, format_of
 
 _AT_ONCE = 8
@@ -63,8 +63,8 @@ def open_reader(data: bytes, threads: int = 1, max_parts: int = _MAX_PARTS) -> A
 class VideoFile:
     """A video's file in the decode process (`__main__.OpenFile`)."""
 
-    def __init__(self, data: bytes, begin: Begin) -> None:
-        self._reader = open_reader(data, begin.threads, begin.bounds.video_chunks)
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None:
+        self._reader = open_reader(data, settings.threads, settings.bounds.video_chunks)
 
     @staticmethod
     def prepare() -> None:

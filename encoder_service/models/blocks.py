@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import CheckpointError
 from common.linear import Linear
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import Rotary
@@ -119,9 +120,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"quick_gelu": QuickGELU, "silu": nn.S
 
 
 def activation(name: str) -> nn.Module:
-    """The activation that config.json names; ValueError for one that is not known."""
+    """The activation that config.json names; raises CheckpointError for one that is not known."""
     if name == "gelu_pytorch_tanh":
         return nn.GELU(approximate="tanh")
     if name not in ACTIVATIONS:
-        raise ValueError(f"the activation {name} is not supported")
+        raise CheckpointError(f"the activation {name} is not supported")
     return ACTIVATIONS[name]()

@@ -1,9 +1,6 @@
-"""The vision tower of Qwen2.5-VL: root-mean-square norms, a gated feed-forward part, attention in windows.
-
-All layers but the listed ones attend inside windows of 112 pixels. The packed sequence is put in window order once, so
-that each window is a segment, and the rows are put back at the end. After https://arxiv.org/abs/2502.13923; the names
-of parameters are the published checkpoints'.
-"""
+"""The vision tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923): root-mean-square norms, a gated feed-forward part,
+and, in all layers but the listed ones, attention in windows of 112 pixels. The packed sequence is put in window order
+once, so that each window is a segment, and the rows are put back at the end. Parameters have the published names."""
 
 from __future__ import annotations
 

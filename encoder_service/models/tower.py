@@ -6,13 +6,13 @@ import importlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.identity import VISION_PREFIXES
 from common.linear import finalize_linears
 from common.media.item import Grid
 from common.weights import load_tensors
@@ -108,7 +108,12 @@ class PackedTower(nn.Module):
         self.width = width
         self.merge: int = config["spatial_merge_size"]
         self.head_dim: int = width // config["num_heads"]
-        self.theta: float = (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        rope = config.get("rope_parameters") or {}
+        self.theta: float = rope.get("rope_theta", 10000.0)
+        if self.head_dim * config["num_heads"] != width or self.head_dim % 4:
+            raise CheckpointError(f"{config['num_heads']} heads of rows and columns do not share {width} numbers")
+        if rope.get("rope_type", "axial") not in ("axial", "default"):
+            raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
         self.backend: Backend = Sdpa()
         self.captured: Backend = self.backend
         """The back end inside CUDA graphs."""
@@ -142,22 +147,28 @@ class PackedTower(nn.Module):
         return self.unpack(self.encode_eagerly(self.embed(patches, grids, packing), packing), packing)
 
 
+_SCALES = ("weight_scale", "weight_scale_inv", ".scales")
+"""How the tensors end that only quantised weights have."""
+
+
 def load_tower(
     checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "auto"
 ) -> nn.Module:
     """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
 
     `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with. Raises
-    CheckpointError where a weight is missing, left over or of another shape, and AttentionUnavailable where the back
-    end cannot run.
+    CheckpointError where a setting is not supported, or a weight is missing, left over or of another shape, and
+    AttentionUnavailable where the back end cannot run.
     """
     module, _, name = config.family.tower.partition(":")
     with torch.device("meta"):
-        tower: nn.Module = getattr(importlib.import_module(module), name)(config.vision)
+        tower: nn.Module = getattr(importlib.import_module(module), name)(config.tower)
     state = {
         name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
-        for name, tensor in load_tensors(checkpoint, vision_name)
+        for name, tensor in load_tensors(checkpoint, partial(tower_name, config.family.parts.tensors))
     }
+    if any(name.endswith(_SCALES) for name in state):
+        raise CheckpointError("the vision weights are quantised, which is not served")
     try:
         tower.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -172,6 +183,6 @@ def load_tower(
     return tower
 
 
-def vision_name(name: str) -> str | None:
-    """A checkpoint's tensor name without its vision prefix; None for a tensor that is not the tower's."""
-    return next((name[len(prefix) :] for prefix in VISION_PREFIXES if name.startswith(prefix)), None)
+def tower_name(prefixes: Sequence[str], name: str) -> str | None:
+    """A checkpoint's tensor name without what the tower's begin with; None for a tensor that is not the tower's."""
+    return next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), None)

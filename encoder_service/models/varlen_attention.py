@@ -1,11 +1,6 @@
 """Attention inside the segments of a packed sequence, in Triton: not causal, any mix of lengths, any head up to 256.
-
-One program computes one *tile* (up to `rows` queries of one segment) of one head, over that segment's keys, with the
-running softmax of https://arxiv.org/abs/2205.14135. Tiles come from a table in device memory and never join two
-segments: nothing has to be masked but a segment's end, and what is not finite in one segment stays there. The table is
-all that a launch knows of the segmentation, so a captured launch does another one when the table is filled anew; tiles
-that are empty end at once.
-"""
+One program computes one *tile* of one head, by the running softmax of https://arxiv.org/abs/2205.14135. Tiles come from
+a table in device memory, all that a launch knows of the segments, and never join two; empty ones end at once."""
 
 from __future__ import annotations
 

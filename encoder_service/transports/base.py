@@ -1,4 +1,7 @@
-"""What every transport can do: say whether it suits a caller and has room, and bring a run of rows to it."""
+"""What every transport can do: say whether a caller can take rows in this way, and bring a run of rows to it.
+
+`llm_service/encoders/transports/base.py` is the other side.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,13 @@ class Transport(Protocol):
 
     number: encoder_pb2.Transport
 
-    def suits(self, host: encoder_pb2.HostProof, run: RowRun | None, /) -> bool:
-        """Whether a caller has proved that it can take rows in this way, and whether this run can go that way, where
-        one is given. How much is under way is of no account: that is for `has_room` to say."""
+    def proved(self, host: encoder_pb2.HostProof, /) -> bool:
+        """Whether a caller has proved that it can take rows in this way."""
+        ...
+
+    def takes(self, run: RowRun, host: encoder_pb2.HostProof, /) -> bool:
+        """Whether a run can go this way to a caller who has proved it. How much is under way is of no account: that is
+        for `has_room` to say."""
         ...
 
     def has_room(self, run: RowRun, /) -> bool:
@@ -52,7 +59,7 @@ class Transport(Protocol):
         ...
 
     def send(self, run: RowRun, host: encoder_pb2.HostProof, /) -> Chunks:
-        """Brings a run, for which there is room, to a caller whom this way suits; ends when the caller has read it.
+        """Brings a run, for which there is room, to a caller who can take it so; ends when the caller has read it.
 
         The generator pins the allocation from its first step to its end, so that it may be read whatever becomes of
         the item's other rows meanwhile. Several runs of one item may be sent, one after the other.

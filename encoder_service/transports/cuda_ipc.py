@@ -28,12 +28,12 @@ class CudaIpc:
         self._pools = pools
         self._sent = sent
 
-    def suits(self, host: encoder_pb2.HostProof, run: RowRun | None) -> bool:
-        """The caller shares this host, says that it reads the device, and every row of the run is in a pool there."""
-        if not self._socket.knows(host.grant):
-            return False
-        if run is None:
-            return any(pool.device in host.gpu_uuids for pool in self._pools.alive)
+    def proved(self, host: encoder_pb2.HostProof) -> bool:
+        """The caller shares this host, and says that it reads a device that has a pool."""
+        return self._socket.knows(host.grant) and any(pool.device in host.gpu_uuids for pool in self._pools.alive)
+
+    def takes(self, run: RowRun, host: encoder_pb2.HostProof) -> bool:
+        """Every row of the run is in a pool of a device that the caller reads."""
         slices = covering(run)
         return bool(slices) and all(each.pool.device in host.gpu_uuids for each in slices)
 

@@ -19,7 +19,11 @@ class Inline:
         self._layout = layout
         self._sent = sent
 
-    def suits(self, _host: encoder_pb2.HostProof, _run: RowRun | None) -> bool:
+    def proved(self, _host: encoder_pb2.HostProof) -> bool:
+        """There is nothing to prove."""
+        return True
+
+    def takes(self, _run: RowRun, _host: encoder_pb2.HostProof) -> bool:
         """Always."""
         return True
 

@@ -119,7 +119,8 @@ class Link:
         """At least one."""
         wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
         shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()
-        found = [each for each in self._transports if each.number in wanted and each.suits(shared, run)]
+        proved = [each for each in self._transports if each.number in wanted and each.proved(shared)]
+        found = proved if run is None else [each for each in proved if each.takes(run, shared)]
         if not found:
             raise Precondition(
                 "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"

@@ -11,7 +11,7 @@ import socket
 
 from common import local_link, log, tasks
 from common.arena import SharedBuffer
-from common.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, Handover
+from common.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, SharedArena
 from encoder_service.engine.leases import Leases
 
 _log = log.get("local socket")
@@ -89,7 +89,7 @@ class LocalSocket:
             for buffer in self._shared:
                 descriptors.append(buffer.open_reader())
                 opened.callback(os.close, descriptors[-1])
-            local_link.hand_over(link, Handover(grant, *descriptors))
+            local_link.hand_over(link, SharedArena(grant, *descriptors))
 
 
 async def _exactly(link: socket.socket, count: int) -> bytes:

@@ -21,9 +21,13 @@ class SharedMemory:
         self._socket = socket
         self._sent = sent
 
-    def suits(self, host: encoder_pb2.HostProof, _run: RowRun | None) -> bool:
+    def proved(self, host: encoder_pb2.HostProof) -> bool:
         """The caller has our memory mapped."""
         return self._socket.knows(host.grant)
+
+    def takes(self, _run: RowRun, _host: encoder_pb2.HostProof) -> bool:
+        """Always: every row is in the store's arena."""
+        return True
 
     def has_room(self, _run: RowRun) -> bool:
         """A lease can be had."""

@@ -14,10 +14,10 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Begin, Failed, ToWorker
+from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
 
 if TYPE_CHECKING:
-    from encoder_service.worker.runner import Prepared, Runner
+    from encoder_service.worker.runner import PreparedBatch, Runner
 
 JobT = TypeVar("JobT")
 ReadyT = TypeVar("ReadyT")
@@ -28,36 +28,36 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     die_with_parent()
     leave_signals_to_parent()
     link: ParentLink[Any] = ParentLink(link_fd, ToWorker)
-    begin = link.receive()
-    assert isinstance(begin, Begin)
-    log.configure(begin.log_level, service="encoder")
+    settings = link.receive()
+    assert isinstance(settings, WorkerSettings)
+    log.configure(settings.log_level, service="encoder")
     gc.disable()  # what is imported stays: collections would look through it again and again
     from common.device_memory import DeviceMemoryError  # torch takes a second to import
     from encoder_service.models.attention import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
     from encoder_service.worker.runner import Runner
 
-    staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
-    store = SharedBuffer.attach(store_fd, begin.store_bytes)
+    staging = SharedBuffer.attach(staging_fd, settings.staging_bytes)
+    store = SharedBuffer.attach(store_fd, settings.store_bytes)
     try:
-        runner = Runner(begin, staging, store)
+        runner = Runner(settings, staging, store)
         link.send(runner.warm_up())
     except (AttentionUnavailable, CheckpointError, GraphsUnavailable, DeviceMemoryError) as error:
-        link.send(Failed(why=str(error)))
+        link.send(StartFailed(why=str(error)))
         return
     except (OSError, KeyError, RuntimeError) as error:
-        link.send(Failed(why=f"{type(error).__name__}: {error}"))
+        link.send(StartFailed(why=f"{type(error).__name__}: {error}"))
         return
     gc.freeze()
     gc.enable()
     # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
     # its patches on a stream of its own, behind the tower of the one before. On a CPU both would want the same cores.
-    take = ahead if runner.device.type == "cuda" else in_turn
+    take = ahead if runner.device.type == "cuda" else one_by_one
     for prepared in take(_batches(link), runner.prepare):
         link.send(_answer(runner, prepared))
 
 
-def _answer(runner: Runner, prepared: Future[Prepared]) -> BatchDone | BatchFailed:
+def _answer(runner: Runner, prepared: Future[PreparedBatch]) -> BatchDone | BatchFailed:
     """What came of a batch. Raises RuntimeError where the device computes nothing more in this process."""
     try:
         return runner.compute(prepared.result())
@@ -78,7 +78,7 @@ def _batches(link: ParentLink[Any]) -> Iterator[Batch]:
         yield batch
 
 
-def in_turn(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
+def one_by_one(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
     """Each job when it is asked for: prepared, or failed with a RuntimeError."""
     for job in jobs:
         future: Future[ReadyT] = Future()
@@ -90,7 +90,7 @@ def in_turn(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator
 
 
 def ahead(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
-    """As `in_turn`, in the same order, but the next jobs are prepared in a thread before they are asked for.
+    """As `one_by_one`, in the same order, but the next jobs are prepared in a thread before they are asked for.
 
     How far ahead is up to who gives the jobs. Any other error of theirs, or of `prepare`, is raised here as well.
     """
@@ -98,7 +98,7 @@ def ahead(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[F
 
     def work() -> None:
         try:
-            for future in in_turn(jobs, prepare):
+            for future in one_by_one(jobs, prepare):
                 ready.put(future)
         except BaseException as error:  # noqa: BLE001 - it is raised where jobs are waited for
             ready.put(error)

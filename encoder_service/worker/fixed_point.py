@@ -1,10 +1,6 @@
-"""Resizing 8-bit pictures on any device, bit for bit as torch's own 8-bit kernel, which runs on CPUs alone.
-
-The reference's processors resize with that kernel: antialiased bicubic in fixed point, first along the width, rounded
-to 8 bits, then along the height. Float arithmetic comes out up to 20 grey levels apart where a picture has hard edges.
-So the fixed-point arithmetic is done here as well: for each output pixel a few input pixels (`Taps`), with weights that
-are whole numbers of 1 / 2^precision.
-"""
+"""Resizing 8-bit pictures on any device, bit for bit as torch's 8-bit kernel, which the reference's processors use and
+which runs on CPUs alone: antialiased bicubic in fixed point, along the width, rounded, then along the height. Float
+arithmetic comes out up to 20 grey levels apart. An output pixel has a few input pixels (`Taps`), with whole weights."""
 
 from __future__ import annotations
 

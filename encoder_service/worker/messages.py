@@ -5,14 +5,13 @@ from __future__ import annotations
 import msgspec
 
 
-class Begin(msgspec.Struct, tag=True):
+class WorkerSettings(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
 
     `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
-    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `preprocess` has by
-    modality the function ("module:function") that makes patches of its pixels (`patches.Preprocess`).
+    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none.
     """
 
     folder: str
@@ -26,7 +25,6 @@ class Begin(msgspec.Struct, tag=True):
     graph_bytes: int = 0
     batch_patches: int = 0
     pool_bytes: int = 0
-    preprocess: dict[str, str] = {}
     log_level: str = "info"
 
 
@@ -72,7 +70,7 @@ class WorkerReady(msgspec.Struct, tag=True):
     pool: PoolMade | None = None
 
 
-class Failed(msgspec.Struct, tag=True):
+class StartFailed(msgspec.Struct, tag=True):
     """The worker cannot start; it ends. `why` is for the operator."""
 
     why: str
@@ -98,5 +96,5 @@ class BatchFailed(msgspec.Struct, tag=True):
     why: str
 
 
-ToWorker = Begin | Batch
-FromWorker = WorkerReady | Failed | BatchDone | BatchFailed
+ToWorker = WorkerSettings | Batch
+FromWorker = WorkerReady | StartFailed | BatchDone | BatchFailed

@@ -6,12 +6,13 @@ Pixels are resized as 8-bit values (antialiased bicubic), so that rounding happe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoder_service.families.family import ModelConfig, PixelSettings
+from encoder_service.families.qwen_processors import ImageProcessor, PixelSettings, VideoProcessor
 from encoder_service.worker import fixed_point
 
 
@@ -52,15 +53,11 @@ def pixels_to_patches(pixels: Tensor, size: tuple[int, int], settings: PixelSett
     return patchify(normalise(resize(frames, size), settings), settings)
 
 
-Preprocess = Callable[[Tensor, tuple[int, int], ModelConfig], Tensor]
-"""Patches [t·h·w, dim] float32 of one modality's decoded frames [T, H, W, 3] uint8, resized to (height, width)."""
+Preprocess = Callable[[Tensor, tuple[int, int], Any], Tensor]
+"""Patches [t·h·w, dim] float32 of decoded frames [T, H, W, 3] uint8, resized to (height, width); the last argument is
+the processor that names the function (`families.family.Processor`)."""
 
 
-def image_patches(pixels: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
-    """Patches of a picture."""
-    return pixels_to_patches(pixels, size, config.image)
-
-
-def video_patches(pixels: Tensor, size: tuple[int, int], config: ModelConfig) -> Tensor:
-    """Patches of a video's frames."""
-    return pixels_to_patches(pixels, size, config.video.pixels)
+def preprocess(pixels: Tensor, size: tuple[int, int], processor: ImageProcessor | VideoProcessor) -> Tensor:
+    """The `Preprocess` of the Qwen families."""
+    return pixels_to_patches(pixels, size, processor.pixels)

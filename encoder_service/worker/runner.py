@@ -14,14 +14,15 @@ from torch import Tensor
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.device_memory import Pool, as_unsigned, check_rows, driver, row_sum
+from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row_sum
 from common.gpu import CudaCapture, use_gpu
-from common.media.item import Grid
+from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
+from encoder_service.item import Inspection
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, PoolMade, WorkerReady
-from encoder_service.worker.patches import Preprocess, pixels_to_patches
+from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
+from encoder_service.worker.patches import Preprocess
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,7 +30,7 @@ _log = log.get("runner")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedBatch:
     """A batch whose patches [N, dim] are on the device, and how long that took."""
 
     batch: Batch
@@ -44,19 +45,19 @@ class Runner:
     DeviceMemoryError where the device cannot do what was asked for.
     """
 
-    def __init__(self, begin: Begin, staging: SharedBuffer, store: SharedBuffer) -> None:
-        if begin.threads:
-            torch.set_num_threads(begin.threads)
-        self.device = torch.device(begin.device)
+    def __init__(self, settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             use_gpu(self.device)
-        self.dtype = DTYPES[begin.dtype]
-        checkpoint = Checkpoint(Path(begin.folder))
+        self.dtype = DTYPES[settings.dtype]
+        checkpoint = Checkpoint(Path(settings.folder))
         self._config = config.read(checkpoint)
-        self._preprocess = {modality: _function(name) for modality, name in begin.preprocess.items()}
-        self._pool = self._make_pool(begin.pool_bytes) if begin.pool_bytes else None
-        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, begin.attention)
-        self._graphed = self._graphs(begin)
+        self._preprocess = {each: _function(by.preprocess) for each, by in self._config.processors.items()}
+        self._pool = self._make_pool(settings.pool_bytes) if settings.pool_bytes else None
+        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
+        self._graphed = self._graphs(settings)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
@@ -67,12 +68,13 @@ class Runner:
 
         On a GPU a larger one as well: kernels are compiled for short segments and for long ones.
         """
-        settings = self._config.image
-        pixels = torch.zeros(1, settings.factor, settings.factor, 3, dtype=torch.uint8, device=self.device)
-        for squares in (2, 10) if self.device.type == "cuda" else (2,):
-            side, patches = squares * settings.factor, squares * settings.merge
-            inputs = pixels_to_patches(pixels, (side, side), settings).to(self.dtype)
-            self._tower(inputs, [Grid(1, patches, patches)]).isfinite().all().item()
+        modality, processor = next(iter(self._config.processors.items()))
+        for side in (64, 320) if self.device.type == "cuda" else (64,):
+            plan = processor.plan(Inspection(side, side), Options(min_pixels=side * side, max_pixels=side * side))
+            shape = (len(plan.frames), plan.height, plan.width, 3)
+            pixels = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
+            self._tower(inputs, [plan.grid]).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
         made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
         return WorkerReady(attention, self._graphed.budgets if self._graphed else [], made)
@@ -82,7 +84,7 @@ class Runner:
         return self.compute(self.prepare(batch))
 
     @torch.inference_mode()
-    def prepare(self, batch: Batch) -> Prepared:
+    def prepare(self, batch: Batch) -> PreparedBatch:
         """Makes patches of a batch's pixels. On a GPU that has a stream of its own, which is waited for here, so that
         whoever computes with the patches need not know of it."""
         started = time.perf_counter()
@@ -90,10 +92,10 @@ class Runner:
             patches = torch.cat([self._patches(piece) for piece in batch.pieces])
             if self._side is not None:
                 self._side.synchronize()
-        return Prepared(batch, patches, time.perf_counter() - started)
+        return PreparedBatch(batch, patches, time.perf_counter() - started)
 
     @torch.inference_mode()
-    def compute(self, prepared: Prepared) -> BatchDone:
+    def compute(self, prepared: PreparedBatch) -> BatchDone:
         """Runs the tower and writes the rows of a batch; they are there, and its patches no longer read, on return."""
         started, pieces = time.perf_counter(), prepared.batch.pieces
         replays = self._graphed.replays if self._graphed else 0
@@ -118,7 +120,7 @@ class Runner:
         return True
 
     def _make_pool(self, size: int) -> Pool:
-        check_rows(self._config.levels * self._config.width * self.dtype.itemsize)
+        check_row_bytes(self._config.levels * self._config.width * self.dtype.itemsize)
         return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:
@@ -129,8 +131,8 @@ class Runner:
         return torch.cuda.stream(self._side)
 
     @torch.inference_mode()
-    def _graphs(self, begin: Begin) -> GraphedTower | None:
-        budgets = budgets_for(begin.graphs, self._tower, self.device, begin.batch_patches)
+    def _graphs(self, settings: WorkerSettings) -> GraphedTower | None:
+        budgets = budgets_for(settings.graphs, self._tower, self.device, settings.batch_patches)
         if not budgets or not isinstance(self._tower, PackedTower):
             return None
         started = time.perf_counter()
@@ -138,7 +140,7 @@ class Runner:
             self._tower,
             budgets,
             CudaCapture(self.device),
-            max_bytes=begin.graph_bytes,
+            max_bytes=settings.graph_bytes,
             device=self.device,
             dtype=self.dtype,
         )
@@ -151,7 +153,8 @@ class Runner:
         shape = (piece.frames, piece.height, piece.width, 3)
         count = piece.frames * piece.height * piece.width * 3
         pixels = self._staging[piece.pixels : piece.pixels + count].view(shape).to(self.device)
-        return self._preprocess[piece.modality](pixels, piece.resized, self._config).to(self.dtype)
+        modality = Modality(piece.modality)
+        return self._preprocess[modality](pixels, piece.resized, self._config.processors[modality]).to(self.dtype)
 
     def _write(self, rows: Tensor, pieces: list[Piece]) -> tuple[list[int], list[int]]:
         """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite, and

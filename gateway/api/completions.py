@@ -15,10 +15,11 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput
 from gateway import convert
-from gateway.api.fields import Int, Sampling, Texts, Tokens
-from gateway.frame import Call
+from gateway.api.fields import VLLM_DEFAULTS, Int, SamplingFields, StreamOptions, Texts, Tokens
+from gateway.generation import Generations
+from gateway.request_context import context_of
 from gateway.services import LlmServices
-from gateway.stream import DONE, EventStream, event, json_answer
+from gateway.stream import DONE, Chunks, EventStream, json_answer
 from twinlens.v1 import llm_pb2
 
 Event = llm_pb2.GenerateResponse
@@ -47,10 +48,15 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """The body of a request."""
 
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **VLLM_DEFAULTS,
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+    }
 
     prompt: Prompt
     logprobs: Int | None = None
@@ -82,35 +88,34 @@ class _Choice:
 class Completions:
     """Answers requests for completions of texts and of token ids."""
 
-    def __init__(self, services: LlmServices, seconds: float, max_prompts: int) -> None:
+    def __init__(self, services: LlmServices, generations: Generations, max_prompts: int) -> None:
         self._services = services
-        self._seconds = seconds
+        self._generations = generations
         self._max_prompts = max_prompts
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
-        call: Call = request.scope["twinlens.call"]
-        call.surface = "completions"
-        asked = await call.read(CompletionRequest)
+        context = context_of(request, "completions")
+        asked = await context.read(CompletionRequest)
         prompts = self._prompts(asked)
         params = convert.sampling(asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         sources = [
-            self._services.generate(
-                convert.generate_request(asked, params, _name(call.id, number, len(prompts)), **prompt),
-                call.metadata,
-                self._seconds,
-                call.held.release if len(prompts) == 1 else lambda: None,
+            self._generations.events(
+                convert.generate_request(asked, params, _name(context.id, number, len(prompts)), **prompt),
+                context.metadata,
+                context.body_lease.release if len(prompts) == 1 else lambda: None,
             )
             for number, prompt in enumerate(prompts)
         ]
         model = self._services.name(asked.model)
-        head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": int(time.time()), "model": model}
+        head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model}
         scored, n = asked.logprobs is not None, asked.n or 1
         if asked.stream:
-            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            return EventStream(_chunks(_merged(sources), head, n, with_usage=usage, scored=scored))
+            return EventStream(
+                _chunks(_merged(sources), head, n, asked.stream_options or StreamOptions(), scored=scored)
+            )
         return json_answer(await _whole(_merged(sources), head, n, scored=scored))
 
     def _prompts(self, asked: CompletionRequest) -> list[dict[str, Any]]:
@@ -170,20 +175,27 @@ async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Nu
 
 
 async def _chunks(
-    events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, *, with_usage: bool, scored: bool
+    events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, options: StreamOptions, *, scored: bool
 ) -> AsyncGenerator[bytes]:
-    more = {"usage": None} if with_usage else {}
+    chunks = Chunks(head)
+    more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     choices: dict[int, _Choice] = {}
+    prompt, cached, tokens = 0, 0, 0
 
     def chunk(index: int, text: str, **rest: Any) -> bytes:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
-        return event({**head, "choices": [choice], **more})
+        if options.include_usage and options.continuous_usage_stats:
+            more["usage"] = convert.usage_of(prompt, cached, tokens)
+        return chunks.chunk({"choices": [choice], **more})
 
     async with aclosing(events) as each:
         async for number, said in each:
             match said.WhichOneof("event"):
+                case "started":
+                    prompt, cached = prompt + said.started.prompt_tokens, cached + said.started.cached_tokens
                 case "delta":
                     delta, index = said.delta, number * n + said.delta.index
+                    tokens += len(delta.token_ids)
                     choice = choices.setdefault(index, _Choice())
                     if delta.text or delta.logprobs:
                         logprobs = choice.scores(delta.logprobs) if scored else None
@@ -194,9 +206,8 @@ async def _chunks(
                     yield chunk(index, "", **convert.finish(said.finished))
                 case _:
                     continue
-    if with_usage:
-        yield event({**head, "choices": [], "usage": _usage(choices, n)})
-    yield DONE
+    last = {"choices": [], "usage": _usage(choices, n)}
+    yield (chunks.chunk(last) if options.include_usage else b"") + DONE
 
 
 async def _whole(events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, *, scored: bool) -> dict[str, Any]:

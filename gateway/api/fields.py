@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Int = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=1 << 20, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
@@ -62,14 +63,31 @@ class MediaSettings(Model):
     max_frames: Int | None = None
 
 
+VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
+    "add_special_tokens": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "truncate_prompt_tokens": (-1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+"""Fields of vLLM's that are not served, with the values that some clients send along and that change nothing."""
+
+
 class StreamOptions(Model):
     """What a stream has beside its words."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Model):
+class SamplingFields(Model):
     """How tokens are chosen and when an answer ends; and what vLLM's users add to a request."""
 
     model: str | None = None
@@ -95,6 +113,7 @@ class Sampling(Model):
     user: str | None = None
     cache_salt: str | None = None
     priority: Int | None = None
+    max_handovers: Count | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
@@ -102,7 +121,7 @@ class Sampling(Model):
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
-    def _stream_options_go_with_a_stream(self) -> Sampling:
+    def _stream_options_go_with_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options go with stream alone")
         return self

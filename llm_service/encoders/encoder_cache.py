@@ -18,7 +18,8 @@ Watcher = Callable[["CacheEntry"], None]
 @dataclass(slots=True, eq=False)
 class CacheEntry:
     """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
-    place where it is `mirrored`; `error` says why no more will come; `stood_at` is where the item stood in the request
+    place where it is `mirrored`; `error` says why no more will come, `lost` that they went with the mirrors;
+    `stood_at` is where the item stood in the request
     that asked for it first."""
 
     header: Header
@@ -30,6 +31,7 @@ class CacheEntry:
     watchers: list[Watcher] = field(default_factory=list)
     stood_at: str = ""
     mirrored: bool = False
+    lost: bool = False
 
     @property
     def complete(self) -> bool:
@@ -239,6 +241,7 @@ class EncoderCache:
             self.forget(entry)
             if entry.filler is not None:
                 entry.filler.cancel()
+            entry.lost = True
             entry.fail(Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE"))
         self._freed.set()
 

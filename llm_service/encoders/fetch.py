@@ -12,12 +12,13 @@ from time import monotonic
 from common import log, tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
 from common.media.item import Header, Key, Url
+from common.stages import Stage, add
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.identity import HeaderCache, Identity, KnownHeader, given_by
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
-from llm_service.encoders.peer import Asking, Peer
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.encoders.wait_queue import Waiter
@@ -54,8 +55,8 @@ class Links:
 class Fetch:
     """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time.
 
-    `seconds` is what was spent on it, by stage: `hash`, to compute its key; where it was this fetch that brought the
-    rows, `landing`, and the encoder's own with `encoder_` before their names.
+    `stages` are what was done for it: `hash`, to compute its key; where it was this fetch that brought the rows,
+    `landing`, and the encoder's own with `encoder_` before their names.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Fetch:
         self.header = None if known is None else known.header
         self._links = links
         self._identity = identity
-        self.seconds: dict[str, float] = {}
+        self.stages: dict[str, Stage] = {}
         self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
         self._salt = request.salt
@@ -76,7 +77,7 @@ class Fetch:
         self._missing: NotFound | None = None
         self._refusal: Exhausted | None = None
         self._failures = 0
-        self._peer: Peer | None = None
+        self._replica: Replica | None = None
         self._stream: EncodeStream | ParallelStreams | None = None
         self._opened = 0.0
         self._holds = ExitStack()
@@ -124,13 +125,13 @@ class Fetch:
                 if not entry.complete:
                     raise
             finally:
-                self.seconds["landing"] = self.seconds.get("landing", 0.0) + time.perf_counter() - began
-            self.seconds |= {f"encoder_{stage}": seconds for stage, seconds in self._stream.timings.items()}
+                add(self.stages, "landing", Stage.between(began, time.perf_counter()))
+            self.stages |= {f"encoder_{name}": stage for name, stage in self._stream.stages.items()}
 
         await self._persistently(receive)
         self._links.pool.quarantine.clear(self._affinity)
-        if self._peer is not None:
-            self._peer.breaker.succeeded()
+        if self._replica is not None:
+            self._replica.breaker.succeeded()
 
     def close(self) -> None:
         """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
@@ -155,18 +156,18 @@ class Fetch:
         links, affinity = self._links, self._affinity
         if await links.pool.refuses(affinity):
             raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self.item.field)
-        self._peer = None
+        self._replica = None
         await self._room()
-        self._peer = peer = await links.pool.pick(affinity, self._tried, self._lacking)
+        self._replica = replica = await links.pool.pick(affinity, self._tried, self._lacking)
         asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)
-        self._tried.append(peer.address)
+        self._tried.append(replica.address)
         links.counters.attempts += 1
         if not asking.attempt:
             links.budget.earn()
-        self._opened = peer.breaker.now()
+        self._opened = replica.breaker.now()
         self._waiter.asks()
-        with tracing.span("header", encoder=peer.address, attempt=asking.attempt):
-            self._stream = self._holds.enter_context(peer.encode(self._item(), asking))
+        with tracing.span("header", encoder=replica.address, attempt=asking.attempt):
+            self._stream = self._holds.enter_context(replica.encode(self._item(), asking))
             header = await self._stream.header()
         self._waiter.leave()
         self._compare(header)
@@ -175,11 +176,11 @@ class Fetch:
 
     async def _parallelise(self, first: int, row_bytes: int) -> None:
         """Has several streams bring the rows from `first` on in place of the one that is open, where that is better."""
-        assert self._peer is not None
+        assert self._replica is not None
         assert self.header is not None
         with ExitStack() as parts:
             asking = dataclasses.replace(self._asking, first=first, broke=self._failures > 0)
-            opened = await open_parallel(self._peer, self.item, asking, self.header, row_bytes, parts)
+            opened = await open_parallel(self._replica, self.item, asking, self.header, row_bytes, parts)
             if opened is not None:
                 self._holds.close()
                 self._stream, self._holds = opened, parts.pop_all()
@@ -217,14 +218,14 @@ class Fetch:
         rows are the same wherever they are computed. An encoder that is full is passed over, or waited for where all
         are. What is the item's own fault is not tried again.
         """
-        peer, heard = self._peer, self._stream is not None and self._stream.heard
+        replica, heard = self._replica, self._stream is not None and self._stream.heard
         self._hang_up()
-        if peer is None:  # none could be picked, and that was waited for
+        if replica is None:  # none could be picked, and that was waited for
             raise self._missing if self._missing is not None and isinstance(error, Unavailable) else error
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
-            self._lacking.add(peer.address)
+            self._lacking.add(replica.address)
             if not isinstance(self.item.source, Key) or not any(may.usable or may.unsure for may in self._may_have()):
                 raise error
             self._missing = error
@@ -232,13 +233,13 @@ class Fetch:
         if isinstance(error, Exhausted):
             if error.retry_after is None:  # it never fits
                 raise error
-            peer.refused(max(error.retry_after, _LEAST_HINT))
+            replica.refused(max(error.retry_after, _LEAST_HINT))
             self._refusal = error
             return
-        peer.breaker.failed(self._opened)
+        replica.breaker.failed(self._opened)
         if isinstance(error, Unavailable):
-            peer.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
-        _log.info("stream broke", address=peer.address, request_id=self._asking.request_id, reason=error.reason)
+            replica.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
+        _log.info("stream broke", address=replica.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS or not self._links.budget.spend():
             raise error
@@ -247,8 +248,8 @@ class Fetch:
     async def _room(self) -> None:
         """Returns when an encoder may have room for the item, which is mostly at once."""
 
-        def usable() -> list[Peer]:
-            return [peer for peer in self._may_have() if peer.usable]
+        def usable() -> list[Replica]:
+            return [replica for replica in self._may_have() if replica.usable]
 
         try:
             await self._waiter.wait(usable, self._patient_until)
@@ -256,6 +257,6 @@ class Fetch:
             full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self.item.field)
             raise self._refusal or full from None
 
-    def _may_have(self) -> list[Peer]:
+    def _may_have(self) -> list[Replica]:
         """The encoders that have not said that they have no such key."""
-        return [peer for peer in self._links.pool.peers if peer.address not in self._lacking]
+        return [replica for replica in self._links.pool.replicas if replica.address not in self._lacking]

@@ -32,7 +32,7 @@ class Verdict(Enum):
     """Nobody is there, or it computes something else."""
 
 
-class Health:
+class EncoderHealth:
     """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
     has answered, with our digest, and has not been gone since; `heard` is when it last said something on a stream.
 

@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from common.errors import TwinlensError, Unavailable
 from common.media.item import Header, Key, Options
-from llm_service.encoders.peer import Asking, Peer
+from common.stages import Stage
+from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem
@@ -33,10 +34,14 @@ class ParallelStreams:
         return any(stream.heard for stream in self._streams)
 
     @property
-    def timings(self) -> dict[str, float]:
-        """After the last row, the encoder's own seconds by stage, of the slowest stream for each."""
-        stages = {stage for stream in self._streams for stage in stream.timings}
-        return {stage: max(stream.timings.get(stage, 0.0) for stream in self._streams) for stage in stages}
+    def stages(self) -> dict[str, Stage]:
+        """After the last row, the encoder's own stages, of the slowest stream for each."""
+        found: dict[str, Stage] = {}
+        for stream in self._streams:
+            for name, stage in stream.stages.items():
+                if name not in found or stage.seconds > found[name].seconds:
+                    found[name] = stage
+        return found
 
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None
@@ -80,7 +85,7 @@ class ParallelStreams:
 
 
 async def open_parallel(
-    peer: Peer, item: MediaItem, asking: Asking, header: Header, row_bytes: int, holds: ExitStack
+    replica: Replica, item: MediaItem, asking: Asking, header: Header, row_bytes: int, holds: ExitStack
 ) -> ParallelStreams | None:
     """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them,
     and `holds` is to be closed.
@@ -88,7 +93,7 @@ async def open_parallel(
     They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
     have the key. Whatever they fail with, that stream can still bring all rows.
     """
-    count = peer.parts((header.tokens - asking.first) * row_bytes)
+    count = replica.parts((header.tokens - asking.first) * row_bytes)
     if count < 2:
         return None
     stretches = _stretches(asking.first, header.tokens, count)
@@ -96,7 +101,7 @@ async def open_parallel(
     by_key = dataclasses.replace(item, source=Key(header.key), options=Options(), mime_type="")
     try:
         streams = [
-            holds.enter_context(peer.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
+            holds.enter_context(replica.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
             for first, end in stretches
         ]
         async with asyncio.TaskGroup() as group:

@@ -15,7 +15,7 @@ from common.rendezvous import ranked
 from common.resolver import Resolver
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
-from llm_service.encoders.peer import LinkSettings, Peer
+from llm_service.encoders.replica import LinkSettings, Replica
 from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")
@@ -37,14 +37,14 @@ class EncoderPool:
         self._sources = Resolver(addresses)
         self._configured = bool(addresses)
         self._absence = Absence()
-        self._peers: dict[str, tuple[Peer, asyncio.Task[None]]] = {}
+        self._replicas: dict[str, tuple[Replica, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._resolver: asyncio.Task[None] | None = None
 
     @property
-    def peers(self) -> list[Peer]:
+    def replicas(self) -> list[Replica]:
         """The encoders known now."""
-        return [peer for peer, _ in self._peers.values()]
+        return [replica for replica, _ in self._replicas.values()]
 
     async def start(self) -> None:
         """Begins to look encoders up and to watch them; does not wait for any."""
@@ -60,7 +60,7 @@ class EncoderPool:
         if self._resolver is not None:
             self._resolver.cancel()
             await asyncio.gather(self._resolver, return_exceptions=True)
-        for address in list(self._peers):
+        for address in list(self._replicas):
             await self._remove(address, grace=None)
         for task in self._retiring:
             task.cancel()
@@ -69,28 +69,28 @@ class EncoderPool:
     async def _keep_resolving(self) -> None:
         while True:
             wanted = await self._sources.resolve()
-            for address in wanted.keys() - self._peers.keys():
+            for address in wanted.keys() - self._replicas.keys():
                 self._add(address, wanted[address])
-            for address in self._peers.keys() - wanted.keys():
+            for address in self._replicas.keys() - wanted.keys():
                 await self._remove(address, grace=self.settings.timeout)
-            self._absence.look(self.peers)
+            self._absence.look(self.replicas)
             await asyncio.sleep(self.settings.resolve_seconds)
 
     def _add(self, address: str, name: str) -> None:
         """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
         try:
-            peer = Peer(address, name, self.settings, self.quarantine, self.wait_queue.opened)
+            replica = Replica(address, name, self.settings, self.quarantine, self.wait_queue.opened)
         except OSError as error:
             _log.error("an encoder cannot be spoken to", address=address, cause=str(error))
             return
-        self._peers[address] = (peer, tasks.start(peer.watch(self._changed), f"watch {address}"))
+        self._replicas[address] = (replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
 
     async def _remove(self, address: str, *, grace: float | None) -> None:
         """Forgets an encoder; what is under way there has `grace` seconds to end, behind the caller's back."""
-        peer, watcher = self._peers.pop(address)
+        replica, watcher = self._replicas.pop(address)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        task = tasks.start(peer.close(grace), f"close {address}")
+        task = tasks.start(replica.close(grace), f"close {address}")
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         if grace is None:
@@ -99,12 +99,12 @@ class EncoderPool:
     async def refuses(self, identity: bytes) -> bool:
         """Whether two encoders have died over this item; where that is still in question it is waited for, so that no
         third one does."""
-        suspects = [peer.health for peer in self.peers if peer.health.is_suspected_with(identity)]
+        suspects = [replica.health for replica in self.replicas if replica.health.is_suspected_with(identity)]
         if len(suspects) + self.quarantine.deaths(identity) >= DEATHS:
             await asyncio.gather(*(health.judged() for health in suspects))
         return self.quarantine.is_quarantined(identity)
 
-    async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Peer:
+    async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Replica:
         """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,
         and none that is known to be `lacking` it.
 
@@ -112,29 +112,29 @@ class EncoderPool:
         there is none of those either.
         """
 
-        def able(is_able: Callable[[Peer], bool]) -> list[Peer]:
-            return [peer for peer in self.peers if is_able(peer) and peer.address not in lacking]
+        def able(is_able: Callable[[Replica], bool]) -> list[Replica]:
+            return [replica for replica in self.replicas if is_able(replica) and replica.address not in lacking]
 
         try:
             async with asyncio.timeout(self.settings.pick_seconds):
-                while not (usable := able(lambda peer: peer.usable)):
+                while not (usable := able(lambda replica: replica.usable)):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            usable = able(lambda peer: peer.usable or peer.unsure)
+            usable = able(lambda replica: replica.usable or replica.unsure)
             if not usable:
                 raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
-        fresh = [peer for peer in usable if peer.address not in tried]
+        fresh = [replica for replica in usable if replica.address not in tried]
         return _choose(identity, fresh or usable)
 
 
-def _choose(identity: bytes, peers: Sequence[Peer]) -> Peer:
+def _choose(identity: bytes, replicas: Sequence[Replica]) -> Replica:
     """By rank, but past those that are full or crowded while others are not."""
-    in_order = ranked(identity, peers, lambda peer: peer.address)
-    roomy = [peer for peer in in_order if not peer.full] or in_order
-    calls, patches = min(peer.in_flight for peer in roomy), min(peer.load for peer in roomy)
-    for peer in roomy:
-        crowded = peer.in_flight >= _CROWDED_CALLS and peer.in_flight > calls
-        if not crowded and not (peer.load >= _CROWDED_PATCHES and peer.load > patches):
-            return peer
-    return min(roomy, key=lambda peer: (peer.in_flight, peer.load))
+    in_order = ranked(identity, replicas, lambda replica: replica.address)
+    roomy = [replica for replica in in_order if not replica.full] or in_order
+    calls, patches = min(replica.in_flight for replica in roomy), min(replica.load for replica in roomy)
+    for replica in roomy:
+        crowded = replica.in_flight >= _CROWDED_CALLS and replica.in_flight > calls
+        if not crowded and not (replica.load >= _CROWDED_PATCHES and replica.load > patches):
+            return replica
+    return min(roomy, key=lambda replica: (replica.in_flight, replica.load))

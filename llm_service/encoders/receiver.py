@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
 from common.media.item import Header
+from common.stages import Stage
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
@@ -86,7 +87,7 @@ class RowReceiver:
             tracing.record([("hash", began, ended)], item=item.index)
             known = self._recall(item, identity, request.salt)
             fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
-            fetch.seconds["hash"] = ended - began
+            fetch.stages["hash"] = Stage.between(began, ended)
             await fetch.fetch_header()
 
         try:
@@ -140,7 +141,7 @@ class RowReceiver:
             fetch.close()
             with contextlib.closing(other):
                 await other.fetch_rows(self.cache, entry)
-            fetch.seconds |= other.seconds
+            fetch.stages |= other.stages
 
     def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,9 +15,10 @@ from common import tasks
 from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unauthenticated, Unavailable
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
 from common.grpc_status import from_plain_status
-from common.media.convert import read_header, verify_checksum
+from common.media.convert import read_header, read_stages, verify_checksum
 from common.media.item import Header, Modality
 from common.row_frames import RowsFrame, unpack
+from common.stages import Stage
 from common.wire import RowLayout
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
 from twinlens.v1 import encoder_pb2
@@ -45,7 +47,7 @@ class EncodeStream:
     is called for each event.
 
     `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute. After
-    the last row, `timings` holds the encoder's own seconds by stage.
+    the last row, `stages` holds the encoder's own, on our clock.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class EncodeStream:
         self._on_event = on_event
         self.heard = False
         self.announced: Header | None = None
-        self.timings: dict[str, float] = {}
+        self.stages: dict[str, Stage] = {}
+        self._called = time.perf_counter()
 
     async def header(self) -> Header:
         """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
@@ -115,7 +118,7 @@ class EncodeStream:
                 if mirror is not None:
                     run = replace(run, mirror=MirrorPlace(mirror.offset + run.first * size, mirror.mirrored))
                 landed, transport = 0, self._transport(run)
-                async with aclosing(transport.read(run, place)) as pieces:
+                async with aclosing(transport.receive(run, place)) as pieces:
                     async for piece in pieces:
                         whole = (landed + piece) // size - landed // size
                         landed += piece
@@ -148,7 +151,7 @@ class EncodeStream:
                 return
             self.heard = True
             if event.WhichOneof("event") == "done":
-                self.timings = {timing.stage: timing.seconds for timing in event.done.timings}
+                self.stages = read_stages(event.done.timings, self._called)
                 return
             if event.WhichOneof("event") == "error":
                 # The encoder was sent this one item, under a name that our caller does not know.

@@ -27,8 +27,10 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         ranks.wait_for_all()
     return Loaded(
         executor=LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks),
-        blocks=runner.blocks,
-        state_slots=runner.state_slots,
+        blocks=runner.caches.blocks,
+        state_slots=runner.caches.state_slots,
+        snapshot_slots=runner.caches.snapshot_slots,
+        state_chunk=runner.caches.state_chunk,
         row_bytes=runner.row_bytes,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
@@ -26,9 +27,17 @@ class Step:
     prefill: list[tuple[Sequence, int, int]]
 
 
-def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, *, states: bool = False) -> Step:
+@dataclass(frozen=True, slots=True)
+class StateCopies:
+    """Between slots of states, (source, target): `before` and `after` the step."""
+
+    before: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies: StateCopies | None = None) -> Step:
     """The next step for these sequences. At most one token of each may be unknown, and that one is chosen by the step
-    before. `states`: the model's layers keep states, in the slots that sequences hold."""
+    before. With `copies`, which may be none, the model's layers keep states, in the slots that sequences hold."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -59,8 +68,10 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, *, stat
                 carried.append((at + count - 1, sequence.placeholder_draw))
             draws.append(_draw(sequence, at + count - 1))
             drawing.append(sequence)
-    slots = [sequence.table.slot for sequence in work] if states else []
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores, slots)
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
+    if copies is not None:
+        slots = [sequence.table.slot for sequence in work]
+        plan = structs.replace(plan, slots=slots, restored=copies.before, kept=copies.after)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 

@@ -9,11 +9,13 @@ session (`RetainedBlocks`) last of all.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+import math
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.identity import framed
+from llm_service.engine.state_slots import StateSlots
 
 
 @dataclass(slots=True)
@@ -28,11 +30,24 @@ class Block:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
-    Identities cover its full blocks."""
+    Identities cover its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none.
+    `reserved` snapshots wait for their blocks' identities; `rolling` is the one that the next of an answer replaces."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     slot: int = -1
+    source: int = -1
+    reserved: deque[Reserved] = field(default_factory=deque)
+    rolling: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A snapshot whose block, number `index` of its table, has no identity yet. `rolling`: of an answer."""
+
+    index: int
+    ticket: int
+    rolling: bool
 
 
 def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
@@ -107,10 +122,10 @@ class RetainedBlocks:
 
 class BlockManager:
     """All KV blocks of one engine, each of `block_size` tokens; and, for a model whose layers have states, a slot for
-    each of the `state_slots` sequences that may run at once.
+    each sequence that may run at once, and for snapshots: `state_slots` in all.
 
-    Such a model can go on from cached blocks only where there is a snapshot of its states as well. There are none, so
-    it has no prefix cache.
+    Such a model can go on from cached blocks only where there is a snapshot of its states as well: at a multiple of
+    `state_chunk` tokens.
     """
 
     def __init__(
@@ -121,11 +136,12 @@ class BlockManager:
         prefix_cache: bool = True,
         session_share: float = 0.25,
         state_slots: int = 0,
+        state_chunk: int = 1,
     ) -> None:
         self.block_size = block_size
-        self.prefix_cache = prefix_cache and not state_slots
-        self.state_slots = state_slots
-        self._free_slots = list(reversed(range(state_slots)))
+        self.prefix_cache = prefix_cache
+        self.state_chunk = state_chunk
+        self._states = StateSlots(state_slots)
         self._blocks = [Block(number) for number in range(count)]
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
@@ -153,24 +169,56 @@ class BlockManager:
         """Blocks that no sequence holds and that `match` can find."""
         return self._idle_named
 
+    @property
+    def state_slots(self) -> int:
+        """Slots of states in all; 0 where no layer has any."""
+        return self._states.total
+
+    @property
+    def state_slots_used(self) -> int:
+        """Slots that sequences have."""
+        return self._states.used
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots of states that `match` can find."""
+        return self._states.kept
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether layers have states, and prompts may go on from them."""
+        return self.prefix_cache and self._states.total > 0
+
+    @property
+    def snapshot_multiple(self) -> int:
+        """Tokens; snapshots are taken at multiples of them, where a block ends and the state has been cut."""
+        return math.lcm(self.block_size, self.state_chunk)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def match(self, identities: Seq[bytes]) -> int:
-        """How many of the leading identities are cached."""
+        """How many of the leading identities are cached, up to the last snapshot where layers have states."""
+        count = self.match_blocks(identities)
+        while self.state_slots and count and identities[count - 1] not in self._states:
+            count -= 1
+        return count
+
+    def match_blocks(self, identities: Seq[bytes]) -> int:
+        """How many of the leading identities are cached, whatever there is of states."""
         if not self.prefix_cache:
             return 0
-        for count, identity in enumerate(identities):
-            if identity not in self._by_identity:
-                return count
-        return len(identities)
+        return next((n for n, each in enumerate(identities) if each not in self._by_identity), len(identities))
 
     def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
         """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
         where sequences have states. No more sequences run than there are slots."""
         if self.state_slots:
-            table.slot = self._free_slots.pop()
+            # The snapshot's own slot may be the one that is taken. What another one held is copied before steps write.
+            source = self._states.find(identities[-1]) if identities else -1
+            table.slot = self._states.take()
+            table.source = -1 if source == table.slot else source
         for identity in identities:
             block = self._blocks[self._by_identity[identity]]
             if block.refs == 0:
@@ -218,6 +266,20 @@ class BlockManager:
         if self.prefix_cache and identity not in self._by_identity and block.identity is None:
             block.identity = identity
             self._by_identity[identity] = block.number
+        while table.reserved and table.reserved[0].index < len(table.identities):
+            self._keep(table, table.reserved.popleft())
+
+    def _keep(self, table: BlockTable, reserved: Reserved) -> None:
+        """Lets others find a snapshot; that of an answer takes the place of the one before it, which nobody wanted."""
+        index, identity = reserved.index, table.identities[reserved.index]
+        if identity not in self._by_identity:
+            self._states.cancel(reserved.ticket)
+            return
+        earlier = (table.identities[n] for n in range(index - 1, -1, -1))
+        tokens = (index + 1) * self.block_size
+        if self._states.keep(reserved.ticket, identity, tokens, earlier) and reserved.rolling:
+            self._states.forget(table.rolling, unless_used=True)
+            table.rolling = identity
 
     def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
         """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last. With a
@@ -238,8 +300,31 @@ class BlockManager:
         table.blocks.clear()
         table.identities.clear()
         if table.slot >= 0:
-            self._free_slots.append(table.slot)
-            table.slot = -1
+            self._states.give_back(table.slot)
+            table.slot = table.source = -1
+        for reserved in table.reserved:
+            self._states.cancel(reserved.ticket)
+        table.reserved.clear()
+        table.rolling = b""
+
+    def take_sources(self, tables: Seq[BlockTable]) -> list[tuple[int, int]]:
+        """(snapshot's slot, sequence's slot) of those that begin with a snapshot: copied, in this order, before the
+        next step computes."""
+        pairs = [(table.source, table.slot) for table in tables if table.source >= 0]
+        for table in tables:
+            table.source = -1
+        self._states.release()
+        return pairs
+
+    def snapshot(self, table: BlockTable, index: int, identity: bytes | None) -> list[tuple[int, int]]:
+        """(sequence's slot, snapshot's slot), to be copied when the next step has computed block number `index` and
+        nothing behind it; nothing where there is this snapshot, or no room for one. Without an identity, which is not
+        known yet, it is that of an answer: the next one of the sequence replaces it."""
+        if not self.keeps_snapshots or identity in self._states or (found := self._states.reserve()) is None:
+            return []
+        ticket, slot = found
+        table.reserved.append(Reserved(index, ticket, rolling=identity is None))
+        return [(table.slot, slot)]
 
     def flush(self) -> int:
         """Forgets every cached block that no sequence holds; the number forgotten."""
@@ -257,6 +342,7 @@ class BlockManager:
     def _forget(self, block: Block) -> None:
         if block.identity is not None:
             del self._by_identity[block.identity]
+            self._states.forget(block.identity)
             block.identity = None
 
     def check_integrity(self, tables: Seq[BlockTable] = ()) -> None:
@@ -272,7 +358,7 @@ class BlockManager:
             assert places == (block.refs == 0), f"block {block.number} is lost"
         named = sum(block.refs == 0 and block.identity is not None for block in self._blocks)
         assert named == self._idle_named, "the count of cached blocks is wrong"
-        slots = sorted((*self._free_slots, *(table.slot for table in tables if table.slot >= 0)))
-        assert slots == list(range(self.state_slots)), "a state slot is lost, or has two owners"
+        tickets = [each.ticket for table in tables for each in table.reserved]
+        self._states.check_integrity([table.slot for table in tables if table.slot >= 0], tickets)
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity

@@ -18,7 +18,7 @@ from llm_service.engine.messages import (
     Flush,
     Flushed,
     FromEngine,
-    Inspect,
+    GetState,
     Landed,
     Prefilled,
     Prefills,
@@ -119,7 +119,11 @@ class EngineCore:
 
     def _report_ends(self) -> None:
         """A failure is told before its request is released: nothing is heard of a released one."""
-        for news in (*self._scheduler.take_failures(), *self._scheduler.take_rows_needed()):
+        for news in (
+            *self._scheduler.take_complete(),
+            *self._scheduler.take_failures(),
+            *self._scheduler.take_rows_needed(),
+        ):
             self._link.send(news)
         if ended := self._scheduler.take_ended():
             self._link.send(Released(ended))
@@ -157,7 +161,7 @@ class EngineCore:
                 self._steps.order(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
-            case Inspect():
+            case GetState():
                 answer = self._scheduler.state()
         if answer is not None:
             self._link.send(answer)

@@ -1,33 +1,32 @@
-"""The front's side of the engine process: starts it, talks to it, starts it again when it dies.
-
-Every request gets its end exactly once: its last token, an error, or nothing more after the caller has left. What it
-holds outside the engine is given back when the engine says that it no longer reads it, or is dead.
-"""
+"""The front's side of the engine process: starts it, talks to it, starts it again when it dies. Every request gets its
+end exactly once: its last token, an error, or nothing more after the caller has left; an engine that dies ends none
+(`handover`). What one holds outside the engine is given back when no engine reads it any more."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from common import log, tasks
 from common.checkpoint import CheckpointError
-from common.errors import Internal, TwinlensError, Unavailable, from_code
+from common.errors import Internal, Unavailable, from_code
 from common.processes import Child, ChildDied
+from llm_service.engine.engine_request import EngineRequest, Event
+from llm_service.engine.handover import Handover, engine_lost
 from llm_service.engine.keeper import MODULE, Reserve, Watch
 from llm_service.engine.messages import (
     Abort,
     Add,
     Beat,
+    Complete,
     EndSessions,
     Failed,
     Flush,
     Flushed,
     FromEngine,
-    Inspect,
+    GetState,
     Landed,
-    Prefilled,
     Prefills,
     PullEnded,
     Ready,
@@ -37,7 +36,6 @@ from llm_service.engine.messages import (
     Scored,
     Started,
     State,
-    Token,
     Tokens,
     Unable,
 )
@@ -50,48 +48,13 @@ _RESTART_SECONDS = 0.2
 """Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
 
 
-Event = Started | Prefilled | Scored | Token
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request in the engine: `next` gives its events; `on_released` is called once, when the engine lets go of it,
-    `on_rows_needed` when it needs places for items after all."""
-
-    id: int
-    on_released: Callable[[], None]
-    on_rows_needed: Callable[[], None] | None = None
-    _events: deque[Event] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _error: TwinlensError | None = None
-
-    async def next(self) -> list[Event]:
-        """The events since the last call, at least one; raises the error that ended the request."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        self._news.set()
-
-    def fail(self, error: TwinlensError) -> None:
-        """Ends the request for its caller; events that came before are still given first."""
-        self._error = self._error or error
-        self._news.set()
-
-
 class EngineFront:
     """One engine process that runs `module`, and another in reserve with `standby`.
 
     One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
     is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
-    itself, once a second, and `compiling` whether torch computes while its kernels are compiled.
+    itself, once a second, and `compiling` whether torch computes while its kernels are compiled. Requests wait for the
+    next engine for `handover_seconds` at most.
     """
 
     def __init__(
@@ -102,6 +65,7 @@ class EngineFront:
         *,
         start_seconds: float,
         step_seconds: float,
+        handover_seconds: float = 0.0,
         standby: bool = False,
         module: str = MODULE,
     ) -> None:
@@ -112,7 +76,7 @@ class EngineFront:
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._tickets: dict[int, Ticket] = {}
+        self._handover = Handover(handover_seconds)
         self._answers: dict[type, deque[asyncio.Future[FromEngine]]] = {State: deque(), Flushed: deque()}
         self._ids = 0
         self._first: asyncio.Future[Ready] | None = None
@@ -135,12 +99,18 @@ class EngineFront:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        self._handover.close()
         await self._reserve.stop()
 
     @property
     def requests(self) -> int:
         """Requests that the engine has not let go of."""
-        return len(self._tickets)
+        return self._handover.held
+
+    @property
+    def handed_over(self) -> int:
+        """Times that a request was handed to an engine after another one had ended under it."""
+        return self._handover.handed_over
 
     @property
     def prefix_block(self) -> int:
@@ -152,30 +122,50 @@ class EngineFront:
         self._ids += 1
         return self._ids
 
-    def submit(self, add: Add, on_released: Callable[[], None]) -> Ticket:
-        """Hands a request over. Raises Unavailable, without calling `on_released`, while the engine is down."""
-        child = self._require()
-        ticket = self._tickets[add.id] = Ticket(add.id, on_released)
-        child.send(add)
-        return ticket
+    def submit(self, add: Add, on_released: Callable[[], None], max_handovers: int = 0) -> EngineRequest:
+        """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
+        Raises Unavailable, without calling `on_released`, where no engine is to be had, or it does not wait for one."""
+        request = EngineRequest(add, on_released, max_handovers)
+        self._handover.enter(request, serves=self.ready is not None)
+        self._send_waiting()
+        return request
+
+    def _send_waiting(self) -> None:
+        """Hands over who may go to the engine now."""
+        if self.ready is not None and self._child is not None:
+            for request in self._handover.sendable():
+                self._child.send(request.message())
 
     def landed(self, id: int, item: int, rows: int) -> None:
         """Passes on how many rows of an item have landed."""
-        if id in self._tickets and self._child is not None:
-            self._child.send(Landed(id, item, rows))
+        if request := self._handover.get(id):
+            request.land(item, rows)
+            self._send_about(request, Landed(id, item, rows))
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
         """Gives all items of a request their places, which it has asked for: (offset, rows that have landed there)."""
-        if id in self._tickets and self._child is not None:
-            self._child.send(RowsPlaced(id, places))
+        if request := self._handover.get(id):
+            request.place(places)
+            self._send_about(request, RowsPlaced(id, places))
+            self._send_waiting()
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request or one of its choices; what is unknown is skipped."""
-        if id in self._tickets and self._child is not None:
-            self._child.send(Abort(id, choice))
+        if request := self._handover.get(id):
+            request.leave(choice)
+            self._send_about(request, Abort(id, choice))
+            if request.over and not request.held:
+                self._let_go(id)
+
+    def _send_about(self, request: EngineRequest, message: Landed | RowsPlaced | Abort) -> None:
+        if request.held and self._child is not None:
+            self._child.send(message)
 
     def end_sessions(self, sessions: list[int]) -> None:
         """Says that these sessions are over."""
+        if sessions:
+            for request in self._handover:
+                request.end_sessions(sessions)
         if sessions and self._child is not None:
             self._child.send(EndSessions(sessions))
 
@@ -185,7 +175,7 @@ class EngineFront:
 
     async def state(self) -> State:
         """The engine's queues and counters; raises Unavailable while it is down."""
-        answer = await self._ask(Inspect(), State)
+        answer = await self._ask(GetState(), State)
         assert isinstance(answer, State)
         return answer
 
@@ -195,7 +185,7 @@ class EngineFront:
         assert isinstance(answer, Flushed)
         return answer.blocks
 
-    async def _ask(self, question: Inspect | Flush, kind: type) -> FromEngine:
+    async def _ask(self, question: GetState | Flush, kind: type) -> FromEngine:
         child = self._require()
         answer: asyncio.Future[FromEngine] = asyncio.get_running_loop().create_future()
         self._answers[kind].append(answer)
@@ -249,33 +239,32 @@ class EngineFront:
         self.latest, self.compiling = State(), False
         if was_ready:
             self._on_ready(False)
-        error = Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE")
-        for ticket in list(self._tickets.values()):
-            ticket.fail(error)
-            self._let_go(ticket.id)
+            if requests := self._handover.engine_ended():
+                _log.warning("requests wait for the next engine", requests=requests)
         self.mirrors.lost()
         for waiting in self._answers.values():
             while waiting:
                 if not (answer := waiting.popleft()).done():
-                    answer.set_exception(error)
+                    answer.set_exception(engine_lost())
 
     def _let_go(self, id: int) -> None:
-        if (ticket := self._tickets.pop(id, None)) is not None:
-            ticket.on_released()
+        if self._handover.let_go(id):
+            self._send_waiting()
 
     def _take(self, message: FromEngine) -> None:
         match message:
             case Tokens(events) | Prefills(events):
                 for event in events:
                     self._tell(event.id, event)
-            case Started(id) | Scored(id):
+            case Started(id) | Scored(id) | Complete(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text, field):
-                if ticket := self._tickets.get(id):
-                    ticket.fail(from_code(code, text, reason=reason, field=field))
+                if request := self._handover.get(id):
+                    request.fail(from_code(code, text, reason=reason, field=field))
             case RowsNeeded(id):
-                if (ticket := self._tickets.get(id)) and ticket.on_rows_needed is not None:
-                    ticket.on_rows_needed()
+                if (request := self._handover.get(id)) and request.on_rows_needed is not None:
+                    request.displace()
+                    request.on_rows_needed()
             case Released(ids):
                 for id in ids:
                     self._let_go(id)
@@ -288,8 +277,8 @@ class EngineFront:
                 self._take_news(message)
 
     def _tell(self, id: int, event: Event) -> None:
-        if ticket := self._tickets.get(id):
-            ticket.put(event)
+        if (request := self._handover.get(id)) and self._handover.heard(request, event):
+            self._send_waiting()
 
     def _take_news(self, message: Ready | Unable | PullEnded) -> None:
         """Whether the engine can serve; what came of an order for the mirrors."""
@@ -304,6 +293,7 @@ class EngineFront:
             if first is not None:
                 first.set_result(message)
             self._on_ready(True)
+            self._send_waiting()
         elif first is not None:
             first.set_exception(CheckpointError(message.why))
         else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 from common import tasks
 from common.processes import HELD_UP_SECONDS, Child, ChildDied, is_held_up
+from common.watchdog import Watchdog
 from llm_service.engine.messages import FromEngine
 
 MODULE = "llm_service.engine"
@@ -61,41 +61,32 @@ class Reserve:
         return child
 
 
-class Watch:
+class Watch(Watchdog):
     """A block in which the engine with this process id is listened to. It is left with ChildDied where the engine does
     not serve within `start_seconds`, or after that is silent for too long, or at one step for `step_seconds`, as where
     a GPU hangs."""
 
     def __init__(self, pid: int, start_seconds: float, step_seconds: float) -> None:
+        super().__init__(_LOOK_SECONDS)
         self._pid = pid
         self._serves = False
         self._busy = 0.0
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
-        self._limit = asyncio.timeout(None)
 
     async def __aenter__(self) -> Self:
-        await self._limit.__aenter__()
-        self._loop = asyncio.get_running_loop()
+        await super().__aenter__()
         self._last = self._loop.time()
-        self._look_later()
         return self
 
     def heard(self, *, serves: bool, busy: float = 0.0) -> None:
         """The engine has said something; whether it serves by now, and for how many seconds it is at one step."""
         self._last, self._serves, self._busy = self._loop.time(), serves, busy
 
-    def _look_later(self) -> None:
-        self._due = self._loop.time() + _LOOK_SECONDS
-        self._timer = self._loop.call_at(self._due, self._look)
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        stood_still = now - self._due > _LOOK_SECONDS  # this loop itself: what was said meanwhile is still to be read
-        if not stood_still and self._is_lost(now - self._last):
-            self._limit.reschedule(now)
-        else:
-            self._look_later()
+    def _look(self, late: float) -> Exception | None:
+        stood_still = late > _LOOK_SECONDS  # this loop itself: what was said meanwhile is still to be read
+        lost = not stood_still and self._is_lost(self._loop.time() - self._last)
+        return ChildDied(self._why()) if lost else None
 
     def _is_lost(self, silence: float) -> bool:
         if not self._serves:
@@ -105,15 +96,6 @@ class Watch:
         # A beat comes every second, so one that is silent is frozen, unless the system says that it is held up: where
         # more processes want to run than there are cores for, killing it would make an outage of slowness.
         return silence > _SILENCE_SECONDS and (silence > HELD_UP_SECONDS or not is_held_up(self._pid))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        try:
-            await self._limit.__aexit__(kind, error, trace)
-        except TimeoutError:
-            raise ChildDied(self._why()) from None
 
     def _why(self) -> str:
         if not self._serves:

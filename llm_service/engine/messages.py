@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 
 NOWHERE = -1
@@ -24,20 +24,31 @@ class ItemRows(msgspec.Struct, frozen=True, array_like=True):
     landed: int
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """What exists of a choice: its output, int32 [m]; `finished`: nothing more is to be generated of it."""
+
+    choice: int
+    token_ids: bytes
+    finished: bool = False
+
+
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
-    `session` is the number of its session, 0 for none."""
+    `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
+    is not finished. The prompt's first `scored` tokens have been scored already."""
 
     id: int
     token_ids: bytes
     positions: bytes
     mrope_delta: int
     items: list[ItemRows]
-    sampling: Sampling
+    sampling: SamplingParams
     salt: str
     priority: int
     deadline: float | None
     session: int = 0
+    resume: list[Resumed] = []
+    scored: int = 0
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -72,12 +83,12 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """Forget cached blocks that no request uses."""
 
 
-class Inspect(msgspec.Struct, frozen=True, tag=True):
+class GetState(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
 ToEngine = (
-    EngineSettings | Add | Landed | RowsPlaced | Abort | EndSessions | Flush | Inspect | Pull | Invalidate | Unmap
+    EngineSettings | Add | Landed | RowsPlaced | Abort | EndSessions | Flush | GetState | Pull | Invalidate | Unmap
 )
 
 
@@ -100,7 +111,7 @@ class Unable(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A request's first choice runs; `cached` prompt tokens came from the prefix cache."""
+    """The first of a request's choices runs; `cached` prompt tokens came from the prefix cache."""
 
     id: int
     cached: int
@@ -121,6 +132,15 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: int
     ended: str
     logprobs: TokenLogprobs | None = None
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """A choice that was to be resumed is complete with what it has: `ended` as a `Token` says it. It may come before
+    the request is started, which never is where all choices were complete."""
+
+    id: int
+    choice: int
+    ended: str
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
@@ -187,6 +207,9 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graph_steps: int = 0
     kv_blocks_cached: int = 0
     prefix_query_tokens: int = 0
+    state_slots: int = 0
+    state_slots_used: int = 0
+    state_snapshots: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -220,6 +243,7 @@ FromEngine = (
     | Prefills
     | Scored
     | Tokens
+    | Complete
     | Failed
     | Released
     | Beat

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.queues import Queues, rank
+from llm_service.engine.queues import Queues, order_of
 from llm_service.engine.sequence import Sequence
 
 _LOOK_AHEAD = 64
@@ -28,11 +28,11 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Choice:
+class Schedule:
     """What a step is to compute: how many tokens of which sequence, and what happened on the way. `displaced`
     are sequences whose items have no place in the row arena, though the cache does not cover them."""
 
-    work: dict[Sequence, int] = field(default_factory=dict)
+    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     displaced: list[Sequence] = field(default_factory=list)
@@ -48,17 +48,17 @@ class Planner:
         self._limits = limits
         self._max_media_tokens = limits.max_step_tokens - limits.max_running + 1
 
-    def choose(self) -> Choice:
+    def choose(self) -> Schedule:
         """What the next step computes; its work is empty where nothing can be computed now."""
-        choice = Choice()
-        prefills = self._decodes(choice)
-        budget = self._limits.max_step_tokens - len(choice.work)
+        schedule = Schedule()
+        prefills = self._decodes(schedule)
+        budget = self._limits.max_step_tokens - len(schedule.num_scheduled_tokens)
         if budget and (prefills or self._queues.waiting):
-            budget = self._by_rank(choice, prefills, budget)
-            self._by_length(choice, prefills, budget)
-        return choice
+            budget = self._by_priority(schedule, prefills, budget)
+            self._by_length(schedule, prefills, budget)
+        return schedule
 
-    def _decodes(self, choice: Choice) -> list[Sequence]:
+    def _decodes(self, schedule: Schedule) -> list[Sequence]:
         """Gives every decode its token; the running sequences that have more to compute than that."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._queues.running):
@@ -66,66 +66,71 @@ class Planner:
                 continue  # preempted by one before it, or ended by what is under way
             if sequence.pending > 1:
                 prefills.append(sequence)
-            elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, 1, choice):
-                choice.work[sequence] = 1
+            elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, 1, schedule):
+                schedule.num_scheduled_tokens[sequence] = 1
         return prefills
 
-    def _by_rank(self, choice: Choice, prefills: list[Sequence], budget: int) -> int:
-        """Spends half of the budget in order of rank: nobody is overtaken for ever. What is left of all of it."""
+    def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> int:
+        """Spends half the budget by priority and arrival: nobody is overtaken for ever. What is left of all of it."""
         half = budget - budget // 2
-        choice.closed = self._is_crowded() and not self._idle(choice)
-        waiting = () if choice.closed else tuple(self._queues.waiting)
-        for sequence in heapq.merge(prefills, waiting, key=rank):
+        schedule.closed = self._is_crowded() and not self._idle(schedule)
+        waiting = () if schedule.closed else tuple(self._queues.waiting)
+        for sequence in heapq.merge(prefills, waiting, key=order_of):
             if half <= 0:
                 break
-            count = self._extend(sequence, choice, half)
-            if not count and self._limits.keep_media_whole and not choice.work.get(sequence):
-                count = self._extend(sequence, choice, budget)
+            count = self._extend(sequence, schedule, half)
+            if not count and self._limits.keep_media_whole and not schedule.num_scheduled_tokens.get(sequence):
+                count = self._extend(sequence, schedule, budget)
             half -= count
             budget -= count
         return budget
 
-    def _by_length(self, choice: Choice, prefills: list[Sequence], budget: int) -> None:
+    def _by_length(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> None:
         """Spends what is left on those with the fewest tokens to go: no short prompt stands behind a long one."""
-        waiting = () if choice.closed else islice(self._queues.waiting, _LOOK_AHEAD)
-        candidates = [*prefills, *choice.started, *waiting]
-        for sequence in sorted(candidates, key=lambda s: (s.pending - choice.work.get(s, 0), s.order)):
+        waiting = () if schedule.closed else islice(self._queues.waiting, _LOOK_AHEAD)
+        candidates = [*prefills, *schedule.started, *waiting]
+        for sequence in sorted(
+            candidates, key=lambda s: (s.pending - schedule.num_scheduled_tokens.get(s, 0), s.order)
+        ):
             if budget <= 0:
                 break
-            budget -= self._extend(sequence, choice, budget)
+            budget -= self._extend(sequence, schedule, budget)
 
-    def _extend(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
+    def _extend(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
         """Gives a sequence up to `max_tokens` tokens more in this step, and a place where it has none;
         how many it got."""
         if sequence.at_max_length:
             return 0
         if not sequence.running:
-            return self._admit(sequence, choice, max_tokens)
-        given = choice.work.get(sequence, 0)
+            return self._admit(sequence, schedule, max_tokens)
+        given = schedule.num_scheduled_tokens.get(sequence, 0)
         count = self._chunk(sequence, sequence.num_computed_tokens, given + max_tokens)
-        if count <= given or not self._make_room(sequence, count, choice):
+        if count <= given or not self._make_room(sequence, count, schedule):
             return 0
-        choice.work[sequence] = count
+        schedule.num_scheduled_tokens[sequence] = count
         return count - given
 
-    def _admit(self, sequence: Sequence, choice: Choice, max_tokens: int) -> int:
+    def _admit(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now. While the
-        first one in rank that has all of its rows cannot start, nobody does."""
-        if choice.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
+        first one in order that has all of its rows cannot start, nobody does."""
+        if schedule.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
         begin = hits * self._blocks.block_size
+        if self._blocks.keeps_snapshots:
+            shared = self._blocks.match_blocks(identities) * self._blocks.block_size
+            sequence.find_branches(self._blocks.snapshot_multiple, shared)
         if sequence.lacks_rows(begin):
             # It holds no block while it waits, so that no two can hold each other up.
             if self._queues.displace(sequence):
-                choice.displaced.append(sequence)
+                schedule.displaced.append(sequence)
             return 0
         ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
-        idle = self._idle(choice) if complete and count else []
+        idle = self._idle(schedule) if complete and count else []
         if not ready or not self._find_room(sequence, identities[:hits], idle):
-            choice.closed = complete
+            schedule.closed = complete
             if not complete:
                 sequence.wait_for_rows()  # others may go first
             return 0
@@ -134,8 +139,8 @@ class Planner:
         self._blocks.adopt(sequence.table, identities[:hits])
         self._blocks.grow(sequence.table, begin + count)
         self._queues.start(sequence, begin)
-        choice.started.append(sequence)
-        choice.work[sequence] = count
+        schedule.started.append(sequence)
+        schedule.num_scheduled_tokens[sequence] = count
         return count
 
     def _ready(self, sequence: Sequence, begin: int) -> int:
@@ -149,31 +154,50 @@ class Planner:
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
     def _chunk(self, sequence: Sequence, begin: int, max_tokens: int) -> int:
-        count = min(self._ready(sequence, begin), max_tokens)
+        most = count = min(self._ready(sequence, begin), max_tokens)
+        if self._blocks.state_slots:
+            count = self._state_chunk(sequence, begin, count, max_tokens)
         if self._limits.keep_media_whole and count:
-            return sequence.without_partial_media(begin, count, self._max_media_tokens)
+            whole = (sequence.without_partial_media(begin, each, self._max_media_tokens) for each in (count, most))
+            return next(filter(None, whole), 0)  # a run of rows may reach over every place for a cut
         return count
 
-    def _make_room(self, sequence: Sequence, count: int, choice: Choice) -> bool:
+    def _state_chunk(self, sequence: Sequence, begin: int, count: int, max_tokens: int) -> int:
+        """`count`, or fewer, so that layers with states compute what they would of the whole, to the last digit, and
+        the state is there where others may go on from it."""
+        end, multiple = begin + count, self._blocks.state_chunk
+        for branch in sequence.branches(begin, end - 1):
+            if not self._limits.keep_media_whole or self._is_whole(sequence, begin, branch):
+                return branch - begin
+        if end == len(sequence.tokens) or end % multiple == 0:
+            return count
+        # A budget that does not reach the next multiple is spent all the same; rows that are late are waited for.
+        cut = end - end % multiple
+        return cut - begin if cut > begin else count if count == max_tokens else 0
+
+    def _is_whole(self, sequence: Sequence, begin: int, end: int) -> bool:
+        return sequence.without_partial_media(begin, end - begin, self._max_media_tokens) == end - begin
+
+    def _make_room(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
         """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
         its rows, else of those behind it that the step spares. No sequence can want more blocks than there are, so the
-        first in rank always gets on: there is no deadlock."""
+        first in order always gets on: there is no deadlock."""
         while not self._blocks.grow(sequence.table, sequence.num_computed_tokens + count):
             complete = sequence.num_computable(sequence.num_computed_tokens) == sequence.pending
-            idle = self._idle(choice) if complete else []
-            if (last := idle[-1] if idle else self._last_behind(sequence, choice)) is None:
+            idle = self._idle(schedule) if complete else []
+            if (last := idle[-1] if idle else self._last_behind(sequence, schedule)) is None:
                 return False
             self._preempt(last)
             if idle:
                 last.wait_for_rows()
-            choice.preempted.append(last)
+            schedule.preempted.append(last)
         return True
 
-    def _last_behind(self, sequence: Sequence, choice: Choice) -> Sequence | None:
+    def _last_behind(self, sequence: Sequence, schedule: Schedule) -> Sequence | None:
         for last in reversed(self._queues.running):
             if last.order <= sequence.order:
                 return None
-            if last not in choice.work:
+            if last not in schedule.num_scheduled_tokens:
                 return last
         return None
 
@@ -197,9 +221,13 @@ class Planner:
     def _is_crowded(self) -> bool:
         return len(self._queues.running) >= self._limits.max_running
 
-    def _idle(self, choice: Choice) -> list[Sequence]:
-        """Those that run and can compute nothing before another row lands, in order of rank."""
-        spared = [each for each in self._queues.running if each not in choice.work and not each.at_max_length]
+    def _idle(self, schedule: Schedule) -> list[Sequence]:
+        """Those that run and can compute nothing before another row lands, in order."""
+        spared = [
+            each
+            for each in self._queues.running
+            if each not in schedule.num_scheduled_tokens and not each.at_max_length
+        ]
         return [
             each for each in spared if not self._chunk(each, each.num_computed_tokens, self._limits.max_step_tokens)
         ]

@@ -34,7 +34,8 @@ _BEAT_SECONDS = 1.0
 class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
     UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
-    `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any."""
+    `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
+    them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out."""
 
     executor: Executor
     blocks: int
@@ -43,6 +44,8 @@ class Loaded:
     reachable: list[str]
     compiling: Callable[[], bool] = lambda: False
     state_slots: int = 0
+    snapshot_slots: int = 0
+    state_chunk: int = 1
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -84,7 +87,8 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         settings.block_size,
         prefix_cache=settings.prefix_cache,
         session_share=settings.session_share,
-        state_slots=loaded.state_slots,
+        state_slots=loaded.state_slots + loaded.snapshot_slots,
+        state_chunk=loaded.state_chunk,
     )
     scheduler = Scheduler(
         blocks,
@@ -103,7 +107,8 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         Ready(
             context=context,
             kv_blocks=loaded.blocks,
-            prefix_block=blocks.block_size if blocks.prefix_cache else 0,
+            # Where layers have states, blocks alone are no reason to expect that a prompt begins behind them.
+            prefix_block=blocks.block_size if blocks.prefix_cache and not blocks.state_slots else 0,
             devices=loaded.devices,
             reachable=loaded.reachable,
         )

@@ -1,4 +1,4 @@
-"""Who waits and who runs, both in order of rank, and which sequences belong to a request."""
+"""Who waits and who runs, both by priority and arrival, and which sequences belong to a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FEW = 64
 """Deadlines that may be kept without looking whose they are."""
 
 
-def rank(sequence: Sequence) -> Order:
+def order_of(sequence: Sequence) -> Order:
     """Orders sequences: by priority, then arrival, then choice; a smaller one is served first."""
     return sequence.order
 
@@ -31,7 +31,7 @@ class Queues:
         """Takes a new request in; its sequences wait."""
         self.requests[id] = sequences
         for sequence in sequences:
-            insort(self.waiting, sequence, key=rank)
+            insort(self.waiting, sequence, key=order_of)
         if deadline is not None:
             self._forget_deadlines()
             heapq.heappush(self._deadlines, (deadline, id))
@@ -39,13 +39,13 @@ class Queues:
     def start(self, sequence: Sequence, computed: int) -> None:
         """From waiting to running, with the KV of the first `computed` tokens there."""
         self._take(self.waiting, sequence)
-        insort(self.running, sequence, key=rank)
+        insort(self.running, sequence, key=order_of)
         sequence.start(computed)
 
     def preempt(self, sequence: Sequence) -> None:
         """From running to waiting."""
         self._take(self.running, sequence)
-        insort(self.waiting, sequence, key=rank)
+        insort(self.waiting, sequence, key=order_of)
         sequence.preempt()
 
     def remove(self, sequence: Sequence) -> bool:
@@ -94,12 +94,12 @@ class Queues:
 
     @staticmethod
     def _take(queue: list[Sequence], sequence: Sequence) -> None:
-        place = bisect_left(queue, sequence.order, key=rank)
+        place = bisect_left(queue, sequence.order, key=order_of)
         assert queue[place] is sequence
         del queue[place]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each sequence is in one queue and belongs to a request, in order of rank."""
+        """Raises AssertionError unless each sequence is in one queue and belongs to a request, in order."""
         for queue in (self.waiting, self.running):
             assert all(one.order < other.order for one, other in pairwise(queue))
             assert all(sequence.running == (queue is self.running) for sequence in queue)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
-from llm_service.engine.batch import Step, build
+from llm_service.engine.batch import StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.messages import Add, Failed, RowsNeeded, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Limits, Planner
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
@@ -37,7 +38,8 @@ class Counters:
 
 class Scheduler:
     """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens, `row_bytes` the
-    bytes of one row in the arena; `match` gives a matcher for a grammar, in its time."""
+    bytes of one row in the arena; `match` gives a matcher for a grammar, in its time, that stands behind the output so
+    far."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Scheduler:
         limits: Limits,
         eos: frozenset[int],
         row_bytes: int,
-        match: Callable[[Form], Future[Matcher]] | None = None,
+        match: Callable[[Form, Seq[int]], Future[Matcher]] | None = None,
     ) -> None:
         assert not blocks.state_slots or limits.max_running <= blocks.state_slots, "whoever runs has a state slot"
         self.blocks = blocks
@@ -56,7 +58,10 @@ class Scheduler:
         self._match = match
         self._queues = Queues()
         self._planner = Planner(self._queues, blocks, limits)
+        self._resumed: list[Sequence] = []
+        self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
+        self._complete: list[Complete] = []
         self._failures: list[Failed] = []
         self._rows_needed: deque[tuple[int, int]] = deque()
         self._ended: deque[tuple[int, int]] = deque()
@@ -67,7 +72,7 @@ class Scheduler:
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def add(self, add: Add) -> None:
-        """Takes a request in. The front has checked that it fits the context."""
+        """Takes a request in. The front has checked that it fits the context, but maybe that of the engine before."""
         self._arrivals += 1
         sequences = Sequence.of(
             add, arrival=self._arrivals, seed=secrets.randbits(64), max_length=self.limits.max_context, eos=self._eos
@@ -75,9 +80,13 @@ class Scheduler:
         if add.sampling.grammar and self._match is not None:
             form = Form(add.sampling.grammar, add.sampling.grammar_bytes, add.salt)
             for sequence in sequences:
-                sequence.use_grammar(self._match(form))
+                sequence.use_grammar(self._match(form, sequence.output))
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
+        self._unstarted.add(add.id)
+        self._resumed.extend(
+            sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
+        )
         self.counters.prompt_tokens += sequences[0].prompt_tokens
 
     def landed(self, id: int, item: int, rows: int) -> None:
@@ -125,27 +134,62 @@ class Scheduler:
         It may be called again while earlier steps are *under way*: steps run in the order in which they were planned,
         so a step may use the KV and, by its number, the token of the one before.
         """
+        if self._resumed:
+            self._end_complete()
         # What a grammar allows next is worked out here, so a batch with one in it has no overlap. Penalties need the
         # token as well, but the worker puts it into the history.
         if self._matching and any(self._waits_for_token(sequence) for sequence in self._queues.running):
             return None, []
-        choice = self._planner.choose()
-        self.counters.preemptions += len(choice.preempted)
-        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in choice.displaced)
-        started = [event for sequence in choice.started if (event := self._announce(sequence))]
-        if not choice.work:
+        schedule = self._planner.choose()
+        self.counters.preemptions += len(schedule.preempted)
+        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in schedule.displaced)
+        started = [event for sequence in schedule.started if (event := self._announce(sequence))]
+        if not schedule.num_scheduled_tokens:
             return None, started
-        step = build(choice.work, self.blocks.block_size, self._row_bytes, states=self.blocks.state_slots > 0)
+        copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
+        step = build(schedule.num_scheduled_tokens, self.blocks.block_size, self._row_bytes, copies)
         self._planned_steps += 1
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)
-        for sequence, count in choice.work.items():
+        for sequence, count in schedule.num_scheduled_tokens.items():
             sequence.advance(count)
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
         if self._matching:
             self._fail_dead_ends(step)
         return step, started
+
+    def _end_complete(self) -> None:
+        """Ends resumed sequences whose output ends them, and fails those that cannot have said it, or do not fit."""
+        ready = [sequence for sequence in self._resumed if sequence.finished or sequence.grammar_ready]
+        self._resumed = [sequence for sequence in self._resumed if sequence not in ready]
+        for sequence in ready:
+            if sequence.finished:
+                continue
+            try:
+                sequence.take_matcher()
+                ended = _resumed_end(sequence)
+            except InvalidInput as error:
+                self._fail(sequence.id, error)
+                continue
+            if ended:
+                self._complete.append(Complete(sequence.id, sequence.choice, ended))
+                self._end(sequence)
+
+    def _state_copies(self, work: dict[Sequence, int]) -> StateCopies:
+        """What is copied before and after a step: when all of it is chosen, so that nobody takes a snapshot's slot for
+        himself that the step is still to write."""
+        size, multiple, after = self.blocks.block_size, self.blocks.snapshot_multiple, list[tuple[int, int]]()
+        for sequence, count in work.items():
+            begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+            if end % multiple:
+                continue
+            index = end // size - 1
+            if sequence.branches(begin, end)[-1:] == [end]:
+                after += self.blocks.snapshot(sequence.table, index, sequence.identity(index, size))
+            elif count == 1 and begin >= sequence.prompt_tokens:  # an answer, at whose end the next turn begins
+                after += self.blocks.snapshot(sequence.table, index, None)
+        return StateCopies(self.blocks.take_sources([sequence.table for sequence in work]), after)
 
     @staticmethod
     def _waits_for_token(sequence: Sequence) -> bool:
@@ -161,8 +205,12 @@ class Scheduler:
         if sequence.num_starts > 1:
             return None
         self.counters.prefix_query_tokens += sequence.prompt_tokens if self.blocks.prefix_cache else 0
-        self.counters.prefix_hit_tokens += sequence.num_computed_tokens
-        return Started(sequence.id, sequence.num_computed_tokens) if sequence.choice == 0 else None
+        cached = min(sequence.num_computed_tokens, sequence.prompt_tokens)
+        self.counters.prefix_hit_tokens += cached
+        if sequence.id not in self._unstarted:
+            return None
+        self._unstarted.remove(sequence.id)
+        return Started(sequence.id, cached)
 
     # --- what follows --------------------------------------------------------------------------------------------
 
@@ -202,6 +250,11 @@ class Scheduler:
         scored, self._scored = self._scored, []
         return scored
 
+    def take_complete(self) -> list[Complete]:
+        """The choices that were complete when they came, since the last call; told before their request is released."""
+        complete, self._complete = self._complete, []
+        return complete
+
     def take_failures(self) -> list[Failed]:
         """The requests that failed since the last call; they are among `take_ended` as well."""
         failures, self._failures = self._failures, []
@@ -230,6 +283,7 @@ class Scheduler:
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
         self.blocks.free(sequence.table, sequence.session, sequence.root)
         if self._queues.remove(sequence):
+            self._unstarted.discard(sequence.id)
             self._ended.append((self._planned_steps, sequence.id))
 
     # --- what others may know ------------------------------------------------------------------------------------
@@ -242,6 +296,9 @@ class Scheduler:
             kv_blocks_used=self.blocks.used,
             kv_blocks_total=self.blocks.total,
             kv_blocks_cached=self.blocks.cached,
+            state_slots=self.blocks.state_slots,
+            state_slots_used=self.blocks.state_slots_used,
+            state_snapshots=self.blocks.snapshots,
             **asdict(self.counters),
         )
 
@@ -261,6 +318,20 @@ def _finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
     if matcher is not None and matcher.is_stopped():
         return "structure"
     return "length" if sequence.num_known_tokens >= sequence.max_length else ""
+
+
+def _resumed_end(sequence: Sequence) -> str:
+    """Why a choice is complete with the output that it came with; empty where it goes on. Raises InvalidInput where it
+    would have ended before, or the prompt alone is too long."""
+    if not sequence.output:
+        raise InvalidInput("the prompt is longer than the context", reason="PROMPT_TOO_LONG", field="input")
+    *earlier, last = sequence.output
+    if any(token in sequence.stop_ids for token in earlier):
+        raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
+    ended = _finish_reason(sequence, last)
+    if isinstance(ended, InvalidInput):
+        raise ended
+    return ended
 
 
 def _dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:

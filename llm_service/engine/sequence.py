@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ import numpy as np
 from llm_service.engine.block_manager import BlockTable, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add
 from llm_service.engine.structure import Matcher
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 
 Order = tuple[int, int, int]
 
 PLACEHOLDER = 0
 """Stands in the place of a token that a step under way will choose."""
+
+_FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
+"""Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
 
 
 class WaitReason(enum.Enum):
@@ -36,7 +40,7 @@ class WaitReason(enum.Enum):
 
 
 @dataclass(slots=True)
-class Item:
+class PromptItem:
     """An item of a prompt; all choices of a request share it. `landed` rows, from the first on, are in the arena."""
 
     key: bytes
@@ -68,9 +72,10 @@ class Sequence:
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
     `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
-    tokens that end it.
-    `first_choice` is the one that computes the shared prompt. The prompt's first `num_scored_tokens` have been scored
-    by steps up to the last one planned, or need no score. `media_end` is one past the last place of a media row;
+    tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
+    there when the sequence came. `first_choice` is the one that computes the shared prompt. The prompt's first
+    `num_scored_tokens` have been scored by steps up to the last one planned, or need no score. `media_end` is one past
+    the last place of a media row;
     `plain`: the likeliest token is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32,
     where repeating them is penalised; `runs` of media rows in order: first place, the one past the last, first row, the
     item's key."""
@@ -81,14 +86,15 @@ class Sequence:
     tokens: array[int]
     positions: np.ndarray
     mrope_delta: int
-    items: list[Item]
-    sampling: Sampling
+    items: list[PromptItem]
+    sampling: SamplingParams
     seed: int
     root: bytes
     session: int
     order: Order
     max_length: int
     stop_ids: tuple[int, ...]
+    turn_ends: tuple[int, ...]
     matcher_future: Future[Matcher] | None = None
     matcher: Matcher | None = None
     first_choice: Sequence | None = None
@@ -96,6 +102,7 @@ class Sequence:
     num_placeholders: int = 0
     placeholder_draw: int = 0
     running: bool = False
+    num_resumed_tokens: int = 0
     num_starts: int = 0
     num_scored_tokens: int = 0
     finished: bool = False
@@ -107,23 +114,32 @@ class Sequence:
     _waits_for: WaitReason | None = None
     _chain: list[bytes] = field(default_factory=list)
     _passed_runs: int = 0
+    _ends: list[int] | None = None
+    _branches: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, add: Add, *, arrival: int, seed: int, max_length: int, eos: tuple[int, ...]) -> list[Sequence]:
-        """One sequence for each choice of a request; all but the first wait until the first has its prompt computed."""
+        """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
+        has its prompt computed."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
-        items = [Item(item.key, item.offset, item.runs, item.landed) for item in add.items]
+        items = [PromptItem(item.key, item.offset, item.runs, item.landed) for item in add.items]
         sampling = add.sampling
         penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
         runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
+        resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
+            given = resumed.get(choice)
+            if given is not None and given.finished:
+                continue
+            output = array("i", b"" if given is None else given.token_ids)
+            scores = choice == 0 and not output and sampling.prompt_logprobs is not None
             sequence = cls(
                 id=add.id,
                 choice=choice,
                 prompt_tokens=len(prompt),
-                tokens=array("i", prompt),
+                tokens=prompt + output,
                 positions=positions,
                 mrope_delta=add.mrope_delta,
                 items=items,
@@ -134,8 +150,10 @@ class Sequence:
                 order=(-add.priority, arrival, choice),
                 max_length=min(max_length, len(prompt) + sampling.max_tokens),
                 stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
+                turn_ends=eos,
                 first_choice=sequences[0] if sequences else None,
-                num_scored_tokens=len(prompt) if choice or sampling.prompt_logprobs is None else 1,
+                num_resumed_tokens=len(output),
+                num_scored_tokens=max(1, add.scored) if scores else len(prompt),
                 plain=sampling == _plainest(sampling),
                 penalised=penalised,
                 media_end=max((end for _, end, _, _ in runs), default=0),
@@ -148,6 +166,16 @@ class Sequence:
     def generated(self) -> int:
         """Tokens chosen so far, those of steps under way included."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """A token has been chosen beyond those that it came with."""
+        return self.generated > self.num_resumed_tokens
+
+    @property
+    def output(self) -> array[int]:
+        """The tokens behind the prompt, as far as they are known."""
+        return self.tokens[self.prompt_tokens : self.num_known_tokens]
 
     @property
     def num_known_tokens(self) -> int:
@@ -169,7 +197,7 @@ class Sequence:
         """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
         if self.matcher is not None and self.num_placeholders:
             return WaitReason.TOKEN
-        if self._waits_for is None and self.first_choice is not None and not self.first_choice.generated:
+        if self._waits_for is None and self.first_choice is not None and not self.first_choice.has_begun:
             return WaitReason.SIBLING
         return self._waits_for
 
@@ -213,14 +241,36 @@ class Sequence:
                     return first - begin
         return count
 
+    def find_branches(self, multiple: int, shared: int) -> None:
+        """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
+        behind its first `shared` tokens, where another one has left already, at the end of media and of turns, the
+        system prompt's among them, and at the end of all its tokens. Of many turns only the first and the last
+        count: each branch is the end of a chunk."""
+        if self._ends is None:
+            prompt = np.frombuffer(self.tokens, np.int32, self.prompt_tokens)
+            turns = (np.flatnonzero(np.isin(prompt, self.turn_ends)) + 1).tolist()
+            media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]
+            self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
+        found = {*self._ends[:_FIRST_BRANCHES], *self._ends[-_LAST_BRANCHES:]}
+        found |= {shared // multiple * multiple, (len(self.tokens) - 1) // multiple * multiple}
+        self._branches = sorted(found)
+
+    def branches(self, begin: int, end: int) -> list[int]:
+        """The branches behind `begin` and up to `end`."""
+        return self._branches[bisect_right(self._branches, begin) : bisect_right(self._branches, end)]
+
     def use_grammar(self, matcher: Future[Matcher]) -> None:
         """Its tokens follow a grammar, whose matcher is on its way."""
         self.matcher_future = matcher
 
-    def start(self, computed: int) -> None:
-        """It runs; the KV of its first `computed` tokens is there. Only where its grammar is ready."""
+    def take_matcher(self) -> None:
+        """Only where its grammar is ready. Raises InvalidInput where the grammar does not allow the output so far."""
         if self.matcher_future is not None:
             self.matcher, self.matcher_future = self.matcher_future.result(), None
+
+    def start(self, computed: int) -> None:
+        """It runs; the KV of its first `computed` tokens is there. Only where its grammar is ready."""
+        self.take_matcher()
         self.running, self.num_computed_tokens = True, computed
         self.num_starts += 1
 
@@ -308,7 +358,7 @@ class Sequence:
         return self._chain[:count]
 
 
-def _plainest(sampling: Sampling) -> Sampling:
+def _plainest(sampling: SamplingParams) -> SamplingParams:
     """As long, and nothing but the likeliest token."""
     kept = {name: getattr(sampling, name) for name in ("max_tokens", "n", "ignore_eos", "stop_token_ids", "seed")}
-    return Sampling(temperature=0.0, **kept)
+    return SamplingParams(temperature=0.0, **kept)

@@ -10,7 +10,7 @@ import heapq
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -155,27 +155,32 @@ class Matchers:
         self._made = made
         self._thread = ThreadPoolExecutor(1, "matchers")
         self._lock = threading.Lock()
-        self._asked: list[tuple[int, int, Form, Future[Matcher]]] = []
+        self._asked: list[tuple[int, int, Form, Sequence[int], Future[Matcher]]] = []
         self._count = 0
 
-    def __call__(self, form: Form) -> Future[Matcher]:
-        """A new matcher, soon."""
+    def __call__(self, form: Form, output: Sequence[int] = ()) -> Future[Matcher]:
+        """A new matcher, soon; it stands behind these tokens. Where they are not of that form, its result is
+        InvalidInput."""
         future: Future[Matcher] = Future()
         future.add_done_callback(lambda _: self._made())
         with self._lock:
             self._count += 1
-            heapq.heappush(self._asked, (form.bytes, self._count, form, future))
+            heapq.heappush(self._asked, (form.bytes, self._count, form, output, future))
         self._thread.submit(self._make)
         return future
 
     def _make(self) -> None:
         """Makes the one that is next."""
         with self._lock:
-            _, _, form, future = heapq.heappop(self._asked)
+            _, _, form, output, future = heapq.heappop(self._asked)
         if not future.set_running_or_notify_cancel():
             return
         try:
             matcher = self._structures.matcher(form)
+            if not all(map(matcher.consume_token, output)):
+                raise InvalidInput(
+                    "the answer so far does not have the form that it must have", reason="BAD_RESUME", field="resume"
+                )
         except BaseException as error:  # noqa: BLE001 - it is raised where the matcher is asked for
             future.set_exception(error)
         else:

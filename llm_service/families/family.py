@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
-from common.media.item import Modality
+from common.identity import VISION, EncoderParts
+from common.media.item import Header, Modality
 
 
 class Mixer(Enum):
     """What mixes the tokens of a sequence in a layer."""
 
     ATTENTION = "attention"
+    GATED_DELTA_NET = "gated delta net"
 
 
-class FeedForward(Enum):
+class FeedForwardKind(Enum):
     """What follows in a layer, for each token alone."""
 
     DENSE = "dense"
@@ -27,33 +29,61 @@ class LayerKind:
     """What one decoder layer is made of."""
 
     mixer: Mixer
-    feed_forward: FeedForward
+    feed_forward: FeedForwardKind
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A run of an item's rows, its next `count`: as many placeholders."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A special token, by what config.json calls its id."""
+
+    name: str
+
+
+def in_one_run(header: Header) -> Iterable[str | SpecialToken | Rows]:
+    """All rows one after the other, and nothing besides."""
+    return (Rows(header.tokens),)
 
 
 @dataclass(frozen=True, slots=True)
 class InPrompt:
     """How a family lays items of one modality out in a prompt.
 
-    `token` is what config.json calls the placeholder's id. `frames_apart`: each frame group is a run of its own behind
-    a timestamp. `timed_frames`: positions in time count seconds · tokens_per_second, else frame groups.
+    `token` is what config.json calls the placeholder's id. `expand` says what stands in the placeholder's stead: texts,
+    special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`: positions in time
+    count seconds · tokens_per_second, else frame groups.
     """
 
     token: str
-    frames_apart: bool = False
+    expand: Callable[[Header], Iterable[str | SpecialToken | Rows]] = in_one_run
+    marks: tuple[str, ...] = ()
     timed_frames: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family by the name of its architecture in config.json. What its checkpoints state themselves is read from them.
+    """A family of models. What its checkpoints state themselves is read from them. `encoder` is where they have what
+    computes rows.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
-    it is rotated; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, unless the
-    checkpoint says otherwise.
+    it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
+    norms of layers and heads scale by 1 + weight; `mrope_interleaved`, rotary pairs are dealt out to time, height and
+    width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`:
+    what config.json's `layer_types` stand for.
     """
 
-    architecture: str
     modalities: Mapping[Modality, InPrompt]
+    encoder: EncoderParts = VISION
     attention_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False
+    zero_centred_norms: bool = False
     mrope_interleaved: bool = False
+    rotary_share: float = 1.0
+    mixers: Mapping[str, Mixer] = field(default_factory=lambda: {"full_attention": Mixer.ATTENTION})

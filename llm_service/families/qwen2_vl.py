@@ -7,13 +7,7 @@ from llm_service.families.family import Family, InPrompt
 
 _IMAGE = InPrompt("image_token_id")
 
-QWEN2_VL = Family(
-    "Qwen2VLForConditionalGeneration",
-    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id")},
-    attention_bias=True,
-)
+QWEN2_VL = Family({Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id")}, attention_bias=True)
 QWEN2_5_VL = Family(
-    "Qwen2_5_VLForConditionalGeneration",
-    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id", timed_frames=True)},
-    attention_bias=True,
+    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id", timed_frames=True)}, attention_bias=True
 )

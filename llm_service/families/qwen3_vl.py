@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from common.media.item import Modality
-from llm_service.families.family import Family, InPrompt
+from collections.abc import Iterator
 
-_MODALITIES = {
+from common.media.item import Header, Modality
+from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
+
+_START, _END = "vision_start_token_id", "vision_end_token_id"
+
+
+def _frames_apart(header: Header) -> Iterator[str | SpecialToken | Rows]:
+    """For each frame group its time, and its rows between marks. The marks that the template puts around the video's
+    placeholder stay, as transformers has it since 5.17 (before, it took them out)."""
+    for seconds in header.timestamps:
+        yield from (
+            f"<{seconds:.1f} seconds>",
+            SpecialToken(_START),
+            Rows(header.tokens // header.grid.t),
+            SpecialToken(_END),
+        )
+
+
+MODALITIES = {
     Modality.IMAGE: InPrompt("image_token_id"),
-    Modality.VIDEO: InPrompt("video_token_id", frames_apart=True),
+    Modality.VIDEO: InPrompt("video_token_id", expand=_frames_apart, marks=(_START, _END)),
 }
-
-QWEN3_VL, QWEN3_VL_MOE = (
-    Family(architecture, _MODALITIES, qk_norm=True, mrope_interleaved=True)
-    for architecture in ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-)
+QWEN3_VL = Family(MODALITIES, qk_norm=True, mrope_interleaved=True)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import Family
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from llm_service.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from llm_service.families.qwen3_5 import QWEN3_5
+from llm_service.families.qwen3_vl import QWEN3_VL
 
-FAMILIES: Final = {family.architecture: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
-"""By the architecture in config.json."""
+FAMILIES: Final = {
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+}
+"""By `model_type` in config.json, as in the encoder service."""
 
 
-def family_of(config: dict[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json; raises CheckpointError, naming the known ones, where there is none."""
-    architecture = (config.get("architectures") or ["?"])[0]
-    if architecture not in FAMILIES:
-        raise CheckpointError(f"{architecture} is not supported; these are: {', '.join(FAMILIES)}")
-    return FAMILIES[architecture]
+    model_type = config.get("model_type", "?")
+    if model_type not in FAMILIES:
+        raise CheckpointError(f"{model_type} is not supported; these are: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.stages import Stage
 from llm_service.plan import TokenLogprobs
 from llm_service.request import PromptLayout
 
@@ -37,13 +38,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is complete; `reason` is stop, length or structure. `timings` are seconds by stage."""
+    """A choice is complete; `reason` is stop, length or structure. `stages` count from the request's arrival."""
 
     choice: int
     reason: str
     stop_text: str
     completion_tokens: int
-    timings: dict[str, float]
+    stages: dict[str, Stage]
 
 
 Event = Begun | PromptScores | Delta | Ended

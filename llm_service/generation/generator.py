@@ -14,10 +14,13 @@ import msgspec
 
 from common import tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
+from common.stages import Stage, add, seconds_of
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.front import EngineFront, Ticket
-from llm_service.engine.messages import Add, ItemRows, Prefilled, Scored, Started
+from llm_service.engine.engine_request import EngineRequest
+from llm_service.engine.front import EngineFront
+from llm_service.engine.messages import Add, Complete, ItemRows, Prefilled, Resumed, Scored, Started, Token
 from llm_service.generation.admission import Admission, AdmissionTicket
+from llm_service.generation.choices import Choice, open_choices, resumed_for_engine
 from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.generation.media_rows import MediaRows
 from llm_service.generation.prefixes import Prefixes
@@ -25,53 +28,57 @@ from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.request import PromptLayout, Request
 
 
 @dataclass(slots=True)
 class Stages:
-    """Seconds by stage, each from the end of the one before; `beside` are those of what goes on meanwhile."""
+    """Stages of a request, each from the end of the one before; `beside` are those that go on meanwhile."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    beside: dict[str, float] = field(default_factory=dict)
+    in_turn: dict[str, Stage] = field(default_factory=dict)
+    beside: dict[str, Stage] = field(default_factory=dict)
     begun: float = field(default_factory=time.perf_counter)
     _last: float = 0.0
     _prefilled: float = 0.0
 
     @property
-    def all(self) -> dict[str, float]:
+    def all(self) -> dict[str, Stage]:
         """Every stage there is."""
-        return self.seconds | self.beside
+        return self.in_turn | self.beside
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every stage there is."""
+        return seconds_of(self.all)
 
     def prefilled(self, chunk: Prefilled) -> None:
         """A step has computed something of the prompt; its time counts once, however many choices it was for."""
         about = {"choice": chunk.choice, "first_token": chunk.first, "tokens": chunk.count}
         tracing.record([("prefill", chunk.began, chunk.ended)], **about)
         if chunk.began >= self._prefilled:
-            self.beside["prefill"] = self.beside.get("prefill", 0.0) + chunk.ended - chunk.began
+            add(self.beside, "prefill", Stage.between(chunk.began, chunk.ended))
             self._prefilled = chunk.ended
 
     def mark(self, stage: str) -> None:
         """Ends a stage now; only the first time counts."""
-        if stage not in self.seconds:
+        if stage not in self.in_turn:
             self.extend(stage)
 
     def extend(self, stage: str) -> None:
         """Ends a stage now; where it is the last one that was ended, it has gone on until now."""
         now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - (self._last or self.begun)
+        add(self.in_turn, stage, Stage.between(self._last or self.begun, now))
         self._last = now
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request under way: the task that serves it, its tenant's salt and, as soon as the engine has it, its ticket."""
+    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine."""
 
     task: asyncio.Task[object] | None
     admission: AdmissionTicket
     salt: str = ""
-    ticket: Ticket | None = None
+    engine_request: EngineRequest | None = None
     aborted: bool = False
     stages: Stages = field(default_factory=Stages)
 
@@ -89,8 +96,8 @@ class Job:
     def abort(self) -> None:
         """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
         caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
-        if self.ticket is not None:
-            self.ticket.fail(aborted())
+        if self.engine_request is not None:
+            self.engine_request.fail(aborted())
         elif self.task is not None and not self.aborted:
             self.task.cancel()
         self.aborted = True
@@ -99,15 +106,6 @@ class Job:
 def aborted() -> Cancelled:
     """What its caller gets."""
     return Cancelled("the request was aborted", reason="ABORTED")
-
-
-@dataclass(slots=True)
-class Choice:
-    """What is known of a choice that is being generated."""
-
-    index: int
-    text: Detokenizer
-    tokens: int = 0
 
 
 class Generator:
@@ -146,8 +144,8 @@ class Generator:
         jobs = [job for job in self._open.get(request_id, ()) if job.salt == salt]
         for job in jobs:
             job.abort()
-            if job.ticket is not None:  # not only when its caller comes to read of it
-                self._engine.abort(job.ticket.id)
+            if job.engine_request is not None:  # not only when its caller comes to read of it
+                self._engine.abort(job.engine_request.id)
         return len(jobs)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -168,16 +166,16 @@ class Generator:
             raise
         except asyncio.CancelledError:
             outcome = "cancelled"
-            if job.task is None or not job.aborted or job.ticket is not None:
+            if job.task is None or not job.aborted or job.engine_request is not None:
                 raise
             job.task.uncancel()
             raise aborted() from None
         finally:
             admission.leave()
-            meter.end(outcome, job.stages.all)
+            meter.end(outcome, job.stages.seconds)
             self.outcomes[outcome] += 1
-            self.stage_totals.update(job.stages.all)
-            tracing.in_turn(job.stages.seconds, job.stages.begun)
+            self.stage_totals.update(job.stages.seconds)
+            tracing.in_turn(seconds_of(job.stages.in_turn), job.stages.begun)
             self._open[request.id].remove(job)
             if not self._open[request.id]:
                 del self._open[request.id]
@@ -194,24 +192,33 @@ class Generator:
         modalities = [item.modality for item in request.media]
         pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
         request = await self._with_grammar(request)
+        choices = await self._choices(request)
         stages.mark("prompt")
         fetches = await self._receiver.fetch_headers(request)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
             layout = await asyncio.to_thread(self._prompts.layout, pieces, headers_of(fetches))
             self._check_length(layout)
+            if all(choice.text.stopped is not None for choice in choices.values()):
+                yield Begun(layout, 0)
+                for choice in choices.values():  # there is nothing to compute
+                    yield _ended(choice, "stop", stages, media)
+                return
             job.admission.measure(len(layout.ids))
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
             items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.salt))
             self._check_length(layout)  # once more: the engine may be another one by now, with less room
-            add = self._add(request, layout, items, self._retain_for_session(request, layout))
-            ticket = job.ticket = media.submit(self._engine, add, lambda: stages.mark("rows"))
+            resume = resumed_for_engine(request, choices)
+            add = self._add(request, layout, items, resume, self._retain_for_session(request, layout))
+            engine_request = job.engine_request = media.submit(
+                self._engine, add, lambda: stages.mark("rows"), request.max_handovers
+            )
             try:
-                async with aclosing(self._follow(request, layout, media, ticket, stages)) as events:
+                async with aclosing(self._follow(request, layout, choices, media, engine_request, stages)) as events:
                     async for event in events:
                         yield event
             finally:
-                self._engine.abort(ticket.id)  # skipped by the engine where the request has ended
+                self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
 
     async def _with_grammar(self, request: Request) -> Request:
         """The request with its structure compiled, in bounded time and off the event loop."""
@@ -220,6 +227,12 @@ class Generator:
         made = await self._compiler.grammar(request.structure, request.salt, request.salt or request.peer)
         sampling = msgspec.structs.replace(request.sampling, grammar=made.grammar, grammar_bytes=made.bytes)
         return replace(request, sampling=sampling)
+
+    async def _choices(self, request: Request) -> dict[int, Choice]:
+        """The choices that are not finished, behind what they come with."""
+        if not request.resume:
+            return open_choices(request, self._prompts.tokenizer)
+        return await asyncio.to_thread(open_choices, request, self._prompts.tokenizer)
 
     def _check_length(self, layout: PromptLayout) -> None:
         if not layout.ids:
@@ -241,7 +254,9 @@ class Generator:
         self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 
-    def _add(self, request: Request, layout: PromptLayout, items: list[ItemRows], session: int) -> Add:
+    def _add(
+        self, request: Request, layout: PromptLayout, items: list[ItemRows], resume: list[Resumed], session: int
+    ) -> Add:
         return Add(
             id=self._engine.next_id(),
             token_ids=array("i", layout.ids).tobytes(),
@@ -253,44 +268,55 @@ class Generator:
             priority=request.priority,
             deadline=request.deadline,
             session=session,
+            resume=resume,
         )
 
     async def _follow(
-        self, request: Request, layout: PromptLayout, media: MediaRows, ticket: Ticket, stages: Stages
+        self,
+        request: Request,
+        layout: PromptLayout,
+        choices: dict[int, Choice],
+        media: MediaRows,
+        engine_request: EngineRequest,
+        stages: Stages,
     ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
-        sampling, tokenizer = request.sampling, self._prompts.tokenizer
-        texts = [Detokenizer(tokenizer, request.stop, sampling.min_tokens) for _ in range(sampling.n)]
-        open_choices = {n: Choice(n, text) for n, text in enumerate(texts)}
-        while open_choices:
-            for event in await ticket.next():
-                if isinstance(event, Started):
-                    stages.mark("queue")
-                    yield Begun(layout, event.cached)
-                    continue
-                if isinstance(event, Prefilled):
-                    stages.prefilled(event)
-                    continue
-                if isinstance(event, Scored):
-                    end = event.first + len(event.logprobs)
-                    yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
-                    continue
-                choice = open_choices.get(event.choice)
-                if choice is None:
-                    continue  # computed before the engine heard that its stop text had come
-                if not choice.tokens:
-                    stages.mark("first_token")
-                    self._prefixes.remember(layout, request.salt)
-                choice.tokens += 1
-                text = choice.text.push(event.token)
-                if event.ended:
-                    text += choice.text.finish()
-                ended = "stop" if choice.text.stopped else event.ended
-                yield Delta(event.choice, text, [event.token], [event.logprobs] if event.logprobs else [])
-                if ended:
-                    del open_choices[event.choice]
-                    if not event.ended:
-                        self._engine.abort(ticket.id, event.choice)
-                    stages.extend("decode_tokens")  # choices end one after the other
-                    timings = {**stages.all, **media.seconds()}
-                    yield Ended(event.choice, ended, choice.text.stopped or "", choice.tokens, timings)
+        ends = {index: "stop" for index, choice in choices.items() if choice.text.stopped is not None}
+        begun = False
+        while len(ends) < len(choices):
+            for event in await engine_request.next():
+                match event:
+                    case Started():
+                        stages.mark("queue")
+                        begun = True
+                        yield Begun(layout, event.cached)
+                    case Prefilled():
+                        stages.prefilled(event)
+                    case Scored():
+                        end = event.first + len(event.logprobs)
+                        yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
+                    case Complete():
+                        ends[event.choice] = choices[event.choice].complete(event.ended)
+                    case Token() if choice := choices.get(event.choice):
+                        if choice.tokens == choice.resumed:
+                            stages.mark("first_token")
+                            self._prefixes.remember(layout, request.salt)
+                        text, ended = choice.add(event.token, event.ended)
+                        yield Delta(event.choice, text, [event.token], [event.logprobs] if event.logprobs else [])
+                        if ended and not event.ended:
+                            self._engine.abort(engine_request.id, event.choice)
+                        if ended:
+                            ends[event.choice] = ended
+                while begun and ends:  # choices end one after the other
+                    index, ended = ends.popitem()
+                    stages.extend("decode_tokens")
+                    yield _ended(choices.pop(index), ended, stages, media)
+        if not begun:  # all choices are complete with what they came with
+            yield Begun(layout, 0)
+        for index, ended in ends.items():
+            yield _ended(choices[index], ended, stages, media)
+
+
+def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:
+    seconds = {name: stage.since(stages.begun) for name, stage in (stages.all | media.stages()).items()}
+    return Ended(choice.index, reason, choice.text.stopped or "", choice.tokens, seconds)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 from common import tasks
 from common.errors import TwinlensError
+from common.stages import Stage, add
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.front import EngineFront, Ticket
+from llm_service.engine.engine_request import EngineRequest
+from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.request import PromptLayout
 
@@ -31,7 +32,7 @@ class MediaRows:
         self._used = list(fetches)
         self._entries: dict[int, CacheEntry] = {}
         self._layout = PromptLayout([], [])
-        self._ticket: Ticket | None = None
+        self._request: EngineRequest | None = None
         self._taken = self._released = self._left = False
         self._watched: list[tuple[CacheEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
@@ -41,7 +42,7 @@ class MediaRows:
 
     async def __aexit__(self, *_: object) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""
-        if self._ticket is None:
+        if self._request is None:
             self._release()
             if not self._taken:  # else their streams belong to what they fill
                 self._receiver.close(self._fetches)
@@ -74,37 +75,47 @@ class MediaRows:
             for span, (place, landed) in zip(layout.spans, self._places(), strict=True)
         ]
 
-    def submit(self, engine: EngineFront, add: Add, on_complete: Callable[[], None]) -> Ticket:
+    def submit(
+        self, engine: EngineFront, add: Add, on_complete: Callable[[], None], max_handovers: int = 0
+    ) -> EngineRequest:
         """Hands the request to the engine, which from then on says when rows may be released. Every row that lands is
-        passed on to it, what it asks for is placed, and the request fails with its item; `on_complete` is called when
-        all rows are here."""
-        ticket = self._ticket = engine.submit(add, self._release)
+        passed on to it, what it asks for, or has lost, is placed, and the request fails with its item; `on_complete` is
+        called when all rows are here."""
+        request = self._request = engine.submit(add, self._release, max_handovers)
 
         async def place() -> None:
             try:
                 await self._place()
+                while any(entry.lost for entry in self._entries.values()):
+                    await self._place()  # one more engine has ended meanwhile
             except TwinlensError as error:
-                ticket.fail(error)
+                request.fail(error)
                 return
-            engine.placed(ticket.id, self._places())
-            self._watch(engine, ticket, on_complete)
+            engine.placed(request.id, self._places())
+            self._watch(engine, request, on_complete)
 
         def rows_needed() -> None:
             if self._left:  # the engine asked before it heard of that
                 return
+            if self._placing is not None and not self._placing.done():
+                return
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
-        self._watch(engine, ticket, on_complete)
-        ticket.on_rows_needed = rows_needed
-        return ticket
+        request.on_rows_needed = rows_needed
+        self._watch(engine, request, on_complete)
+        return request
 
-    def _watch(self, engine: EngineFront, ticket: Ticket, on_complete: Callable[[], None]) -> None:
+    def _watch(self, engine: EngineFront, request: EngineRequest, on_complete: Callable[[], None]) -> None:
         def watcher(number: int, field: str) -> Watcher:
             def tell(entry: CacheEntry) -> None:
-                if entry.error is not None:
-                    ticket.fail(entry.error_at(field))
+                if entry.lost and not request.held and request.on_rows_needed is not None:
+                    request.displace()
+                    request.on_rows_needed()
                     return
-                engine.landed(ticket.id, number, entry.landed)
+                if entry.error is not None:
+                    request.fail(entry.error_at(field))
+                    return
+                engine.landed(request.id, number, entry.landed)
                 if all(other.complete for other in self._entries.values()):
                     on_complete()
 
@@ -152,10 +163,11 @@ class MediaRows:
         self._released = True
         self._give_back()
 
-    def seconds(self) -> dict[str, float]:
-        """What this service and encoders spent on the items, by stage, summed over items; landing and encoders' stages
-        are of those items alone that this request brought in."""
-        total: Counter[str] = Counter()
+    def stages(self) -> dict[str, Stage]:
+        """What this service and encoders did for the items, all items together; landing and encoders' stages are of
+        those items alone that this request brought in."""
+        found: dict[str, Stage] = {}
         for fetch in self._used:
-            total.update(fetch.seconds)
-        return dict(total)
+            for name, stage in fetch.stages.items():
+                add(found, name, stage)
+        return found

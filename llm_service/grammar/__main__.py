@@ -21,13 +21,13 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from llm_service.engine.structure import Structures
 from llm_service.grammar.messages import (
     Answer,
-    Begun,
     Broke,
     Compile,
     Compiled,
+    CompileStarted,
     Lost,
     Outcome,
-    Prepared,
+    Ready,
     Refused,
     ToCompiler,
     TooSlow,
@@ -56,7 +56,7 @@ def main() -> None:
         limit = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        link.send(Prepared())
+        link.send(Ready())
         while isinstance(order := link.receive(), Compile):
             link.send(_compile(structures, order, link))
     except EOFError:
@@ -76,7 +76,7 @@ def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler
         _work(structures, order, parent, writing)
     os.close(writing)
     os.read(reading, 1)  # the fork dies with this process from now on, even one that somebody stops
-    link.send(Begun(pid))
+    link.send(CompileStarted(pid))
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

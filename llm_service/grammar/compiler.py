@@ -17,14 +17,14 @@ from llm_service.grammar.fair_queue import FairQueue
 from llm_service.grammar.foresight import StructureLimits, refusal
 from llm_service.grammar.messages import (
     Answer,
-    Begun,
     Broke,
     Compile,
     Compiled,
+    CompileStarted,
     FromCompiler,
     Lost,
     Outcome,
-    Prepared,
+    Ready,
     Refused,
     TooSlow,
     Vocabulary,
@@ -228,7 +228,7 @@ class Compiler:
             async with CpuTimeLimit(
                 child.process.pid, self._seconds + _MARGIN_SECONDS, still=self._still_seconds
             ) as limit:
-                while isinstance(said := await child.receive(), Begun):
+                while isinstance(said := await child.receive(), CompileStarted):
                     limit.passed_to(said.pid)
                     begun = True
         except ChildDied:
@@ -237,7 +237,7 @@ class Compiler:
             return Lost(), False
         except TimeoutError:
             return TooSlow(), False
-        return (Lost(), False) if isinstance(said, Prepared) else (said, True)
+        return (Lost(), False) if isinstance(said, Ready) else (said, True)
 
     async def _start(self) -> None:
         """Adds a process to those that are idle, or None for one that could not be started."""
@@ -247,7 +247,7 @@ class Compiler:
             self._children.add(child)
             child.send(self._vocabulary)
             async with asyncio.timeout(_START_SECONDS):
-                assert isinstance(await child.receive(), Prepared)
+                assert isinstance(await child.receive(), Ready)
         except (ChildDied, OSError) as error:  # a TimeoutError among them
             _log.error("a process that compiles structures could not be started", cause=str(error))
             if child is not None:

@@ -23,7 +23,7 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
     max_bytes: int
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
+class CompileStarted(msgspec.Struct, frozen=True, tag=True):
     """The process with this id is at it."""
 
     pid: int
@@ -58,11 +58,11 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     begun: bool = True
 
 
-class Prepared(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """The vocabulary is read: structures can come."""
 
 
 Answer = Compiled | Refused
 Outcome = Compiled | Refused | TooSlow | Broke | Lost
 ToCompiler = Vocabulary | Compile
-FromCompiler = Prepared | Begun | Outcome
+FromCompiler = Ready | CompileStarted | Outcome

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from common.linear import LaidOut, Linear
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Stored, laid_out
+from llm_service.layers.linear import Place, Stored, fill, laid_out
+from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+
+_APART = ("gate_proj", "up_proj", "down_proj")
+"""An expert's matrices, where each has a tensor of its own."""
 
 
 class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
-    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side.
+    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
+    them stacked, or each expert's three matrices apart, as quantised ones do.
     """
 
     ops: RowOps = TORCH
@@ -24,17 +32,24 @@ class Experts(nn.Module):
         super().__init__()
         self._inner, self._share = inner, group.share(inner)
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
-        self._missing = {"gate_up_proj", "down_proj"}
+        self._missing = {(kind, expert) for kind in _APART for expert in range(count)}
+        self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
         share = self._share.stop - self._share.start
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
 
-    def place(self, kind: str, stored: Stored) -> None:
-        """Reads this rank's share of a stacked tensor; raises ValueError on a wrong shape.
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`: either the stacked ones or all others."""
+        stacked: dict[str, Place] = {
+            f"{own}.{kind}": partial(self._place, kind) for kind in ("gate_up_proj", "down_proj")
+        }
+        return stacked | {
+            f"{own}.{expert}.{kind}.weight": partial(self._place_one, kind, expert) for kind, expert in self._missing
+        }
 
-        Published checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape fits
-        both ways, it is that one.
-        """
+    def _place(self, kind: str, stored: Stored) -> None:
+        """Published checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape
+        fits both ways, it is that one."""
         target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
             up = slice(self._inner + share.start, self._inner + share.stop)
@@ -50,7 +65,20 @@ class Experts(nn.Module):
         if source.shape != target.shape:
             raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
-        self._missing.discard(kind)
+        self._missing -= {each for each in self._missing if (each[0] == "down_proj") == (kind == "down_proj")}
+
+    def _place_one(self, kind: str, expert: int, stored: Stored) -> None:
+        """One matrix of one expert, [out, in]."""
+        share, length = self._share, self._share.stop - self._share.start
+        whole = self.down_proj if kind == "down_proj" else self.gate_up_proj
+        source = stored[:, share] if kind == "down_proj" else stored[share]
+        begin = length if kind == "up_proj" else 0
+        target = whole[expert] if kind == "down_proj" else whole[expert, begin : begin + length]
+        if isinstance(source, QuantizedWeight) and source.shape == target.shape:
+            self._quantized[kind, expert] = source
+        else:
+            fill(target, source)
+        self._missing.discard((kind, expert))
 
     def whole(self) -> bool:
         """Whether all weights have been read."""
@@ -64,15 +92,30 @@ class Experts(nn.Module):
     def finalize(self, *, int8: bool = False) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed, or rounded to 8 bits. `run_grouped`
         needs the plain ones."""
+        if self._quantized:
+            self._replace_weights(self._finalize_quantized())
+            return
         if self.gate_up_proj.device.type != "cpu":
             return
-        every = []
+        every: list[tuple[LaidOut, LaidOut]] = []
         for weights in zip(*self._weights(), strict=True):
             gate_up, down = (laid_out(weight, int8=int8) for weight in weights)
             if gate_up is None or down is None:
                 return
             every.append((gate_up, down))
-        self.laid_out = every
+        self._replace_weights(every)
+
+    def _finalize_quantized(self) -> list[tuple[LaidOut, LaidOut]]:
+        if self.gate_up_proj.device.type != "cpu":
+            raise ValueError("a quantised mixture of experts is computed on CPUs alone")
+        count = len(self.gate_up_proj)
+        if len(self._quantized) < len(_APART) * count:
+            raise ValueError("some experts are quantised and others are not")
+        found = [[self._quantized.pop((kind, expert)) for kind in _APART] for expert in range(count)]
+        return [(StackedWeight.of([gate, up]), down) for gate, up, down in found]
+
+    def _replace_weights(self, laid_out: list[tuple[LaidOut, LaidOut]]) -> None:
+        self.laid_out = laid_out
         for name in ("gate_up_proj", "down_proj"):
             setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
 
@@ -90,22 +133,35 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights."""
+    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
+    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own."""
 
     def __init__(
-        self, experts: int, per_token: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype
+        self,
+        experts: int,
+        per_token: int,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        shared_inner: int = 0,
     ) -> None:
         super().__init__()
         self._group, self._per_token, self._experts = group, per_token, experts
         self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
         self.experts = Experts(experts, hidden, inner, group, dtype)
+        self.shared_expert = MLP(hidden, shared_inner, group, dtype) if shared_inner else None
+        self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if shared_inner else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
         weights, chosen = self.gate(x).float().softmax(-1).topk(self._per_token, dim=-1)  # [n, per_token]
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        grouped = x.device.type == "cuda"
-        return self._group.sum(self._together(x, weights, chosen) if grouped else self._in_turn(x, weights, chosen))
+        out = (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert.run(x)
+        return self._group.sum(out)
 
     def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """One chosen expert after the other, each with all of its tokens: for CPUs, where few are read."""

@@ -5,7 +5,9 @@ So the loader reads only what a rank needs, and knows no model.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,50 +17,105 @@ from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.quantization import Int8Weight, narrowed
+from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
 
 
 class Stored(Protocol):
-    """A tensor in a file: indexing reads that part alone."""
+    """A tensor in a file: indexing reads that part alone. A quantised weight comes as `QuantizedWeight`."""
 
-    def __getitem__(self, index: Any) -> Tensor: ...
+    def __getitem__(self, index: Any) -> Any: ...
 
     def get_shape(self) -> list[int]: ...
+
+
+Place = Callable[[Stored], None]
+"""Reads what this rank needs of a stored tensor; raises ValueError on a wrong shape."""
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A module that knows which of a checkpoint's tensors are its weights, and which part of them this rank holds."""
+
+    def targets(self, own: str, /) -> dict[str, Place]:
+        """The tensors that it needs, by their names in the module that has this one as `own`."""
+        ...
+
+
+@runtime_checkable
+class Finalized(Protocol):
+    """A module whose weights get another form once all have been read."""
+
+    def whole(self) -> bool:
+        """Whether all have been."""
+        ...
+
+    def finalize(self, *, int8: bool = False) -> None:
+        """Called when they are final; with `int8` they are rounded to 8 bits."""
+        ...
 
 
 class PackedLinear(Linear):
     """y = x Wᵀ + b, where W stacks parts that the checkpoint keeps apart (q, k and v; gate and up).
 
     One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
-    this rank's ranges of the checkpoint's columns and of each part's rows.
+    this rank's ranges of the checkpoint's columns and of each part's rows. The rows of all parts come one after the
+    other, unless `order` int64 says where each of them goes. A part may be several ranges of the checkpoint's rows.
     """
 
-    def __init__(self, inputs: slice, parts: dict[str, slice], *, bias: bool, dtype: torch.dtype) -> None:
-        self.parts = parts
-        super().__init__(length(inputs), sum(map(length, parts.values())), bias=bias, dtype=dtype)
+    def __init__(
+        self,
+        inputs: slice,
+        parts: Mapping[str, slice | tuple[slice, ...]],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+    ) -> None:
+        self.parts = {name: (rows,) if isinstance(rows, slice) else rows for name, rows in parts.items()}
+        outputs = sum(length(each) for rows in self.parts.values() for each in rows)
+        super().__init__(length(inputs), outputs, bias=bias, dtype=dtype)
         self._inputs = inputs
-        self._missing = set(parts)
+        self._order = order
+        self._quantized: dict[str, list[QuantizedWeight]] = {}
+        self._missing = {(part, kind) for part in parts for kind, _ in self.named_parameters()}
 
-    def place(self, part: str, kind: str, stored: Stored) -> None:
-        """Reads this rank's share of a part (`kind` is weight or bias); raises ValueError on a wrong shape."""
-        names = list(self.parts)
-        begin = sum(length(self.parts[name]) for name in names[: names.index(part)])
-        target = getattr(self, kind)[begin : begin + length(self.parts[part])]
-        rows = self.parts[part]
-        source = stored[rows, self._inputs] if kind == "weight" else stored[rows]
-        if target.shape != source.shape:
-            raise ValueError(f"{part}.{kind} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-        target.copy_(source)
-        if kind == "weight":
-            self._missing.discard(part)
+    def targets(self, _: str, /) -> dict[str, Place]:
+        """See `Placed`."""
+        return {f"{part}.{kind}": partial(self._place, part, kind) for part, kind in self._missing}
+
+    def _place(self, part: str, kind: str, stored: Stored) -> None:
+        names, rows = list(self.parts), self.parts[part]
+        begin = sum(length(each) for name in names[: names.index(part)] for each in self.parts[name])
+        end, whole = begin + sum(map(length, rows)), getattr(self, kind)
+        read = [stored[each, self._inputs] if kind == "weight" else stored[each] for each in rows]
+        shape, expected = (sum(each.shape[0] for each in read), *read[0].shape[1:]), (end - begin, *whole.shape[1:])
+        if shape != expected:
+            raise ValueError(f"{part}.{kind} is {shape}, expected {expected}")
+        quantized = [each for each in read if isinstance(each, QuantizedWeight)]
+        source = read[0] if len(read) == 1 or quantized else torch.cat(read)
+        if quantized:
+            self._quantized[part] = quantized
+        elif self._order is None:
+            whole[begin:end].copy_(source)
+        else:
+            whole[self._order[begin:end].to(whole.device)] = source.to(whole)
+        self._missing.discard((part, kind))
 
     def whole(self) -> bool:
-        """Whether all parts of the weight have been read."""
+        """Whether all parts have been read."""
         return not self._missing
 
     def finalize(self, *, int8: bool = False) -> None:
-        """As `Linear.finalize`; with `int8` the weight is rounded to 8 bits."""
-        if self.laid_out is None:
+        """As `Linear.finalize`; with `int8` the weight is rounded to 8 bits. A quantised one stays as it is."""
+        if self.laid_out is not None:
+            return
+        if not self._quantized:
             self._replace_weight(laid_out(self.weight.detach(), int8=int8))
+        elif missing := self.parts.keys() - self._quantized.keys():
+            raise ValueError(f"{min(missing)} is not quantised, as what it is computed with is")
+        else:
+            parts = [each.to(self.weight.device) for part in self.parts for each in self._quantized.pop(part)]
+            self._replace_weight(StackedWeight.of(parts, self._order))
 
 
 class VocabularyEmbedding(nn.Module):
@@ -70,6 +127,10 @@ class VocabularyEmbedding(nn.Module):
         self._group = group
         self._dtype = dtype
         self.weight = nn.Parameter(torch.empty(length(self.share), hidden, dtype=dtype), requires_grad=False)
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+        return {f"{own}.weight": lambda stored: fill(self.weight, stored[self.share])}
 
     def finalize(self) -> None:
         """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""
@@ -100,6 +161,15 @@ def laid_out(weight: Tensor, *, int8: bool = False) -> LaidOut | None:
         if panels is not None:
             return panels
     return Int8Weight.of(weight) if int8 else BlockedWeight.of(weight)
+
+
+def fill(parameter: Tensor, source: Tensor | QuantizedWeight) -> None:
+    """Copies a weight, in its long form; raises ValueError where it has another shape."""
+    if isinstance(source, QuantizedWeight):
+        source = source.wide()
+    if parameter.shape != source.shape:
+        raise ValueError(f"it is {tuple(source.shape)}, expected {tuple(parameter.shape)}")
+    parameter.copy_(source)
 
 
 def length(part: slice) -> int:

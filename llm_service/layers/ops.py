@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.layers.linear import Place, Stored, fill
+
 Pair = tuple[Tensor, Tensor]
 
 
@@ -17,7 +19,8 @@ class RowOps(Protocol):
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size].
-        Computed in float32, returned in the type of x."""
+        Computed in float32, returned in the type of x, to which it is rounded before a gain of that type, and after a
+        gain in float32."""
         ...
 
     def qk_norm_rotary(
@@ -26,8 +29,9 @@ class RowOps(Protocol):
         """Rotates the first heads of x [n, queries + keys or more, head_dim] by the angles of each token → [n, queries
         + keys, head_dim].
 
-        `rotary` is cosine and sine, [n, 1, head_dim] each, in the type of x. With `gains`, [head_dim] for queries and
-        for keys, each head is first normed.
+        `rotary` is cosine and sine, [n, 1, rotary_dim] each, in the type of x; what of a head is behind rotary_dim
+        stays as it is. With `gains`, [head_dim] for queries and for keys, each head is first normed, as `rms_norm`
+        does.
         """
         ...
 
@@ -43,6 +47,8 @@ class TorchOps:
         """[n, size] or [n, heads, size] → the same."""
         if x.dtype == torch.float32:
             return functional.rms_norm(x, gain.shape, gain, eps)
+        if gain.dtype == torch.float32:
+            return functional.rms_norm(x.float(), gain.shape, gain, eps).to(x.dtype)
         return gain * functional.rms_norm(x.float(), gain.shape, None, eps).to(x.dtype)
 
     def qk_norm_rotary(
@@ -65,10 +71,13 @@ TORCH = TorchOps()
 
 
 def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns each pair (i, i + head_dim / 2) of x [n, heads, head_dim] by its angle."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cosine + rotated * sine
+    """Turns each pair (i, i + rotary_dim / 2), of the first rotary_dim numbers of x [n, heads, head_dim], by its
+    angle."""
+    dim = cosine.shape[-1]
+    x, rest = x[..., :dim], x[..., dim:]
+    others = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], dim=-1)
+    rotated = x * cosine + others * sine
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def use_ops(module: nn.Module, ops: RowOps) -> None:
@@ -79,33 +88,50 @@ def use_ops(module: nn.Module, ops: RowOps) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019)."""
+    """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019).
+
+    Where it is `zero_centred` a checkpoint has the weight less 1. The sum needs more digits than 16 bits have.
+    """
 
     ops: RowOps = TORCH
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, *, zero_centred: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self._zero_centred = zero_centred
+        kept = torch.float32 if zero_centred else dtype
+        self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+        return {f"{own}.weight": self._place}
+
+    def _place(self, stored: Stored) -> None:
+        fill(self.weight, stored[:].float() + 1 if self._zero_centred else stored[:])
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, size] → the same."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
-class MultimodalRotary:
-    """Makes cosine and sine tables for a batch; built once, shared by all layers."""
+class MultimodalRotary(nn.Module):
+    """Makes cosine and sine tables for a batch, of the `dim` numbers of a head that are rotated; built once, shared by
+    all layers."""
 
     def __init__(
-        self, head_dim: int, theta: float, sections: tuple[int, int, int], *, interleaved: bool, device: torch.device
+        self, dim: int, theta: float, sections: tuple[int, int, int], *, interleaved: bool, device: torch.device
     ) -> None:
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-        self._frequencies = 1.0 / theta ** (pairs / head_dim)  # [head_dim / 2]
-        self._axis = torch.tensor(axis_of_pairs(sections, interleaved=interleaved), device=device)  # [head_dim / 2]
+        super().__init__()
+        pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+        axes = torch.tensor(axis_of_pairs(sections, interleaved=interleaved), device=device)
+        self._frequencies: Tensor  # [dim / 2], as the axis of each pair is
+        self._axis: Tensor
+        self.register_buffer("_frequencies", 1.0 / theta ** (pairs / dim), persistent=False)
+        self.register_buffer("_axis", axes, persistent=False)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int [3, n] → cosine and sine, each [n, 1, head_dim] in `dtype`."""
-        turns = positions[self._axis].float().t() * self._frequencies  # [n, head_dim / 2]
+        """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""
+        turns = positions[self._axis].float().t() * self._frequencies  # [n, dim / 2]
         turns = torch.cat([turns, turns], dim=-1).unsqueeze(1)
         return turns.cos().to(dtype), turns.sin().to(dtype)
 

@@ -6,27 +6,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import Family, FeedForward, LayerKind, Mixer
+from llm_service.families.family import Family, FeedForwardKind, LayerKind, Mixer
 from llm_service.families.registry import family_of
 
 
 @dataclass(frozen=True, slots=True)
-class TextConfig:
-    """Shape of a decoder. Sizes count elements; `mrope_sections` counts rotary pairs for time, height, width.
+class DeltaNetConfig:
+    """Heads of gated delta nets, and how long theirs are; the convolution sees `width` tokens."""
 
-    Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts.
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """Shape of a decoder. Sizes count elements; `mixers` has one for each layer; the first `rotary_dim` numbers of a
+    head are rotated, and `mrope_sections` counts their pairs for time, height, width.
+
+    Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
+    shared one beside them where `shared_expert_size` is above 0.
     """
 
     family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers: int
+    mixers: tuple[Mixer, ...]
     heads: int
     kv_heads: int
     head_dim: int
     norm_eps: float
     rope_theta: float
+    rotary_dim: int
     mrope_sections: tuple[int, int, int]
     mrope_interleaved: bool
     tied: bool
@@ -34,13 +48,20 @@ class TextConfig:
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
+    delta_net: DeltaNetConfig | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.mixers)
 
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-        return LayerKind(Mixer.ATTENTION, FeedForward.EXPERTS if sparse else FeedForward.DENSE)
+        return LayerKind(self.mixers[layer], FeedForwardKind.EXPERTS if sparse else FeedForwardKind.DENSE)
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
@@ -67,29 +88,58 @@ class TextConfig:
         try:
             heads = int(text["num_attention_heads"])
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
-            sections = tuple(rope.get("mrope_section") or (head_dim // 2, 0, 0))
-            if len(sections) != 3 or sum(sections) != head_dim // 2:
-                raise CheckpointError("mrope_section does not fill the head")
+            mixers, experts = _mixers(text, family), int(text.get("num_experts", text.get("num_local_experts", 0)))
+            share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
+            rotary_dim = int(head_dim * share)
+            sections = tuple(rope.get("mrope_section") or (rotary_dim // 2, 0, 0))
+            if len(sections) != 3 or sum(sections) != rotary_dim // 2:
+                raise CheckpointError("mrope_section does not fill what is rotated of a head")
             return cls(
                 family=family,
                 vocab_size=int(text["vocab_size"]),
                 hidden_size=int(text["hidden_size"]),
-                intermediate_size=int(text["intermediate_size"]),
-                layers=int(text["num_hidden_layers"]),
+                intermediate_size=int(text.get("intermediate_size", 0) if experts else text["intermediate_size"]),
+                mixers=mixers,
                 heads=heads,
                 kv_heads=int(text.get("num_key_value_heads") or heads),
                 head_dim=head_dim,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta") or text["rope_theta"]),
+                rotary_dim=rotary_dim,
                 mrope_sections=(sections[0], sections[1], sections[2]),
                 mrope_interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=int(text.get("max_position_embeddings", 32768)),
-                experts=int(text.get("num_experts", text.get("num_local_experts", 0))),
+                experts=experts,
                 experts_per_token=int(text.get("num_experts_per_tok", 0)),
                 expert_size=int(text.get("moe_intermediate_size", 0)),
+                shared_expert_size=int(text.get("shared_expert_intermediate_size", 0)),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=frozenset(text.get("mlp_only_layers") or ()),
+                delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
+
+
+def _mixers(text: dict[str, Any], family: Family) -> tuple[Mixer, ...]:
+    """One for each layer. Raises CheckpointError where a layer is of a kind that the family's are not served with."""
+    count = int(text["num_hidden_layers"])
+    interval = int(text.get("full_attention_interval", 1))
+    every = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
+    types = text.get("layer_types") or every
+    if len(types) != count:
+        raise CheckpointError(f"layer_types names {len(types)} layers of {count}")
+    if unknown := sorted(set(types) - family.mixers.keys()):
+        raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
+    return tuple(family.mixers[each] for each in types)
+
+
+def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:
+    return DeltaNetConfig(
+        key_heads=int(text["linear_num_key_heads"]),
+        value_heads=int(text["linear_num_value_heads"]),
+        key_dim=int(text["linear_key_head_dim"]),
+        value_dim=int(text["linear_value_head_dim"]),
+        width=int(text["linear_conv_kernel_dim"]),
+    )

@@ -1,25 +1,26 @@
 """A text decoder: layers of the kinds that its family says, with deepstack rows added on the way.
 
-It knows nothing of requests: it maps input embeddings and an attention batch to hidden states.
+It knows nothing of requests: it maps input embeddings and what each layer needs to know of a step to hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from llm_service.layers.attention.backend import AttentionBatch, NumbaCompiled
-from llm_service.layers.attention.cache_spec import CacheSpec, LayerCache
+from llm_service.layers.attention.backend import NumbaCompiled
+from llm_service.layers.attention.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
+from llm_service.layers.mixer import MixerPart
 from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, use_ops
 from llm_service.models.config import TextConfig
 
@@ -55,38 +56,44 @@ class Decoder(nn.Module):
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
+        self.dtype = dtype
         self._group = group
-        kv_share = group.kv_share(config.kv_heads)
-        self.kv_heads: int = kv_share.stop - kv_share.start
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
             self.layers = nn.ModuleList(
                 DecoderLayer(config.layer_kind(index), config, group, dtype) for index in layers
             )
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            zero_centred = config.family.zero_centred_norms
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, zero_centred=zero_centred)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = MultimodalRotary(
-            config.head_dim,
+            config.rotary_dim,
             config.rope_theta,
             config.mrope_sections,
             interleaved=config.mrope_interleaved,
             device=device,
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.norm.weight.device
+
     def forward(
         self,
         hidden: Tensor,
         positions: Tensor,
         caches: Sequence[LayerCache] | Tensor,
-        batch: AttentionBatch,
+        batches: Sequence[Any],
         deepstack: Deepstack | None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], a cache for each layer → [n, hidden].
+        """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them →
+        [n, hidden].
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else.
@@ -95,7 +102,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             last = index == self.config.layers - 1
             cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
-            hidden = layer(hidden, rotary, caches[index], batch, cut)
+            hidden = layer(hidden, rotary, caches[index], batches[index], cut)
             if deepstack is not None:
                 deepstack.add_to(hidden, index)
             if last and places is not None and cut is None:
@@ -103,21 +110,20 @@ class Decoder(nn.Module):
         out: Tensor = self.norm(hidden)
         return out
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """What each layer keeps of sequences, in order."""
-        return [cast(DecoderLayer, layer).cache_spec() for layer in self.layers]
+    def mixers(self) -> list[MixerPart]:
+        """Each layer's, in order."""
+        return [cast(DecoderLayer, layer).mixer for layer in self.layers]
 
     def finalize(self) -> None:
         """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""
         if self.lm_head.weight is not self.embed_tokens.weight:
             self.embed_tokens.finalize()
-        weight = self.norm.weight
-        if weight.device.type == "cuda":
+        if self.device.type == "cuda":
             from llm_service.layers.gpu import row_kernels
 
-            if row_kernels.run_on(weight.device):
+            if row_kernels.run_on(self.device):
                 use_ops(self, row_kernels)
-        elif weight.dtype == torch.float32 and selection.allows_panels():
+        elif self.dtype == torch.float32 and selection.allows_panels():
             from llm_service.layers.cpu import layer  # numba takes its time
 
             layer.finalize(self)
@@ -143,10 +149,9 @@ class Decoder(nn.Module):
     def not_capturable(self) -> str:
         """Why this decoder cannot be captured in a CUDA graph; empty where it can. The grouped product of experts asks
         the device for its groups' sizes, except in the kernel that torch has for some GPUs."""
-        weight = self.norm.weight
         if not self.config.experts:
             return ""
-        if weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED:
+        if self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device)[0] in _GROUPED:
             return ""
         return "experts can be captured in bfloat16, on GPUs of compute capability 9 and 10"
 

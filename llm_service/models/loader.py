@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import nn
 
+from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
-from common.weights import load_slices
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
+from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.quantized import Scheme, load_weights
+
+_log = log.get("loader")
 
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
-_PACKED = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "o_proj": "o",
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "down_proj": "down",
-}
 
 
 def load_decoder(
@@ -44,21 +40,32 @@ def load_decoder(
     stay. Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
     """
     config, int8 = TextConfig.of(checkpoint.config), weight_dtype == "int8"
+    scheme = Scheme.of(checkpoint.config)
+    if int8 and scheme is not None:
+        raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
     if int8 and config.experts and device.type != "cpu":
         raise CheckpointError("--weight-dtype int8 with a mixture of experts is computed on CPUs alone")
     try:
-        decoder = Decoder(config, group, dtype, device)
+        # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
+        decoder = Decoder(config, group, dtype, torch.device("cpu") if scheme is not None else device)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    missing = set(_expected(decoder))
-    for name, stored in load_slices(checkpoint, lambda name: _own_name(name, tied=config.tied)):
+    if scheme is not None:
+        _log.info("weights stay as they are quantised", method=scheme.method)
+    needed = dict(targets(decoder, tied=config.tied))
+    missing = set(needed)
+    for name, stored in load_weights(checkpoint, lambda name: _own_name(name, tied=config.tied)):
+        if name not in needed:
+            raise CheckpointError(f"{name} does not fit the model: there is no place for it")
         try:
-            _place(decoder, name, stored, int8=int8)
-        except (ValueError, AttributeError) as error:
+            _place(*needed[name], stored, device, int8=int8)
+        except ValueError as error:
             raise CheckpointError(f"{name} does not fit the model: {error}") from error
         missing.discard(name)
+    missing -= {name for name in missing if isinstance(module := needed[name][0], Experts) and module.whole()}
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+    decoder.to(device)
     for part in decoder.modules():
         if isinstance(part, PackedLinear):
             part.finalize(int8=int8)
@@ -70,46 +77,34 @@ def load_decoder(
 def _own_name(name: str, *, tied: bool) -> str | None:
     """The decoder's name for a checkpoint tensor; None for vision weights and for a head that is tied anyway."""
     if _HEAD.match(name):
-        return None if tied else "lm_head.lm_head.weight"
+        return None if tied else "lm_head.weight"
     return _TEXT.sub("", name) if _TEXT.match(name) else None
 
 
-def _expected(decoder: Decoder) -> Iterator[str]:
-    """The names, as `_own_name` gives them, of all tensors that the decoder needs."""
-    packed: set[str] = set()
-    for path, module in decoder.named_modules():
-        if isinstance(module, PackedLinear):
-            packed.add(path)
-            if path == "lm_head" and decoder.config.tied:
-                continue
-            owner = path if path == "lm_head" else path.rpartition(".")[0]
-            for kind, _ in module.named_parameters():
-                yield from (f"{owner}.{part}.{kind}" for part in module.parts)
-    for name, _ in decoder.named_parameters():
-        if name.rpartition(".")[0] not in packed:
-            yield name
+def targets(module: nn.Module, path: str = "", *, tied: bool = False) -> Iterator[tuple[str, tuple[nn.Module, Place]]]:
+    """Every tensor that a decoder needs, by the name that `_own_name` gives it, with the module that holds it and what
+    reads it."""
+    for attribute, child in module.named_children():
+        if tied and attribute == "lm_head":
+            continue
+        own = getattr(child, "stored_as", attribute)
+        if isinstance(child, Placed):
+            for name, place in child.targets(own).items():
+                yield path + name, (child, place)
+            continue
+        for name, parameter in child.named_parameters(recurse=False):
+            yield f"{path}{own}.{name}", (child, partial(_copy, parameter))
+        yield from targets(child, f"{path}{own}.")
 
 
-def _place(decoder: Decoder, name: str, stored: Stored, *, int8: bool) -> None:
-    """Copies this rank's share of a tensor to its place in the decoder. What is whole then, and large, is finalized:
-    so no more than one weight is there in a longer type than it will have."""
-    path, _, kind = name.rpartition(".")
-    owner, _, part = path.rpartition(".")
-    if part in _PACKED or part == "lm_head":
-        packed = decoder.get_submodule(f"{owner}.{_PACKED[part]}" if part in _PACKED else owner)
-        if not isinstance(packed, PackedLinear):
-            raise AttributeError(f"{owner} has no packed {part}")
-        packed.place(part, kind, stored)
-        if packed.whole():
-            packed.finalize(int8=int8)
-        return
-    if isinstance(experts := decoder.get_submodule(path), Experts):
-        experts.place(kind, stored)
-        if experts.whole():
-            experts.finalize(int8=int8)
-        return
-    module, parameter = decoder.get_submodule(path), decoder.get_parameter(name)
-    tensor = stored[module.share] if isinstance(module, VocabularyEmbedding) else stored[:]
-    if parameter.shape != tensor.shape:
-        raise ValueError(f"it is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
-    parameter.data.copy_(tensor)
+def _copy(parameter: nn.Parameter, stored: Stored) -> None:
+    fill(parameter, stored[:])
+
+
+def _place(module: nn.Module, place: Place, stored: Stored, device: torch.device, *, int8: bool) -> None:
+    """Reads this rank's share of a tensor. What is whole then, and large, is finalized: so no more than one weight is
+    there in a longer type than it will have."""
+    place(stored)
+    if isinstance(module, Finalized) and module.whole():
+        module.to(device)
+        module.finalize(int8=int8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tokenizers import Tokenizer
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.media.item import Header, Modality
+from llm_service.families.family import Rows, SpecialToken
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
@@ -22,11 +23,12 @@ from llm_service.request import ChatPrompt, PromptLayout, Run, Span, TextPrompt,
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the item with this index stands."""
+    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`."""
 
     item: int
     modality: Modality
     token: int
+    rows: int = 0
 
 
 Piece: TypeAlias = str | int | Slot | list[int]
@@ -70,7 +72,7 @@ class PromptBuilder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of a text; special tokens are recognised only where that is allowed."""
+        """SpecialToken ids of a text; special tokens are recognised only where that is allowed."""
         return self._ids(self._split(text)) if allow_special else self._tokenize(text)
 
     def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality]) -> list[Piece]:
@@ -116,26 +118,27 @@ class PromptBuilder:
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
-        """Appends the rows of an item's next run."""
-        groups = self._media_layout.groups(header)
-        count = header.tokens // groups
+        """Appends an item's next run of rows."""
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
-        run = Run(len(ids), len(earlier) * count, count)
+        first = earlier[-1].first_row + earlier[-1].count if earlier else 0
+        run = Run(len(ids), first, slot.rows)
         spans.append(Span(slot.item, header, (*earlier, run)))
-        ids.extend([slot.token] * count)
+        ids.extend([slot.token] * slot.rows)
 
-    def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> list[Piece]:
-        """Where frames stand apart, an item's one slot becomes, for each frame group, a timestamp and a slot of its own
-        between vision marks. The marks that the template puts around the one slot stay, as transformers has it since
-        5.17 (before, it took them out)."""
-        out: list[Piece] = []
+    def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Iterator[Piece]:
+        """With what its family puts there in the stead of each slot."""
         for piece in pieces:
-            if isinstance(piece, Slot) and self._media_layout.modalities[piece.modality].frames_apart:
-                for seconds in headers[piece.item].timestamps:
-                    out.extend((f"<{seconds:.1f} seconds>", self._media.vision_start, piece, self._media.vision_end))
-            else:
-                out.append(piece)
-        return out
+            if not isinstance(piece, Slot):
+                yield piece
+                continue
+            for part in self._media_layout.modalities[piece.modality].expand(headers[piece.item]):
+                match part:
+                    case Rows(count):
+                        yield replace(piece, rows=count)
+                    case SpecialToken(name):
+                        yield self._media.marks[name]
+                    case text:
+                        yield text
 
     def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:
         out: list[Piece] = []

@@ -80,6 +80,7 @@ class ChatTemplate:
         self._variables = variables
         self.knows_tools = bool(re.search(r"\btools\b", source))
         self.knows_thinking = "enable_thinking" in source
+        self.never_thinks = "<think>" not in source and not self.knows_thinking
         self.knows_reasoning = "reasoning_content" in source
         self.writes_xml_calls = "<function=" in source
         self.writes_json_calls = "<tool_call>" in source and not self.writes_xml_calls
@@ -124,7 +125,8 @@ class ChatTemplate:
         """Raises InvalidInput for what the template would leave out."""
         if prompt.tools and not self.knows_tools:
             raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
-        if prompt.thinking is not None and not self.knows_thinking:
+        done_anyway = prompt.thinking is False and self.never_thinks
+        if prompt.thinking is not None and not self.knows_thinking and not done_anyway:
             raise InvalidInput(
                 "the model's chat template leaves no choice of thinking", reason="NO_THINKING", field="chat.thinking"
             )

@@ -1,9 +1,6 @@
-"""Where each prompt token is in time, height and width (multimodal rotary positions).
-
-The rules are those of transformers' `get_rope_index`, for the three families: text counts on in all three; a run of
-rows starting at p has time p + t, height p + row, width p + column over its merged grid, and what follows goes on at
-p + max(rows, columns). Qwen2.5-VL counts a video's time in seconds · tokens_per_second.
-"""
+"""Where each prompt token is in time, height and width (multimodal rotary positions), as transformers' `get_rope_index`
+has it: text counts on in all three; a run of rows that starts at p has time p + t, height p + row, width p + column
+over its merged grid, and what follows goes on at p + max(rows, columns)."""
 
 from __future__ import annotations
 
@@ -37,10 +34,6 @@ class MediaLayout:
             modalities=family_of(config).modalities,
             tokens_per_second=float(vision.get("tokens_per_second", 2)),
         )
-
-    def groups(self, header: Header) -> int:
-        """Runs that an item has in a prompt."""
-        return header.grid.t if self.modalities[header.modality].frames_apart else 1
 
 
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:

@@ -12,11 +12,11 @@ from llm_service.families.registry import family_of
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The ids that mark media in a prompt; `placeholders` gives the modality that each stands for."""
+    """The ids that mark media in a prompt: `placeholders` gives the modality that each stands for, `marks` the id of
+    whatever else its family puts there, by its name in config.json."""
 
     placeholders: dict[int, Modality]
-    vision_start: int
-    vision_end: int
+    marks: dict[str, int]
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> MediaTokens:
@@ -24,7 +24,8 @@ class MediaTokens:
         modalities = family_of(config).modalities
         try:
             placeholders = {int(config[layout.token]): modality for modality, layout in modalities.items()}
-            return cls(placeholders, int(config["vision_start_token_id"]), int(config["vision_end_token_id"]))
+            marks = {name: int(config[name]) for layout in modalities.values() for name in layout.marks}
+            return cls(placeholders, marks)
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
 

@@ -1,9 +1,6 @@
-"""From torch's kernels to ours: while ours are compiled, by a process of its own, torch computes.
-
-What is kept on disk is loaded before a service is ready, and nothing of this happens. Else a rank begins with torch,
-and all ranks of a group change over together, between two steps. Rank 0 asks when its own kernels are there, no more
-than once a second; where one rank lacks its own, nothing changes.
-"""
+"""From torch's kernels to ours: while a process of its own compiles ours, torch computes; where they are on disk,
+nothing of this happens. All ranks change over together, between two steps. Rank 0 asks when its own kernels are there,
+no more than once a second; where one rank lacks its own, nothing changes."""
 
 from __future__ import annotations
 

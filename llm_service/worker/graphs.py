@@ -7,33 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from common import log
 from common.gpu import Capture
-from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
-from llm_service.layers.attention.cache_spec import LayerCache
-from llm_service.layers.attention.tables import TILE, Tables
+from llm_service.layers.attention.metadata import TILE, AttentionMetadata
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.plan import Chunk
+from llm_service.worker.caches import Caches
 
 _log = log.get("graphs")
 
 
-@runtime_checkable
-class StableBackend(AttentionBackend, Protocol):
-    """A back end whose batches follow tables that may be filled anew."""
-
-    def over(self, tables: Tables) -> AttentionBatch:
-        """A batch that reads these tables at each use."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CaptureBounds:
     """The largest batch: sequences, tokens of a step, tokens of a sequence, and levels of deepstack."""
 
     sequences: int
@@ -73,21 +63,21 @@ class Buffers:
     positions: Tensor
     deep: Tensor
     out: Tensor
-    tables: Tables
+    metadata: AttentionMetadata
 
     @classmethod
-    def of(cls, bounds: Bounds, block_size: int, like: Tensor) -> Self:
+    def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor) -> Self:
         """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
         tokens, sequences = max(bounds.tokens, bounds.sequences), bounds.sequences
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=like.device)
 
-        tables = Tables(
-            slots=integers(tokens),
-            blocks=integers(sequences, -(-bounds.context // block_size)),
-            starts=integers(sequences + 1),
-            lengths=integers(sequences),
+        metadata = AttentionMetadata(
+            slot_mapping=integers(tokens),
+            block_table=integers(sequences, -(-bounds.context // block_size)),
+            query_start_loc=integers(sequences + 1),
+            seq_lens=integers(sequences),
             tiles=integers(-(-tokens // TILE) + sequences, 2),
             decode_lengths=integers(sequences),
             longest_query=0,
@@ -99,23 +89,23 @@ class Buffers:
             integers(3, tokens),
             like.new_zeros(bounds.levels - 1, tokens, width),
             like.new_zeros(tokens, width),
-            tables,
+            metadata,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One size. `tables` are its part of the buffers'; `deep` says whether it adds deepstack levels."""
+    """One size. `metadata` are its part of the buffers'; `deep` says whether it adds deepstack levels."""
 
     tokens: int
-    tables: Tables
+    metadata: AttentionMetadata
     deep: bool
     replay: Callable[[], None]
 
     @property
     def decodes_only(self) -> bool:
         """It has no place for a chunk of several tokens."""
-        return not len(self.tables.tiles)
+        return not len(self.metadata.tiles)
 
 
 class GraphRunner:
@@ -130,10 +120,8 @@ class GraphRunner:
     def __init__(
         self,
         decoder: Decoder,
-        backend: StableBackend,
-        caches: Sequence[LayerCache],
-        shape: CacheShape,
-        bounds: Bounds,
+        caches: Caches,
+        bounds: CaptureBounds,
         capture: Capture,
         *,
         max_bytes: int,
@@ -146,9 +134,10 @@ class GraphRunner:
         as one of them is left. So one that needs too much has to be tried while there is no other.
         """
         self.replays = 0
-        self._decoder, self._backend, self._caches = decoder, backend, caches
-        self._shape, self._bounds = shape, bounds
-        self._buffers = Buffers.of(bounds, shape.block_size, decoder.norm.weight)
+        self._decoder, self._caches, self._bounds = decoder, caches, bounds
+        self._null_slot = caches.null_block * caches.block_size
+        like = torch.empty(decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        self._buffers = Buffers.of(bounds, caches.block_size, like)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._decodes: list[Graph] = []
         self._prefills: list[Graph] = []
@@ -185,8 +174,8 @@ class GraphRunner:
         buffers.positions[:, :n].copy_(positions)
         if graph.deep:
             self._put_deepstack(deepstack, n)
-        null_slot = self._shape.null_block * self._shape.block_size
-        _fill(graph.tables, Tables.of(chunks, self._shape.block_size, torch.device("cpu")), n, null_slot)
+        metadata = AttentionMetadata.of(chunks, self._caches.block_size, torch.device("cpu"))
+        _fill(graph.metadata, metadata, n, self._null_slot)
         graph.replay()
         self.replays += 1
         return buffers.out[:n]
@@ -209,44 +198,46 @@ class GraphRunner:
 
     def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool) -> Graph:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
-        buffers, whole = self._buffers, self._buffers.tables
+        buffers, whole = self._buffers, self._buffers.metadata
         sequences = min(tokens, self._bounds.sequences)
         tiles = 0 if decodes_only else -(-tokens // TILE) + sequences
-        tables = replace(
+        metadata = replace(
             whole,
-            slots=whole.slots[:tokens],
-            blocks=whole.blocks[:sequences],
-            starts=whole.starts[: sequences + 1],
-            lengths=whole.lengths[:sequences],
+            slot_mapping=whole.slot_mapping[:tokens],
+            block_table=whole.block_table[:sequences],
+            query_start_loc=whole.query_start_loc[: sequences + 1],
+            seq_lens=whole.seq_lens[:sequences],
             tiles=whole.tiles[:tiles],
             decode_lengths=whole.decode_lengths[:sequences],
             longest_query=1 if decodes_only else tokens,
         )
         # Padded tokens write their keys to the null block, and no table leads to them.
-        tables.slots.fill_(self._shape.null_block * self._shape.block_size)
-        for lengths in (tables.starts, tables.lengths, tables.decode_lengths):
+        metadata.slot_mapping.fill_(self._null_slot)
+        for lengths in (metadata.query_start_loc, metadata.seq_lens, metadata.decode_lengths):
             lengths.zero_()
-        tables.tiles.fill_(-1)
+        metadata.tiles.fill_(-1)
         hidden, positions, out = buffers.hidden[:tokens], buffers.positions[:, :tokens], buffers.out[:tokens]
         deep = not decodes_only and len(buffers.deep) > 0
         levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
-        batch = self._backend.over(tables)
+        batches = self._caches.batches_over(metadata)
 
         def run() -> None:
-            out.copy_(self._decoder(hidden, positions, self._caches, batch, levels))
+            out.copy_(self._decoder(hidden, positions, self._caches.layers, batches, levels))
 
-        return Graph(tokens, tables, deep, capture(run))
+        return Graph(tokens, metadata, deep, capture(run))
 
 
-def _fill(into: Tables, tables: Tables, tokens: int, null_slot: int) -> None:
-    """Copies a batch's tables to the beginning of a graph's; what follows becomes padding."""
+def _fill(into: AttentionMetadata, metadata: AttentionMetadata, tokens: int, null_slot: int) -> None:
+    """Copies a batch's metadata to the beginning of a graph's; what follows becomes padding."""
     for target, source, rest in (
-        (into.slots, tables.slots, null_slot),
-        (into.starts, tables.starts, tokens),
-        (into.lengths, tables.lengths, 0),
-        (into.decode_lengths, tables.decode_lengths, 0),
-        (into.tiles, tables.tiles, -1),
+        (into.slot_mapping, metadata.slot_mapping, null_slot),
+        (into.query_start_loc, metadata.query_start_loc, tokens),
+        (into.seq_lens, metadata.seq_lens, 0),
+        (into.decode_lengths, metadata.decode_lengths, 0),
+        (into.tiles, metadata.tiles, -1),
     ):
         target[: len(source)].copy_(source, non_blocking=True)
         target[len(source) :].fill_(rest)
-    into.blocks[: tables.blocks.shape[0], : tables.blocks.shape[1]].copy_(tables.blocks, non_blocking=True)
+    into.block_table[: metadata.block_table.shape[0], : metadata.block_table.shape[1]].copy_(
+        metadata.block_table, non_blocking=True
+    )

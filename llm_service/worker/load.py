@@ -13,21 +13,20 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.cache_spec import cache_shape, slot_bytes
-from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
+from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
-from llm_service.worker.fusion import RowArena
-from llm_service.worker.graphs import Bounds
-from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count
+from llm_service.worker.graphs import CaptureBounds
+from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
 
 _log = log.get("load")
 
@@ -35,7 +34,7 @@ _log = log.get("load")
 def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
     """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
 
-    `blocks` of the runner says how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
+    The runner's caches say how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
     cannot be served, or not on this device.
     """
     if device.type == "cuda":
@@ -82,14 +81,17 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first
     context = decoder.config.longest(settings.max_context)
-    block_bytes = _shape(decoder, settings, 1).block_elements * dtype.itemsize
+    specs = [mixer.cache_spec() for mixer in decoder.mixers()]
+    block_bytes = block_elements(specs, settings.block_size) * dtype.itemsize
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
-    one_slot = slot_bytes(decoder.cache_specs())
+    one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)
-    blocks = block_count(settings, block_bytes, budget - slots * one_slot, context, group)
-    runner = _runner(decoder, arena, settings, blocks, slots)
+    budget -= (slots + 1) * one_slot
+    snapshots = snapshot_count(settings, one_slot, budget, group)
+    blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
+    runner = _runner(decoder, arena, settings, blocks, slots, snapshots)
     if graphs:
-        bounds = Bounds(
+        bounds = CaptureBounds(
             settings.max_running,
             settings.max_step_tokens,
             min(context, blocks * settings.block_size),
@@ -165,12 +167,17 @@ def _capturable(runner: ModelRunner) -> bool:
     return not why
 
 
-def _runner(decoder: Decoder, arena: RowArena, settings: EngineSettings, blocks: int, slots: int) -> ModelRunner:
-    shape = _shape(decoder, settings, blocks)
-    weight = decoder.norm.weight
-    backend = choose(settings.attention, shape, weight.dtype, weight.device)
-    return ModelRunner(decoder, arena, shape, backend, slots)
-
-
-def _shape(decoder: Decoder, settings: EngineSettings, blocks: int) -> CacheShape:
-    return cache_shape(decoder.cache_specs(), blocks, settings.block_size)
+def _runner(
+    decoder: Decoder, arena: RowArena, settings: EngineSettings, blocks: int, slots: int, snapshots: int = 0
+) -> ModelRunner:
+    caches = Caches(
+        decoder.mixers(),
+        blocks,
+        settings.block_size,
+        decoder.dtype,
+        decoder.device,
+        attention=settings.attention,
+        state_slots=slots,
+        snapshot_slots=snapshots,
+    )
+    return ModelRunner(decoder, arena, caches)

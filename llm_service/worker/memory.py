@@ -19,6 +19,8 @@ from llm_service.settings import EngineSettings
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
 """Of the free memory, unless the options say otherwise: a CPU's is shared with the encoder and with everyone else."""
+_SNAPSHOTS = 16
+"""At most, for each sequence that may run: where models are tiny there would be more than one can look through."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -104,6 +106,15 @@ def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: Te
         option = "--kv-cache-bytes is too small" if settings.kv_cache_bytes else "too little memory is free"
         raise CheckpointError(f"{option} for this model: the state of one sequence takes {slot_bytes} bytes")
     return slots
+
+
+def snapshot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:
+    """Slots that every rank can hold for snapshots of states: their share of what the states of sequences leave of the
+    least budget, and no more than can be of use; 0 where no layer has states, or nothing is cached."""
+    if not slot_bytes or not settings.prefix_cache:
+        return 0
+    found = int(settings.snapshot_share * budget) // slot_bytes
+    return group.all_reduce_min(min(found, _SNAPSHOTS * settings.max_running))
 
 
 def block_count(settings: EngineSettings, block_bytes: int, budget: int, context: int, group: TensorGroup) -> int:

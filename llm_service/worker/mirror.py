@@ -1,9 +1,6 @@
-"""Rows on a rank's own device: a mirror of the row arena, filled by copies out of encoders' device memory.
-
-A row lies at the same offset in both, so nobody but the rank needs to know where it is: what was pulled is in the
-mirror, everything else in the arena. The front orders every copy (`plan.Pull`) and says when a place is given to other
-rows; a group's ranks obey the same orders between the same steps, and what did not land on all of them is on none.
-"""
+"""Rows on a rank's own device: a mirror of the row arena, filled by copies out of encoders' device memory. A row lies
+at the same offset in both; what was pulled is in the mirror, all else in the arena. The front orders every copy
+(`plan.Pull`), ranks obey the same orders between the same steps, and what did not land on all of them is on none."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_rows, row_sum
+from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_row_bytes, row_sum
 from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
 _log = log.get("mirror")
 
 
 @dataclass(slots=True)
-class Spans:
+class ByteRanges:
     """A set of byte offsets, as sorted runs [begin, end) that do not touch.
 
-    >>> spans = Spans()
-    >>> spans.add(0, 8), spans.add(8, 16), spans.remove(4, 6)
+    >>> ranges = ByteRanges()
+    >>> ranges.add(0, 8), ranges.add(8, 16), ranges.remove(4, 6)
     (None, None, None)
-    >>> list(spans.split(2, 20))
+    >>> list(ranges.split(2, 20))
     [(2, 4, True), (4, 6, False), (6, 16, True), (16, 20, False)]
     """
 
@@ -76,13 +73,13 @@ class Mirror:
     def __init__(
         self, memory: DeviceMemory, device: torch.device, size: int, row_bytes: int, dtype: torch.dtype
     ) -> None:
-        check_rows(row_bytes)
+        check_row_bytes(row_bytes)
         self._memory = memory
         self._device = device
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._row_bytes = row_bytes
         self._dtype = dtype
-        self._here = Spans()
+        self._here = ByteRanges()
         self._open: dict[str, Mapping] = {}
 
     def split(self, offset: int, size: int) -> Iterator[tuple[int, int, bool]]:

@@ -24,8 +24,8 @@ from common.processes import ParentLink
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings, RankPlace
-from llm_service.worker.fusion import RowArena
 from llm_service.worker.heartbeat import Heartbeat, Process
+from llm_service.worker.row_arena import RowArena
 
 _LOAD_SECONDS = 1800.0
 """Longest that ranks wait for each other: loading takes as long as it takes, and a lost rank is noticed by its beat."""

@@ -1,9 +1,6 @@
-"""One token from each row of logits, as its `Draw` says, all rows of a step together; and how likely tokens were.
-
-The order is transformers' own: penalties, bias, bans, temperature, top-k, top-p, min-p; then
-the draw by inverse CDF over the vocabulary at the plan's `uniform`, so that a token depends on its logits and its seed
-and on nothing else in the batch.
-"""
+"""One token from each row of logits, as its `Draw` says, all rows of a step together; and how likely tokens were. In
+transformers' order: penalties, bias, bans (its logits processors), temperature, top-k, top-p, min-p; then the draw by
+inverse CDF at the plan's `uniform`, so that a token depends on its logits and its seed and on nothing else."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ FILES = [pictures.encoded(pictures.noise(128 + 64 * (n % 3), 128 + 64 * (n % 4),
 
 
 class Replica:
-    """One encoder; after its first start it keeps its address. `module` among its flags is another one to run."""
+    """One encoder, or what `_launch` starts; after its first start it keeps its address. `module` among its flags is
+    another one to run."""
 
     def __init__(self, checkpoint: Path, **flags: Any) -> None:
         self._checkpoint = checkpoint
@@ -31,10 +32,11 @@ class Replica:
         self.address = "127.0.0.1:0"
 
     def start(self) -> None:
-        service = self._stack.enter_context(
-            encoder_server(self._checkpoint, exit_code=None, **{**self._flags, "listen": self.address})
-        )
+        service = self._stack.enter_context(self._launch(listen=self.address))
         self._service, self.address = service, service.address
+
+    def _launch(self, **flags: Any) -> AbstractContextManager[Service]:
+        return encoder_server(self._checkpoint, exit_code=None, **{**self._flags, **flags})
 
     @property
     def alive(self) -> bool:

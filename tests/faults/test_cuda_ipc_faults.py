@@ -18,7 +18,7 @@ import pytest
 from tests import pictures
 from tests.device_twin.services import twin_encoder, twin_llm
 from tests.launch import Service, stopped
-from tests.rpc.pairs import about, asked, idle, quiet, tokens, usable
+from tests.rpc.pairs import about, asked, greedy, idle, quiet, tokens, usable
 from tests.rpc.test_transports import by_transport
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, TwinlensError, v1
@@ -156,6 +156,20 @@ def test_rows_in_the_mirrors_of_an_engine_that_dies_are_fetched_again(both: Twin
     both.until_ready()
     assert both.ask(picture) == said
     assert both.text.get_load().rows_mirrored == load.rows_mirrored + rows
+    both.until_quiet()
+
+
+@pytest.mark.soak
+def test_an_answer_about_rows_in_the_mirrors_goes_on_in_the_next_engine(both: Twins) -> None:
+    both.set_up()
+    asking, before = asked(about(new_picture()), greedy(200)), both.text.get_load()
+    undisturbed = tokens(both.text, asking)
+    assert both.text.get_load().rows_mirrored > before.rows_mirrored
+    stream = iter(both.text.generate(asking))
+    assert next(stream).HasField("started")
+    os.kill(both.llm.children("llm_service.engine")[0], signal.SIGKILL)
+    assert [token for event in stream for token in event.delta.token_ids] == undisturbed
+    both.until_ready()
     both.until_quiet()
 
 

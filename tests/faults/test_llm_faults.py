@@ -47,12 +47,14 @@ def engine_of(service: Service) -> int:
     return pid
 
 
-def test_kill_of_the_engine_fails_its_requests_and_the_next_one_is_right(both: Pair, health: Callable[[], int]) -> None:
+def test_kill_of_the_engine_fails_requests_that_do_not_outlive_it_and_the_next_one_is_right(
+    both: Pair, health: Callable[[], int]
+) -> None:
     asking = asked(about(pictures.encoded(pictures.noise(64, 64, 8_001))))
     good = tokens(both.text, asking)
     killed = engine_of(both.llm)
     with ThreadPoolExecutor(4) as threads:
-        streams = [both.text.generate(asked(user(f"count {n}"), greedy(4000))) for n in range(4)]
+        streams = [both.text.generate(asked(user(f"count {n}"), greedy(4000), max_handovers=0)) for n in range(4)]
         for stream in streams:
             assert next(iter(stream)).HasField("started")
         os.kill(killed, signal.SIGKILL)
@@ -61,7 +63,7 @@ def test_kill_of_the_engine_fails_its_requests_and_the_next_one_is_right(both: P
     assert all(error.retry_after is not None for error in errors)
     until(lambda: health() == NOT_SERVING, "health says that it does not serve")
     with pytest.raises(TwinlensError) as error:
-        answer(both.text, asked(user("now?")))
+        answer(both.text, asked(user("now?"), max_handovers=0))
     assert error.value.code is grpc.StatusCode.UNAVAILABLE
     until(lambda: health() == SERVING, "health says that it serves again")
     assert engine_of(both.llm) != killed
@@ -69,16 +71,16 @@ def test_kill_of_the_engine_fails_its_requests_and_the_next_one_is_right(both: P
     assert tokens(both.text, asking) == good
 
 
-def test_those_who_wait_are_answered_as_well_when_the_engine_is_killed(checkpoint: Path) -> None:
+def test_those_who_wait_for_their_turn_are_told_as_well_when_the_engine_is_killed(checkpoint: Path) -> None:
     flags = {**LLM_FLAGS, "max_running": 1}
     with (
         llm_server(checkpoint, **flags) as service,
         LlmClient(service.address) as client,
         ThreadPoolExecutor(7) as pool,
     ):
-        running = client.generate(asked(user("count"), greedy(4000)))
+        running = client.generate(asked(user("count"), greedy(4000), max_handovers=0))
         assert next(iter(running)).HasField("started")
-        waiting = [client.generate(asked(user(f"wait {n}"), greedy(4000))) for n in range(6)]
+        waiting = [client.generate(asked(user(f"wait {n}"), greedy(4000), max_handovers=0)) for n in range(6)]
         errors = [pool.submit(ending, stream) for stream in (running, *waiting)]
         until(lambda: client.get_load().waiting == 6, "six wait")
         os.kill(engine_of(service), signal.SIGKILL)
@@ -271,7 +273,7 @@ def test_a_front_that_is_killed_takes_its_engine_with_it(checkpoint: Path) -> No
     [
         ("no weights", "model.safetensors"),
         ("broken configuration", "config.json"),
-        ("another architecture", "is not supported"),
+        ("another kind of model", "is not supported"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_one_line_and_no_process_is_left(
@@ -284,7 +286,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line_and_no_process_is_left(
         (folder / "config.json").write_text("{")
     else:
         config = (folder / "config.json").read_text()
-        (folder / "config.json").write_text(config.replace("Qwen3VLForConditionalGeneration", "NoSuchModel"))
+        (folder / "config.json").write_text(config.replace('"qwen3_vl"', '"no_such_model"'))
     assert said in refusal(f"--model={folder}")
 
 

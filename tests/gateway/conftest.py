@@ -9,6 +9,9 @@ import pytest
 
 from tests.gateway.trio import Trio, trio
 
+collect_ignore = ["clients"]
+"""Programs that run in an environment of their own."""
+
 
 @pytest.fixture(scope="package")
 def door(checkpoints: Callable[..., Path]) -> Iterator[Trio]:

@@ -94,6 +94,16 @@ def test_a_stream_says_what_the_whole_answer_says(door: Trio, name: str) -> None
     assert {chunk.id for chunk in chunks} == {last.id}
 
 
+def test_each_chunk_says_the_usage_so_far_where_that_is_asked_for(door: Trio) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(door, [said("Hello")], max_tokens=6, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert (counts[0], counts[-1]) == (0, last.usage.completion_tokens)
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+
+
 def test_a_stream_has_no_usage_unless_asked(door: Trio) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in streamed(door, [said("Hello")]))
 
@@ -244,3 +254,4 @@ def test_tools_are_refused_by_name_where_the_template_knows_none(door: Trio) -> 
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_TOOLS", "messages[1]")
     reply = door.chat(chat_template_kwargs={"enable_thinking": True})
     assert (reply.status, reply.error["code"]) == (400, "NO_THINKING")
+    assert door.chat(chat_template_kwargs={"enable_thinking": False}).status == 200

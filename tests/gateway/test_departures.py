@@ -85,7 +85,8 @@ def test_a_stream_whose_llm_service_dies_ends_with_an_error() -> None:
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
             yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-            yield v1.GenerateResponse(delta=v1.GenerateDelta(text="A"))
+            if not request.resume:
+                yield v1.GenerateResponse(delta=v1.GenerateDelta(text="A", token_ids=[5]))
 
         door.llm.play = play
         status = v1.Status(code=14, message="the engine has ended", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai.types.chat import completion_create_params as chat_params
 
-from gateway.api.chat import ChatRequest
+from gateway.api.chat_request import ChatRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.launch import ROOT
 
@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "structured_outputs": {"regex": "a"},
     "cache_salt": "mine",
     "priority": 3,
+    "max_handovers": 0,
 }
 IN_THE_ANSWER = {"stream", "stream_options"}
 """Served by what comes back, not by what the LLM service is asked."""
@@ -204,3 +205,72 @@ def test_metrics_on_the_page_are_those_that_are_there(door: Scripted) -> None:
     text = door.get("/metrics").body.decode()
     there = set(re.findall(r"^# TYPE twinlens_gateway_(\w+) ", text, re.MULTILINE))
     assert named == {name.removesuffix("_total") for name in there if not name.endswith("_created")}
+
+
+OF_DEPLOYMENTS: dict[str, dict[str, Any]] = {
+    "a chat page": {
+        "model": "demo",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What?"}, PICTURE]},
+            {"role": "assistant", "content": "A cat."},
+            {"role": "user", "content": "Sure?"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.0,
+        "seed": 0,
+        "stop": [],
+        "logit_bias": {},
+        "max_tokens": 64,
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "a title for it": {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Give it a title, as JSON."}],
+        "stream": False,
+        "max_completion_tokens": 1000,
+        "response_format": {"type": "json_object"},
+    },
+    "vLLM's defaults": {
+        "top_k": -1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "length_penalty": 1.0,
+        "use_beam_search": False,
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "priority": 0,
+    },
+    "vLLM's forms": {"structured_outputs": {"choice": ["yes", "no"]}, "chat_template_kwargs": {}},
+}
+
+
+@pytest.mark.parametrize("name", OF_DEPLOYMENTS)
+def test_what_deployments_send_is_taken(door: Scripted, name: str) -> None:
+    door.llm.requests.clear()
+    reply = door.post("/v1/chat/completions", {"messages": QUESTION, **OF_DEPLOYMENTS[name]})
+    assert reply.status == 200, reply.body
+    (asked,) = door.llm.requests
+    assert asked.sampling.top_k == max(0, OF_DEPLOYMENTS[name].get("top_k", 0))
+
+
+def test_vllms_own_fields_are_refused_where_they_would_change_something(door: Scripted) -> None:
+    for field in ("skip_special_tokens", "add_generation_prompt", "spaces_between_special_tokens"):
+        outcome = post(door, **{field: False})
+        assert (outcome.status, outcome.body["error"]["param"], outcome.asked) == (400, field, None)
+    reply = door.post("/v1/completions", {"prompt": "x", "skip_special_tokens": True, "use_beam_search": True})
+    assert (reply.status, reply.error["param"]) == (400, "use_beam_search")

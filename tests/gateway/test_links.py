@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,39 @@ def test_sixty_megabytes_are_refused_or_handed_on_without_piling_up() -> None:
         peak = int(Path(f"/proc/{door.gateway.pid}/status").read_text().partition("VmHWM:")[2].split()[0])
         assert peak < 800 << 10, f"{peak} KiB"
         assert door.metric("body_bytes") == 0
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    """An address where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    yield f"127.0.0.1:{port}"
+
+
+@contextmanager
+def another_service() -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("listening", "cause"),
+    [(nobody, "nothing listens there"), (another_service, "what listens there is no LLM service")],
+)
+def test_an_address_without_an_llm_service_is_logged_with_its_cause(
+    listening: Callable[[], AbstractContextManager[str]], cause: str
+) -> None:
+    with listening() as address, gateway(address) as service:
+
+        def lines() -> list[dict[str, str]]:
+            logged = [json.loads(line) for line in service.log.read_text("utf-8").splitlines()]
+            return [line for line in logged if line["event"] == "an LLM service cannot be used"]
+
+        until(lambda: bool(lines()), "it is logged")
+        assert {(line["address"], line["cause"]) for line in lines()} == {(address, cause)}

@@ -172,7 +172,7 @@ class TestNarrow:
         assert client.models.retrieve(narrow.model).id == narrow.model
 
     def test_health_and_metrics_need_no_token(self, narrow: Trio) -> None:
-        for path in ("/health/live", "/health/ready", "/metrics", "/version"):
+        for path in ("/health", "/health/live", "/health/ready", "/metrics", "/version"):
             assert narrow.get(path).status == 200, path
 
     def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(self, narrow: Trio) -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.responses import response_create_params as params
 
-from gateway.api.responses import ResponsesRequest
+from gateway.api.responses_request import ResponsesRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
 from tests.gateway.trio import PICTURE, Trio, data_url, image, said, text

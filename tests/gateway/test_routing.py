@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from gateway.services import routing_key
+from gateway.routing_key import routing_key
+from tests.gateway.replicas import replicas
 from tests.gateway.trio import Door, said
-from tests.launch import gateway
-from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from tests.waiting import until
 from twinlens import generate_request, image, system, user, v1
@@ -24,15 +23,10 @@ DOWN = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="no", reason="ST
 
 
 @contextmanager
-def replicas(count: int, addresses: Path | None = None) -> Iterator[tuple[Door, list[FakeLlm]]]:
-    """A gateway over so many scripted services, which it is told of in a file where one is given."""
+def fakes(count: int, addresses: Path | None = None) -> Iterator[tuple[Door, list[FakeLlm]]]:
+    """A gateway over so many scripted services."""
     services = [FakeLlm() for _ in range(count)]
-    with ExitStack() as running:
-        known = [running.enter_context(serving(llm=each)) for each in services]
-        if addresses is not None:
-            addresses.write_text("\n".join(known))
-        door = Door(running.enter_context(gateway(*([f"file://{addresses}"] if addresses else known))))
-        until(lambda: door.metric("llm_services_usable") == count, "all can be used")
+    with replicas(services, addresses) as door:
         yield door, services
 
 
@@ -45,7 +39,7 @@ def asked(services: list[FakeLlm]) -> list[int]:
 
 
 def test_what_begins_alike_goes_to_one_and_what_differs_is_spread() -> None:
-    with replicas(3) as (door, services):
+    with fakes(3) as (door, services):
         assert {ask(door, "again") for _ in range(6)} == {200}
         assert sorted(asked(services)) == [0, 0, 6]
         for number in range(30):
@@ -59,7 +53,7 @@ def test_what_begins_alike_goes_to_one_and_what_differs_is_spread() -> None:
 
 
 def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
-    with replicas(2) as (door, services):
+    with fakes(2) as (door, services):
         ask(door, "hello")
         home = next(each for each in services if each.requests)
         home.play, home.refusal = (lambda request: iter(())), DOWN
@@ -72,7 +66,7 @@ def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
 
 
 def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:
-    with replicas(2) as (door, services):
+    with fakes(2) as (door, services):
         for each in services:
             each.play = lambda request: iter(())
             each.refusal = (grpc.StatusCode.INVALID_ARGUMENT, v1.Status(code=3, message="no", reason="OUT_OF_RANGE"))
@@ -88,7 +82,7 @@ def test_one_with_much_to_do_is_passed_over() -> None:
         go_on.wait(60)
         yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
-    with replicas(2) as (door, services):
+    with fakes(2) as (door, services):
         for each in services:
             each.play = play
         callers = [threading.Thread(target=ask, args=(door, "the same")) for _ in range(4)]
@@ -103,7 +97,7 @@ def test_one_with_much_to_do_is_passed_over() -> None:
 
 def test_a_list_is_read_again(tmp_path: Path) -> None:
     addresses = tmp_path / "services"
-    with replicas(2, addresses) as (door, _):
+    with fakes(2, addresses) as (door, _):
         first, _ = addresses.read_text().splitlines()
         addresses.write_text(first)
         until(lambda: door.metric("llm_services") == 1, "one has left the list")

@@ -35,6 +35,15 @@ def test_a_completion_has_the_same_words_and_counts_as_by_grpc(door: Trio, promp
     assert chunks[-1].usage.completion_tokens == theirs.usage.completion_tokens
 
 
+def test_each_chunk_says_the_usage_so_far_where_that_is_asked_for(door: Trio) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = by_http(door, ["One", "Two"], stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] < counts[-1] == 12
+    assert counts == sorted(counts)
+    assert chunks[-1].usage == last.usage
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_several_prompts_are_answered_in_order_of_their_choices(door: Trio, stream: bool) -> None:
     prompts = ["One", "Two", "Three"]
@@ -79,7 +88,7 @@ def test_scores_of_a_completion_have_offsets(door: Trio) -> None:
         ({"prompt": "x", "echo": True}, "echo", "FIELD_NOT_SERVED"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "FIELD_NOT_SERVED"),
         ({"prompt": "x", "best_of": 2}, "best_of", "FIELD_NOT_SERVED"),
-        ({"prompt": ["x", ""]}, "text.prompt", "EMPTY_PROMPT"),
+        ({"prompt": ["x", ""]}, "prompt", "EMPTY_PROMPT"),
     ],
 )
 def test_a_completion_that_cannot_be_served_is_refused(
@@ -115,7 +124,7 @@ def test_tokens_are_those_of_the_llm_service(door: Trio) -> None:
 
 
 def test_health_and_the_release(door: Trio) -> None:
-    assert (door.get("/health/live").status, door.get("/health/ready").status) == (200, 200)
+    assert {door.get(path).status for path in ("/health/live", "/health/ready", "/health")} == {200}
     assert json.loads(door.get("/version").body) == {"version": __version__}
 
 

@@ -169,6 +169,19 @@ def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: 
     assert door.llm.requests[-1].chat.thinking is False
 
 
+def test_an_answer_that_must_have_a_form_has_no_reasoning(door: Scripted, client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    says(door, '{"a": "</think>"}', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    assert streamed(client, tools=[], response_format=form)[:2] == ("", '{"a": "</think>"}')
+    message = client.chat.completions.create(**{**ASK, "tools": []}, response_format=form).choices[0].message
+    assert (message.content, hasattr(message, "reasoning_content")) == ('{"a": "</think>"}', False)
+    text: Any = {"format": {"type": "json_object"}}
+    assert client.responses.create(model="demo", input="x", text=text).output_text == '{"a": "</think>"}'
+    says(door, '[{"name": "weather", "parameters": {"city": "Rome"}}]', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    calls = client.chat.completions.create(**ASK, tool_choice="required").choices[0].message.tool_calls
+    assert [call.function.name for call in calls or []] == ["weather"]
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from common.media.item import Options
+from common.media.item import Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection
-from encoder_service.media import geometry
 from encoder_service.models.tower import load_tower
-from encoder_service.worker.patches import pixels_to_patches, resize
+from encoder_service.worker.patches import preprocess, resize
 from tests import pictures
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import TOWERS
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, film, image
 
@@ -27,16 +26,15 @@ def test_resizing_there_is_the_same_to_the_bit(size):
     assert torch.equal(resize(frames, size), resize(frames.cuda(), size).cpu())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 def test_rows_are_those_of_the_cpu(family, checkpoints):
     checkpoint = Checkpoint(checkpoints(family))
     settings = config.read(checkpoint)
     photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]
-    plans = [geometry.plan_image(Inspection(*each.size), settings.image, Options()) for each in photographs]
+    images = settings.processors[Modality.IMAGE]
+    plans = [images.plan(Inspection(*each.size), Options()) for each in photographs]
     pixels = [torch.from_numpy(np.array(each))[None] for each in photographs]
-    patches = torch.cat(
-        [pixels_to_patches(part, plan.resized, settings.image) for part, plan in zip(pixels, plans, strict=True)]
-    )
+    patches = torch.cat([preprocess(part, plan.resized, images) for part, plan in zip(pixels, plans, strict=True)])
     grids = [plan.grid for plan in plans]
     here = load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)(patches, grids)
     tower = load_tower(checkpoint, settings, torch.device("cuda"), torch.float32)
@@ -44,7 +42,7 @@ def test_rows_are_those_of_the_cpu(family, checkpoints):
     torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 def test_the_service_runs_there_in_half_precision(family, checkpoints):
     items = [image(pictures.encoded(pictures.photograph())), film(pictures.frames(30))]
     with encoder_server(checkpoints(family), device="cpu") as service, Client(service) as client:

@@ -14,7 +14,7 @@ from encoder_service.models.attention import candidates
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
 from tests import pictures
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import TOWERS
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, film, image
 from tests.scrape import scrape
@@ -54,7 +54,7 @@ def graphed(tower: PackedTower, dtype: torch.dtype, max_bytes: int = 8 << 30) ->
 
 
 @pytest.mark.parametrize(("dtype", "attention"), KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 @torch.inference_mode()
 def test_replays_equal_eager_passes_whatever_came_before(family, dtype, attention, checkpoints):
     tower = load(checkpoints(family), dtype, attention)
@@ -90,7 +90,7 @@ def test_the_ladder_is_the_default(checkpoints):
     assert budgets_for(None, tower, GPU, 16_384) == list(LADDER)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 def test_the_service_replays_and_gives_the_same_rows(family, checkpoints):
     folder = checkpoints(family)
     items = [image(pictures.encoded(pictures.noise(*size, seed=3))) for size in ((64, 64), (200, 300), (90, 400))]

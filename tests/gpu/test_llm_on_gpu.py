@@ -21,12 +21,14 @@ from llm_service.layers.group import ALONE
 from llm_service.layers.quantization import Int8Weight
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
-from llm_service.worker.fusion import RowArena, fuse
-from llm_service.worker.graphs import Bounds, decode_sizes, prefill_sizes
+from llm_service.worker.caches import Caches
+from llm_service.worker.fusion import fuse
+from llm_service.worker.graphs import CaptureBounds, decode_sizes, prefill_sizes
 from llm_service.worker.load import load_runner
 from llm_service.worker.memory import largest_step
+from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import sample
 from tests import pictures
 from tests.attention_cases import WAYS, Case, shape_of
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
 CPU = torch.device("cpu")
-GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -81,7 +83,7 @@ def test_flash_attn_computes_the_same_where_it_is_installed(counts: tuple[int, .
 
 def graphed(folder: Path, step_tokens: int) -> LocalEngine:
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=6, blocks=256, device="cuda:0")
-    bounds = Bounds(6, 64, 4096, engine.runner.arena.levels)
+    bounds = CaptureBounds(6, 64, 4096, engine.runner.arena.levels)
     engine.runner.capture(bounds, CudaCapture(CUDA), max_bytes=1 << 30, agree=lambda number: number)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(6), prefill_sizes(64))
@@ -150,13 +152,10 @@ def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Calla
     logits = []
     for device, kind in ((CPU, torch.float32), (CUDA, dtype)):
         decoder = load_decoder(Checkpoint(folder), kind, device)
-        config = decoder.config
-        shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
-        backend = choose("auto", shape, kind, device)
+        caches = Caches(decoder.mixers(), 8, 16, kind, device)
         with torch.inference_mode():
             hidden = decoder.embed_tokens(ids.to(device))
-            caches = shape.new_cache(kind, device)
-            hidden = decoder(hidden, positions.to(device), caches, backend.batch([chunk]), None)
+            hidden = decoder(hidden, positions.to(device), caches.layers, caches.batches([chunk]), None)
             logits.append(decoder.logits(hidden).cpu())
     cosine = torch.nn.functional.cosine_similarity(*logits, dim=-1)
     assert cosine.min() > (0.999999 if dtype == torch.float32 else 0.99)
@@ -227,7 +226,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
     settings = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})
     free, _ = torch.cuda.mem_get_info()
     runner = load_runner(settings, CUDA, ALONE, memory.fd)
-    assert runner.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
+    assert runner.caches.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
     assert runner.graphs is not None
     assert runner.graphs.sizes == (decode_sizes(64), prefill_sizes(2048))
     plan: StepPlan = largest_step(settings)[0]

@@ -12,7 +12,7 @@ from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from tests import pictures, reference
 from tests.checkpoints import FAMILIES, Family
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -20,7 +20,7 @@ from tests.parity.local_engine import LocalEngine, make_prompt
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
-GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(params=FAMILIES)

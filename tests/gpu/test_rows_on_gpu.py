@@ -23,11 +23,11 @@ def test_a_norm_is_torch_s(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @each_type
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("queries", "keys", "head"), row_cases.HEADS)
+@pytest.mark.parametrize(("queries", "keys", "head", "rotary"), row_cases.HEADS)
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
-    queries: int, keys: int, head: int, normed: bool, dtype: torch.dtype
+    queries: int, keys: int, head: int, rotary: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, dtype, "cuda", normed=normed)
+    row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, rotary, dtype, "cuda", normed=normed)
 
 
 @each_type

@@ -13,7 +13,7 @@ from encoder_service.families import config
 from encoder_service.models.attention import BACKENDS, Sdpa, candidates, choose
 from encoder_service.models.tower import load_tower
 from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import TOWERS
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_stable_segments_do_what_they_were_filled_with_last(name):
         torch.testing.assert_close(stable(*parts)[: sum(lengths)], expected, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 @torch.inference_mode()
 def test_every_back_end_gives_the_tower_the_same_rows(family, checkpoints):
     checkpoint = Checkpoint(checkpoints(family))

@@ -22,8 +22,8 @@ STEP_SECONDS = 0.001
 """A step sleeps as long as that: an answer of a thousand tokens takes a second, as from a small model."""
 
 
-def load(settings: EngineSettings, arena_fd: int) -> Loaded:
-    """A cache of as many blocks as the model would have."""
+def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SECONDS) -> Loaded:
+    """A cache of as many blocks as the model would have; a step sleeps as long as is said."""
     if settings.device != "cpu" or settings.tensor_parallel != 1 or settings.row_mirror:
         raise CheckpointError("a light engine is one rank on a CPU")
     checkpoint = Checkpoint.resolve(settings.model)
@@ -39,7 +39,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         )
     row_bytes = settings.row_levels * config.hidden_size * itemsize
     arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
-    executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint))
+    executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint), step_seconds)
     return Loaded(executor, blocks, row_bytes, devices=["cpu"], reachable=[])
 
 
@@ -54,13 +54,20 @@ class Hashes:
     beat_seconds: float | None = None
 
     def __init__(
-        self, arena: SharedBuffer, row_bytes: int, block_size: int, vocabulary: int, special: list[int]
+        self,
+        arena: SharedBuffer,
+        row_bytes: int,
+        block_size: int,
+        vocabulary: int,
+        special: list[int],
+        step_seconds: float,
     ) -> None:
         self._arena = arena
         self._row_bytes = row_bytes
         self._block_size = block_size
         self._vocabulary = vocabulary
         self._special = special
+        self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
 
     def beat(self) -> None:
@@ -71,7 +78,7 @@ class Hashes:
         raise AssertionError(order)
 
     def run(self, plan: StepPlan) -> StepResult:
-        time.sleep(STEP_SECONDS)
+        time.sleep(self._step_seconds)
         states = self._states(plan)
         chosen = [self._choose(states[draw.at], draw) for draw in plan.draws]
         scores = [

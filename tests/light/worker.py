@@ -15,21 +15,21 @@ from common.checkpoint import Checkpoint
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from common.wire import DType, RowLayout
 from encoder_service.families import config
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, ToWorker, WorkerReady
+from encoder_service.worker.messages import Batch, BatchDone, Piece, ToWorker, WorkerReady, WorkerSettings
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     """Serves batches until the parent is gone."""
     die_with_parent()
     leave_signals_to_parent()
-    link: ParentLink[Begin | Batch] = ParentLink(link_fd, ToWorker)
-    begin = link.receive()
-    assert isinstance(begin, Begin)
-    log.configure(begin.log_level, service="encoder")
-    model = config.read(Checkpoint(Path(begin.folder)))
-    layout = RowLayout(model.levels, model.width, DType(begin.dtype))
-    staging = SharedBuffer.attach(staging_fd, begin.staging_bytes)
-    store = SharedBuffer.attach(store_fd, begin.store_bytes)
+    link: ParentLink[WorkerSettings | Batch] = ParentLink(link_fd, ToWorker)
+    settings = link.receive()
+    assert isinstance(settings, WorkerSettings)
+    log.configure(settings.log_level, service="encoder")
+    model = config.read(Checkpoint(Path(settings.folder)))
+    layout = RowLayout(model.levels, model.width, DType(settings.dtype))
+    staging = SharedBuffer.attach(staging_fd, settings.staging_bytes)
+    store = SharedBuffer.attach(store_fd, settings.store_bytes)
     link.send(WorkerReady(attention="light"))
     while True:
         try:

@@ -20,13 +20,13 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.layers.attention.choose import choose
 from llm_service.models.loader import load_decoder
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, Sampling
-from llm_service.worker.fusion import RowArena
+from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
+from llm_service.worker.caches import Caches
 from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
 from tests import reference
 
 Part = str | Image.Image | reference.Video
@@ -124,15 +124,17 @@ class LocalEngine:
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
-        config = decoder.config
-        shape = CacheShape(config.layers, blocks, block_size, config.heads, decoder.kv_heads, config.head_dim)
-        if isinstance(attention, str):
-            backend = choose(attention, shape, torch.float32, torch.device(device))
-        else:
-            backend = attention(shape)
-        self.runner = ModelRunner(decoder, arena, shape, backend)
+        made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
+        caches = Caches(*made, attention=attention, state_slots=max_running, snapshot_slots=32)
+        self.runner = ModelRunner(decoder, arena, caches)
         self.scheduler = Scheduler(
-            BlockManager(blocks, block_size, prefix_cache=prefix_cache),
+            BlockManager(
+                blocks,
+                block_size,
+                prefix_cache=prefix_cache,
+                state_slots=caches.state_slots + caches.snapshot_slots,
+                state_chunk=caches.state_chunk,
+            ),
             Limits(max_running, step_tokens, blocks * block_size, keep_media_whole),
             frozenset({-1}),
             arena.row_bytes,
@@ -143,7 +145,7 @@ class LocalEngine:
         self._places: dict[bytes, int] = {}
         self._ids = 0
 
-    def submit(self, prompt: Prompt, sampling: Sampling) -> int:
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> int:
         """Puts a prompt's rows into the arena and its request into the scheduler; the request's id."""
         items = []
         for span in prompt.layout.spans:
@@ -173,7 +175,7 @@ class LocalEngine:
             self._memory[self._places[key] : self._free] = data
         return self._places[key]
 
-    def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Outcome]:
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Outcome]:
         """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
         outcomes = {self.submit(prompt, sampling): Outcome() for prompt in prompts}
         under_way: deque[Step] = deque()

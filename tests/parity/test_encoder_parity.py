@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 
 from common.checkpoint import Checkpoint
-from common.media.item import Grid, Options
+from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
+from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor
 from encoder_service.item import Inspection, Plan
-from encoder_service.media import geometry
 from encoder_service.models.tower import Tower, load_tower
-from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.patches import preprocess
 from tests import pictures, reference
-from tests.checkpoints import FAMILIES, Family
+from tests.checkpoints import TOWERS, Family
 
 PHOTOGRAPHS = [
     pictures.photograph("astronaut"),
@@ -46,20 +46,28 @@ class Ours:
         tower = load_tower(checkpoint, settings, torch.device("cpu"), torch.float32)
         return cls(folder, settings, tower)
 
+    @property
+    def images(self) -> ImageProcessor:
+        return self.config.processors[Modality.IMAGE]
+
+    @property
+    def videos(self) -> VideoProcessor:
+        return self.config.processors[Modality.VIDEO]
+
     def image(self, image: Image.Image, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
-        plan = geometry.plan_image(Inspection(*image.size), self.config.image, options)
+        plan = self.images.plan(Inspection(*image.size), options)
         pixels = torch.from_numpy(np.array(image))[None]
-        return pixels_to_patches(pixels, plan.resized, self.config.image), plan
+        return preprocess(pixels, plan.resized, self.images), plan
 
     def video(self, clip: reference.Video, options: Options = UNCHANGED) -> tuple[torch.Tensor, Plan]:
         count, height, width = clip.frames.shape[:3]
         seen = Inspection(width, height, count, clip.fps)
-        plan = geometry.plan_video(seen, self.config.video, options)
+        plan = self.videos.plan(seen, options)
         pixels = torch.from_numpy(clip.frames[list(plan.frames)])
-        return pixels_to_patches(pixels, plan.resized, self.config.video.pixels), plan
+        return preprocess(pixels, plan.resized, self.videos), plan
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def family(request) -> Family:
     return request.param
 
@@ -94,9 +102,7 @@ def test_a_video_gives_the_reference_patches_and_rows(ours):
 
 def test_two_photographs_have_different_rows(ours):
     first, second = (ours.image(image.resize((256, 256)))[0] for image in PHOTOGRAPHS[:2])
-    grid = [
-        Grid(1, *(side // ours.config.image.patch for side in ours.image(PHOTOGRAPHS[0].resize((256, 256)))[1].resized))
-    ]
+    grid = [ours.image(PHOTOGRAPHS[0].resize((256, 256)))[1].grid]
     one, other = ours.tower(first, grid), ours.tower(second, grid)
     assert (one - other).abs().mean() > 0.1
 
@@ -123,18 +129,19 @@ def test_a_video_cut_at_frame_groups_has_the_same_rows(ours):
 def test_both_layouts_hold_the_same_tower(family, checkpoints):
     hub, saved = (Ours.load(checkpoints(family, layout=layout)) for layout in ("hub", "saved"))
     patches, plan = hub.image(PHOTOGRAPHS[1])
-    assert (hub.config.image, hub.config.video) == (saved.config.image, saved.config.video)
+    assert hub.config.processors == saved.config.processors
     assert torch.equal(hub.tower(patches, [plan.grid]), saved.tower(patches, [plan.grid]))
 
 
-def test_the_mixture_of_experts_has_the_same_tower(checkpoints, tmp_path):
-    folder = Path(shutil.copytree(checkpoints("qwen3_vl"), tmp_path / "moe"))
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_the_mixture_of_experts_has_the_same_tower(family, checkpoints, tmp_path):
+    folder = Path(shutil.copytree(checkpoints(family), tmp_path / "moe"))
     about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "model_type": "qwen3_vl_moe"}))
-    dense, sparse = Ours.load(checkpoints("qwen3_vl")), Ours.load(folder)
+    (folder / "config.json").write_text(json.dumps({**about, "model_type": f"{family}_moe"}))
+    dense, sparse = Ours.load(checkpoints(family)), Ours.load(folder)
     patches, plan = dense.image(PHOTOGRAPHS[1])
     assert torch.equal(dense.tower(patches, [plan.grid]), sparse.tower(patches, [plan.grid]))
-    assert dense.config.video == sparse.config.video
+    assert dense.config.processors == sparse.config.processors
 
 
 @pytest.mark.parametrize("size", [(30, 40), (640, 480), (57, 1999), (1024, 31), (224, 224), (2000, 1500)])
@@ -161,11 +168,11 @@ def test_every_length_and_rate_gets_the_reference_frames(family, checkpoints, co
     assert torch.equal(patches, expected)
 
 
-def test_a_video_tells_its_times_as_the_reference_does(checkpoints):
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_video_whose_frame_groups_stand_apart_tells_the_time_of_each_as_the_reference_does(family, checkpoints):
     clip = reference.Video(pictures.frames(30), 7.5)
     messages = [{"role": "user", "content": [{"type": "video"}]}]
-
-    folder = checkpoints("qwen3_vl")
+    folder = checkpoints(family)
     _, plan = Ours.load(folder).video(clip)
     tokenizer = reference.processor(folder).tokenizer
     prompt = tokenizer.decode(reference.reference_inputs(folder, messages, videos=[clip])["input_ids"][0])
@@ -173,6 +180,10 @@ def test_a_video_tells_its_times_as_the_reference_does(checkpoints):
     for seconds in plan.timestamps:
         assert f"<{seconds:.1f} seconds>" in prompt
 
+
+def test_a_video_tells_the_time_between_frame_groups_as_the_reference_does(checkpoints):
+    clip = reference.Video(pictures.frames(30), 7.5)
+    messages = [{"role": "user", "content": [{"type": "video"}]}]
     folder = checkpoints("qwen2_5_vl")
     _, plan = Ours.load(folder).video(clip)
     inputs = reference.reference_inputs(folder, messages, videos=[clip])
@@ -181,7 +192,7 @@ def test_a_video_tells_its_times_as_the_reference_does(checkpoints):
 
 def test_bounds_that_a_caller_gives_hold_as_the_reference_s_own(family, checkpoints):
     ours = Ours.load(checkpoints(family))
-    side = ours.config.image.factor
+    side = ours.images.pixels.factor
     size = {"shortest_edge": 2 * side * side, "longest_edge": 12 * side * side}
     out = reference.processor(ours.folder).image_processor(images=PHOTOGRAPHS[:1], size=size, return_tensors="pt")
     patches, _ = ours.image(PHOTOGRAPHS[0], Options(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]))
@@ -198,13 +209,13 @@ def test_a_cap_on_each_frame_s_pixels_holds_as_the_reference_s_own(family, check
     bounds = ("min_pixels", "max_pixels") if "min_pixels" in given else ("shortest_edge", "longest_edge")
     size = dict(zip(bounds, (4096, 10_000_000), strict=True))
     settings.write_text(json.dumps(given | (size if "min_pixels" in given else {"size": size})))
-    ours = config.read(Checkpoint(folder))
+    videos = config.read(Checkpoint(folder)).processors[Modality.VIDEO]
     clip = reference.Video(pictures.frames(60, 320, 240), 10.0)
-    plan = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), ours.video, UNCHANGED)
+    plan = videos.plan(Inspection(320, 240, len(clip.frames), clip.fps), UNCHANGED)
     _, grids, _ = reference.video_inputs(folder, clip)
     assert [[plan.grid.t, plan.grid.h, plan.grid.w]] == grids.tolist()
-    free = replace(ours.video, cap_pixels_per_frame=False)
-    whole = geometry.plan_video(Inspection(320, 240, len(clip.frames), clip.fps), free, UNCHANGED)
+    free = replace(videos, cap_pixels_per_frame=False)
+    whole = free.plan(Inspection(320, 240, len(clip.frames), clip.fps), UNCHANGED)
     assert (plan.tokens < whole.tokens) is bool(cap), "the cap was not tight enough to prove anything"
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from llm_service.engine.block_manager import BlockTable
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from tests import reference
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 
@@ -48,7 +48,7 @@ def prompts(directory: Path) -> list[Prompt]:
 def test_overlap_company_chunks_and_preemption_change_no_token(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:
-    sampling = Sampling(max_tokens=40, ignore_eos=True, **KINDS[kind])
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **KINDS[kind])
     alone = [LocalEngine(directory).run([prompt], sampling)[0].tokens for prompt in prompts]
     assert len({tuple(said) for said in alone}) == len(alone), "the prompts prove nothing"
     longest = max(len(prompt.layout.ids) for prompt in prompts)
@@ -71,7 +71,7 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
 def test_a_prompt_whose_cached_tail_was_evicted_up_to_inside_a_picture_goes_on_with_the_rows_from_there(
     directory: Path, overlap: bool
 ) -> None:
-    prompt, sampling = make_prompt(directory, PARTS[2]), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+    prompt, sampling = make_prompt(directory, PARTS[2]), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     (alone,) = LocalEngine(directory).run([prompt], sampling)
     engine = LocalEngine(directory, blocks=200, block_size=1, prefix_cache=True, overlap=overlap)
     engine.run([prompt], sampling)
@@ -91,8 +91,8 @@ def test_prompt_logprobs_are_the_references_however_prefill_is_cut_or_cached(
     directory: Path, prompts: list[Prompt], step_tokens: int, overlap: bool
 ) -> None:
     engine = LocalEngine(directory, step_tokens=step_tokens, overlap=overlap, prefix_cache=True)
-    asked = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=5)
-    engine.run(prompts, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+    asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=5)
+    engine.run(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
     for prompt, outcome in zip(prompts, engine.run(prompts, asked), strict=True):
         logits = reference.reference_logits(directory, prompt.inputs).double().log_softmax(-1)
         ids = torch.tensor(prompt.layout.ids)

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm_service.request import Sampling
-from llm_service.worker.graphs import Bounds, GraphRunner, decode_sizes, prefill_sizes
+from llm_service.request import SamplingParams
+from llm_service.worker.graphs import CaptureBounds, GraphRunner, decode_sizes, prefill_sizes
 from tests import pictures
 from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.plain_attention import PlainTables
 
-GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PEOPLE = 6
 
 
@@ -58,7 +58,7 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, attention=chosen)
     capture = Again(room)
     levels = engine.runner.arena.levels
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, levels), capture, max_bytes=0, agree=lambda number: number)
+    engine.runner.capture(CaptureBounds(PEOPLE, 64, 4096, levels), capture, max_bytes=0, agree=lambda number: number)
     graphs = engine.runner.graphs
     assert graphs is not None
     places = addresses(graphs)
@@ -68,17 +68,25 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
         buffers = graphs._buffers
         buffers.hidden.fill_(torch.nan)
         buffers.positions.fill_(3)
-        buffers.tables.blocks.fill_(10**6)
-        engine.runner.kv_cache[:, :, -1].fill_(torch.nan)
+        buffers.metadata.block_table.fill_(10**6)
+        for kind in engine.runner.caches.paged.values():
+            kind.cache[:, :, -1].fill_(torch.nan)
 
     capture.after = poison
     return engine, capture
 
 
 def addresses(graphs: GraphRunner) -> list[int]:
-    buffers, tables = graphs._buffers, graphs._buffers.tables
+    buffers, metadata = graphs._buffers, graphs._buffers.metadata
     tensors = [buffers.hidden, buffers.positions, buffers.deep, buffers.out]
-    tensors += [tables.slots, tables.blocks, tables.starts, tables.lengths, tables.tiles, tables.decode_lengths]
+    tensors += [
+        metadata.slot_mapping,
+        metadata.block_table,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.tiles,
+        metadata.decode_lengths,
+    ]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -107,7 +115,7 @@ def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints
 def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints("qwen3_vl")
     prompts = prompts_of(folder)[:2]
-    short = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     expected = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=64).run(prompts, short)]
     engine, _ = graphed(folder, "triton")
     assert [outcome.tokens for outcome in engine.run(prompts, short)] == expected
@@ -135,7 +143,9 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
 
     answers = iter([1, 0, 1, 1, 1, 1, 1])  # another rank has no room for the second one
 
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Again(), max_bytes=0, agree=lambda mine: mine * next(answers))
+    engine.runner.capture(
+        CaptureBounds(PEOPLE, 64, 4096, 3), Again(), max_bytes=0, agree=lambda mine: mine * next(answers)
+    )
     assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 64])
 
 
@@ -174,7 +184,7 @@ def _tokens(run: Callable[[], None]) -> int:
 
 def test_one_graph_that_needs_too_much_takes_no_room_from_smaller_ones(checkpoints: Callable[..., Path]) -> None:
     engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
-    engine.runner.capture(Bounds(PEOPLE, 64, 4096, 3), Pool(), max_bytes=40, agree=lambda number: number)
+    engine.runner.capture(CaptureBounds(PEOPLE, 64, 4096, 3), Pool(), max_bytes=40, agree=lambda number: number)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 32])
 

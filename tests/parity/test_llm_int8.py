@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.choose import choose
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk
+from llm_service.worker.caches import Caches
 from tests.checkpoints import Family
 
 CPU = torch.device("cpu")
@@ -22,13 +21,12 @@ TOKENS = 120
 
 def logits(decoder: Decoder) -> torch.Tensor:
     """Of a random prompt, at every place of it."""
-    config = decoder.config
-    shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
-    batch = choose("torch", shape, torch.float32, CPU).batch([Chunk(0, TOKENS, list(range(8)))])
+    caches = Caches(decoder.mixers(), 8, 16, torch.float32, CPU, attention="torch")
+    batches = caches.batches([Chunk(0, TOKENS, list(range(8)))])
     ids = torch.randint(0, 500, (TOKENS,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
     with torch.inference_mode():
-        hidden = decoder(decoder.embed_tokens(ids), positions, shape.new_cache(torch.float32, CPU), batch, None)
+        hidden = decoder(decoder.embed_tokens(ids), positions, caches.layers, batches, None)
         return decoder.logits(hidden)
 
 

@@ -11,16 +11,16 @@ import torch
 from PIL import Image
 
 from common.checkpoint import Checkpoint
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.choose import choose
+from llm_service.engine.sequence import Sequence
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
+from llm_service.worker.caches import Caches
 from tests import reference
 from tests.checkpoints import FAMILIES, Family, make_checkpoint
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 
-GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
 def _picture(seed: int, width: int, height: int) -> Image.Image:
@@ -42,7 +42,7 @@ PROMPTS: dict[str, list[Part]] = {
 }
 
 
-KINDS = [(family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe")]
+KINDS = [(family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")]
 STORED = [
     ("qwen2_vl", torch.bfloat16),
     pytest.param(("qwen3_vl", torch.float16), marks=pytest.mark.soak),
@@ -114,11 +114,41 @@ def test_preemption_and_cached_prefixes_change_no_token(
     roomy.run(asked, GREEDY)
     again = roomy.run(asked, GREEDY)
     assert [outcome.tokens for outcome in again] == right
-    assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(again, asked, strict=True))
+    if roomy.runner.caches.state_slots:
+        lengths = [len(prompt.layout.ids) for prompt in asked]
+        assert [outcome.cached for outcome in again] == [(length - 1) // 64 * 64 for length in lengths]
+    else:
+        assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(again, asked, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hit_at_each_possible_place_changes_no_token(
+    family: Family, overlap: bool, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints(family)
+    prompt = make_prompt(folder, ["Look at this. " * 12, _picture(31, 520, 420), "What is it? " * 12])
+    count, span = len(prompt.layout.ids), prompt.layout.spans[0]
+    places = [*range(64, count, 64)]
+    assert any(span.start < place < span.end for place in places), "one of them is within the picture"
+    undisturbed = LocalEngine(folder).run([prompt], GREEDY)[0].tokens
+    engine = LocalEngine(folder, prefix_cache=True, overlap=overlap)
+    with monkeypatch.context() as everywhere:
+        everywhere.setattr(Sequence, "branches", lambda _, begin, end: [p for p in places if begin < p <= end])
+        assert engine.run([prompt], GREEDY)[0].tokens == undisturbed
+    states = engine.scheduler.blocks._states
+    for place in reversed(places):
+        for identity, snapshot in [*states._snapshots.items()]:
+            if snapshot.tokens > place:
+                states.forget(identity)
+        hit = engine.run([prompt], GREEDY)[0]
+        assert (hit.cached, hit.tokens) == (place, undisturbed)
 
 
 def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     engine = LocalEngine(directory, prefix_cache=True, block_size=4)
+    if engine.runner.caches.state_slots:
+        pytest.skip("the prompts are shorter than what lies between two snapshots")
     image, other = _picture(21, 120, 90), _picture(22, 120, 90)
     question = "What is in the picture, and where?"
     base = make_prompt(directory, [image, question])
@@ -136,7 +166,7 @@ def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) 
     prompt = prompts["one image"]
     logits = reference.reference_logits(directory, prompt.inputs)[-1].double().log_softmax(-1)
     engine = LocalEngine(directory)
-    engine.submit(prompt, Sampling(max_tokens=1, temperature=0.0, logprobs=20))
+    engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
     step, _ = engine.scheduler.schedule()
     assert step is not None
     given = engine.runner.run(step.plan).logprobs[0]
@@ -145,7 +175,7 @@ def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) 
         assert torch.isclose(logits[token], torch.tensor(value).double(), rtol=1e-4), token
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints: Callable[..., Path]) -> None:
     answers = []
     for settings in ({"layout": "hub"}, {"layout": "saved", "sharded": True}):
@@ -159,15 +189,14 @@ def test_half_precision_stays_near_the_reference(
     directory: Path, prompts: dict[str, Prompt], dtype: torch.dtype
 ) -> None:
     prompt = prompts["text"]
-    expected = reference.reference_logits(directory, prompt.inputs)[-1].float()
+    expected = reference.reference_logits(directory, prompt.inputs).float()
     decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
-    config, count = decoder.config, len(prompt.layout.ids)
-    shape = CacheShape(config.layers, 8, 16, config.heads, decoder.kv_heads, config.head_dim)
-    batch = choose("auto", shape, dtype, torch.device("cpu")).batch([Chunk(0, count, list(range(-(-count // 16))))])
+    count, caches = len(prompt.layout.ids), Caches(decoder.mixers(), 8, 16, dtype, decoder.device, state_slots=1)
+    batches = caches.batches([Chunk(0, count, list(range(-(-count // 16))))], [0])
     positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
     with torch.inference_mode():
         hidden = decoder.embed_tokens(torch.tensor(prompt.layout.ids))
-        caches = shape.new_cache(dtype, torch.device("cpu"))
-        hidden = decoder(hidden, positions, caches, batch, None, torch.tensor([count - 1]))
-        given = decoder.logits(hidden)[0]
-    assert torch.nn.functional.cosine_similarity(given, expected, dim=0) > 0.995
+        hidden = decoder(hidden, positions, caches.layers, batches, None)
+        given = decoder.logits(hidden)
+    # Of all places: where two experts are nearly alike for a token, rounding may have it go to the other one.
+    assert torch.nn.functional.cosine_similarity(given, expected, dim=1).median() > 0.995

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import pictures, reference
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import TOWERS
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import (
     IMAGE,
@@ -20,7 +20,7 @@ from tests.rpc.encoder_client import (
 from twinlens.v1 import media_pb2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOWERS)
 def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints):
     folder = checkpoints(family, layout="saved", sharded=True)
     photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]

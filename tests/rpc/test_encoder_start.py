@@ -32,6 +32,14 @@ def test_it_says_what_it_is(client):
     assert client.stub.Release(encoder_pb2.ReleaseRequest(leases=["x"])).released == 0
 
 
+def test_a_tower_of_qwen3_5_gives_rows_of_one_level(checkpoints):
+    with encoder_server(checkpoints("qwen3_5")) as service, Client(service) as client:
+        info = client.info()
+        assert (info.architecture, info.width, info.levels) == ("Qwen3_5ForConditionalGeneration", 64, 1)
+        found = client.one(image(new_picture()))
+        assert (found.header.levels, found.rows.shape[1:]) == (1, (1, 64))
+
+
 def test_only_who_has_the_token_gets_in(checkpoints):
     with encoder_server(checkpoints("qwen2_vl"), auth_token="secret") as service:
         with Client(service) as stranger, pytest.raises(grpc.RpcError) as refused:
@@ -45,8 +53,9 @@ def test_only_who_has_the_token_gets_in(checkpoints):
     ("change", "says"),
     [
         ({"model_type": "unheard_of"}, "unheard_of is not supported"),
-        ({"vision_config": None}, "no vision tower"),
+        ({"vision_config": None}, "no vision_config"),
         ({"vision_config": {"depth": 4}}, "do not fit"),
+        ({"vision_config": {"hidden_act": "relu6"}}, "the activation relu6"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, tmp_path, change, says):

@@ -86,7 +86,7 @@ def media_runs(ids: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_5"])
 def both(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[Pair]:
     """Both services over a checkpoint of each family in turn."""
     if request.param == "qwen3_vl":
@@ -338,6 +338,34 @@ def test_what_happened_is_counted(qwen3: Pair) -> None:
     assert after.rows_received == before.rows_received + said.started.spans[0].rows
     assert after.kv_blocks_total > 0
     assert {"prompt", "encode_header", "first_token", "decode_tokens"} <= set(said.timings)
+
+
+def test_stages_lie_where_they_happened(qwen3: Pair) -> None:
+    """On the LLM service's clock, the encoder's between the call to it and the last row."""
+    last = list(qwen3.text.generate(about(new_picture("timed")), v1.SamplingParams(max_tokens=4)))[-1]
+    stages = {timing.stage: timing for timing in last.finished.timings}
+    for name, stage in stages.items():
+        assert 0 <= stage.start_seconds <= stage.end_seconds, name
+        assert stage.seconds <= stage.end_seconds - stage.start_seconds + 1e-6, name
+    in_turn = ["encoder_hash", "encoder_inspect", "encoder_decode", "encoder_queue", "encoder_vit", "landing"]
+    ends = [stages[name].end_seconds for name in in_turn]
+    assert ends == sorted(ends)
+    assert stages["encoder_vit"].end_seconds <= stages["first_token"].end_seconds
+    assert stages["prefill"].end_seconds <= stages["decode_tokens"].start_seconds
+    assert stages["prompt"].start_seconds == 0
+    assert stages["decode_tokens"].start_seconds == stages["first_token"].end_seconds
+
+
+def test_load_has_what_encoders_say_of_theirs(qwen3: Pair) -> None:
+    answer(qwen3.text, asked(about(new_picture("loaded"))))
+
+    def told() -> bool:
+        theirs, passed_on = qwen3.media.get_load(), qwen3.text.get_load().encoders[0]
+        fields = ("vit_calls", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes")
+        assert theirs.vit_calls > 0
+        return all(getattr(theirs, field) == getattr(passed_on, field) for field in fields)
+
+    until(told, "the LLM service has heard of its encoder's load")
 
 
 def test_info_describes_model_and_link(qwen3: Pair) -> None:

@@ -24,7 +24,7 @@ WAYS = [greedy(48), v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, max_to
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl"])
 def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[..., Path]) -> None:
     with pair(checkpoints(family), light=False) as one:
         check_two_ranks(one)
@@ -63,6 +63,7 @@ def rows_sent(media: EncoderClient) -> int:
     return sum(sent.rows for sent in media.get_load().rows_sent)
 
 
+@pytest.mark.soak
 def test_four_ranks_share_two_kv_heads(qwen3: Pair) -> None:
     prompt = asked(user("Tell me about two red circles."), greedy(16))
     expected = tokens(qwen3.text, prompt)

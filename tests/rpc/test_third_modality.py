@@ -1,4 +1,5 @@
-"""A modality is a row of one table and a module: with those, an encoder serves a third one in all of its processes."""
+"""A modality is a row of one table, the module of its decoder, and a family that takes it: with those, an encoder
+serves a third one in all of its processes."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import pytest
 from common.media.item import Modality
 from common.wire import DType, RowLayout
 from llm_service.encoders.encoder_cache import EncoderCache
-from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.request import MediaItem, Request, Sampling, TextPrompt
+from llm_service.encoders.replica import LinkSettings
+from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, pair, quiet, tokens, usable
@@ -73,7 +73,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
         try:
             receiver, before = RowReceiver(pool, cache, 5.0), inline.media.get_load()
             item = MediaItem(Modality.IMAGE, file, field="picture")
-            wanted = Request("parts", TextPrompt("x"), (item,), Sampling(max_tokens=1))
+            wanted = Request("parts", TextPrompt("x"), (item,), SamplingParams(max_tokens=1))
             brought = []
             for _ in range(2):
                 (entry,) = await receiver.acquire(await receiver.fetch_headers(wanted))

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import TwinlensError
+from common.media.item import Modality
 from encoder_service import convert
 from encoder_service.media import checks, limits
 from llm_service.config import LlmConfig
@@ -86,7 +87,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
             convert.check_lists(request)
         for index, media in enumerate(request.items):
             with contextlib.suppress(TwinlensError):
-                checks.check_item(convert.item(media, index, "", 0), BOUNDS)
+                checks.check_item(convert.item(media, index, "", 0, tuple(Modality)), BOUNDS)
 
 
 def test_what_is_not_spoilt_is_read() -> None:
@@ -95,4 +96,4 @@ def test_what_is_not_spoilt_is_read() -> None:
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):
-        checks.check_item(convert.item(media, index, "", 0), BOUNDS)
+        checks.check_item(convert.item(media, index, "", 0, tuple(Modality)), BOUNDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,12 +16,12 @@ _COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
 _ENCODER = """
 import json, sys
 from common.arena import SharedBuffer
-from encoder_service.worker.messages import Begin
+from encoder_service.worker.messages import WorkerSettings
 from encoder_service.worker.runner import Runner
 
 sizes = {"staging_bytes": 1 << 20, "store_bytes": 1 << 20}
 arenas = [SharedBuffer.create(name, size) for name, size in sizes.items()]
-Runner(Begin(folder=sys.argv[1], device="cpu", dtype="float32", threads=1, **sizes), *arenas).warm_up()
+Runner(WorkerSettings(folder=sys.argv[1], device="cpu", dtype="float32", threads=1, **sizes), *arenas).warm_up()
 print(json.dumps(sorted(sys.modules)))
 """
 _DECODER = """
@@ -38,6 +39,21 @@ print(json.dumps(sorted(sys.modules)))
 @pytest.mark.parametrize("program", [_ENCODER, _DECODER], ids=["encoder", "engine"])
 def test_a_process_that_computes_does_not_import_torch_s_compiler(program: str) -> None:
     assert not _imported(program) & _COMPILER
+
+
+@pytest.mark.parametrize("service", ["encoder_service", "llm_service", "gateway"])
+def test_an_interrupt_while_a_service_is_being_read_ends_it_in_silence(service: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", service, "--listen", "127.0.0.1:0"]
+    if service != "gateway":
+        command += ["--model", "models/demo"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.endswith(" common.config\n") for line in process.stderr), "its options are being read"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in err
+    assert "ready" not in out
 
 
 def _imported(program: str) -> set[str]:

@@ -59,7 +59,9 @@ def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
         case Obstacle.OTHER_NAME:
             return f"{prefix}server-name says which name to expect"
         case Obstacle.NO_GRPC if endpoint.tls is None:
-            return f"where it is a proxy that wants TLS, say {prefix}ca-file, or {prefix}tls"
+            return (
+                f"where it is a proxy that wants TLS, say {prefix}ca-file, or {prefix}tls; a gateway's port is for HTTP"
+            )
         case Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC:
             return ""
 

@@ -1,4 +1,4 @@
-"""`twinlens ask`: streams an answer to standard output as it is made."""
+"""`twinlens ask`: streams an answer to standard output as it is made, and what the model thinks to standard error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, bounded, endpoint
+from twinlens.cli.reasoning import ReasoningSplitter
 from twinlens.cli.tables import milliseconds, table
 from twinlens.client import STREAM_TIMEOUT, LlmClient
 from twinlens.errors import InterruptedStreamError, TwinlensError
@@ -42,6 +44,8 @@ _SAMPLING = (
     "prompt_logprobs",
 )
 
+_ANY_OBJECT = '{"type": "object"}'
+
 _PENALTIES = {
     "repetition": "above 1: tokens that were there before, the prompt's too, become less likely",
     "presence": "above 0: tokens that the answer has already become less likely",
@@ -67,6 +71,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument("--session", metavar="NAME", default="", help="keep what it uses for the next one of that name")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model thinks first, where its chat template leaves that open",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-object", action="store_true", help="the answer is a JSON object, whichever")
+    form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
     parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
     parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
     parser.add_argument(
@@ -107,20 +119,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks, and prints the answer while it comes."""
     request = _request(arguments)
     answer = Answer()
+    shown = _Shown(constrained=arguments.json_object or arguments.json_schema is not None)
     with LlmClient(endpoint(arguments.address, arguments)) as llm:
         try:
             with llm.generate(request, timeout=arguments.timeout) as events:
                 for event in events:
                     answer.add(event)
-                    _show(event, arguments.json)
+                    if arguments.json:
+                        print(json.dumps(MessageToDict(event, preserving_proto_field_name=True)), flush=True)
+                    else:
+                        shown.add(event)
         except TwinlensError as error:
             if arguments.json:
                 print(json.dumps({"error": _error(error)}), flush=True)
-            elif answer.text:
-                print()
+            else:
+                shown.end()
             raise
     if not arguments.json:
-        print()
+        shown.end(complete=True)
     if arguments.prompt_logprobs is not None and not arguments.json:
         _show_logprobs("prompt", 1, answer.prompt_token_ids, answer.prompt_logprobs)
     if arguments.logprobs is not None and not arguments.json:
@@ -140,7 +156,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
     question = _read_question() if arguments.question == "-" else arguments.question
     messages: list[ChatMessage] = [system(arguments.system)] if arguments.system else []
     messages.append(user(*(_media(kind, source, arguments) for kind, source in arguments.media), question))
-    return generate_request(messages, _sampling(arguments), session_id=arguments.session)
+    return generate_request(messages, _sampling(arguments), session_id=arguments.session, thinking=arguments.thinking)
 
 
 def _read_question() -> str:
@@ -166,14 +182,51 @@ def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:
     given = {name: getattr(arguments, name) for name in _SAMPLING}
+    if arguments.json_object:
+        given["json_schema"] = _ANY_OBJECT
+    if arguments.json_schema is not None:
+        given["json_schema"] = Path(arguments.json_schema).read_text("utf-8")
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _show(event: GenerateResponse, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(MessageToDict(event, preserving_proto_field_name=True)), flush=True)
-    elif event.HasField("delta"):
-        print(event.delta.text, end="", flush=True)
+class _Shown:
+    """Shows an answer while it comes: what the model thinks goes to standard error, a blank line behind it. One that is
+    `constrained` has its form from the first token on, which leaves no room for reasoning."""
+
+    def __init__(self, *, constrained: bool) -> None:
+        self._constrained = constrained
+        self._splitter = ReasoningSplitter(thinking=False)
+        self._thinks = False
+        self._answers = False
+
+    def add(self, event: GenerateResponse) -> None:
+        """Shows what is certain with this event."""
+        match event.WhichOneof("event"):
+            case "started":
+                self._splitter = ReasoningSplitter(thinking=event.started.thinking and not self._constrained)
+            case "delta":
+                self._print(*self._splitter.feed(event.delta.text))
+            case _:
+                return
+
+    def end(self, *, complete: bool = False) -> None:
+        """Shows the rest, and ends the line; a `complete` answer has one though it says nothing."""
+        self._print(*self._splitter.end())
+        if self._thinks:
+            print(file=sys.stderr)
+        if self._answers or complete:
+            print()
+
+    def _print(self, thought: str, said: str) -> None:
+        if thought:
+            self._thinks = True
+            print(thought, end="", file=sys.stderr, flush=True)
+        if said:
+            if self._thinks:
+                self._thinks = False
+                print("\n", file=sys.stderr, flush=True)
+            self._answers = True
+            print(said, end="", flush=True)
 
 
 def _show_logprobs(what: str, first: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:

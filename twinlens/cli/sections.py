@@ -39,6 +39,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
             "KV blocks in use",
             f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks}), {load.kv_blocks_cached} cached",
         ),
+        *(_states(load) if load.state_slots else ()),
         ("embedding rows received", _received(load)),
         ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
         ("headers known from before", str(load.headers_known)),
@@ -49,6 +50,10 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
     ]
     title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
     return _section(title, rows, load.stage_totals)
+
+
+def _states(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
+    return [("state slots in use", f"{load.state_slots_used} of {load.state_slots}, {load.state_snapshots} snapshots")]
 
 
 def _received(load: LlmServiceGetLoadResponse) -> str:

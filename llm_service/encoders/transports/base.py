@@ -1,4 +1,7 @@
-"""What every transport can do on this side: prove what it needs, and bring a run of rows to where it lands."""
+"""What every transport can do on this side: prove to an encoder what it needs, and bring rows to where they land.
+
+`encoder_service/transports/base.py` is the other side.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,28 @@ class ArrivedRows:
 
 
 class Transport(Protocol):
-    """One way for rows to come. `number` is its name in the contract."""
+    """One way for rows to come from one encoder, in all of its lives. `number` is its name in the contract.
+
+    `splits` says that several streams at a time bring an item's rows faster; `after_break`, that rows may still come in
+    this way when a stream of their item broke.
+    """
 
     number: encoder_pb2.Transport
+    splits: bool
+    after_break: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether rows can come in this way now."""
+        ...
+
+    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+        """The encoder lives, and this is what it says of itself: opens what is not open yet, where that can be."""
+        ...
+
+    def close(self) -> None:
+        """The encoder is gone, or no longer needed: lets go of all that is open."""
+        ...
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
         """Adds to what is told to the encoder what shows that rows can come in this way."""
@@ -45,7 +67,7 @@ class Transport(Protocol):
         """Whether a run has come in this way."""
         ...
 
-    def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+    def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Copies a run to `target`, which has its size, or to the ranks' mirrors in place of it; yields the bytes that
         are there for good, piece by piece.
 

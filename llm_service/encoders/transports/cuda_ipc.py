@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable
 
 from common.errors import DataLoss
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
-from llm_service.encoders.transports.shared_memory import Region
+from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine.mirrors import Mirrors
 from llm_service.plan import Pulled
 from twinlens.v1 import encoder_pb2
@@ -18,16 +18,27 @@ from twinlens.v1 import encoder_pb2
 
 class CudaIpc:
     """One encoder's pools, whose leases stand on the board of its `memory`. What was opened is closed with `close`, or
-    when the pool is no longer listed."""
+    when the pool is no longer listed. If a device is what broke a stream, the next one does without it."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_CUDA_IPC
+    splits = False
+    after_break = False
 
-    def __init__(self, memory: Region, mirrors: Mirrors) -> None:
+    def __init__(self, memory: SharedMemory, mirrors: Mirrors) -> None:
         self._memory = memory
         self._mirrors = mirrors
         self._devices: dict[str, str] = {}
         self._opened: set[str] = set()
         self._refused: set[str] = set()
+
+    @property
+    def usable(self) -> bool:
+        """The memory is shared, and there is a device that every rank reads."""
+        return self._memory.usable and bool(self.devices)
+
+    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+        """Pools are opened by the ranks, when first rows come from them."""
+        self.listed(info.device_pools)
 
     def listed(self, pools: Iterable[encoder_pb2.DevicePool]) -> None:
         """The encoder says which pools there are; the others are gone."""
@@ -47,22 +58,23 @@ class CudaIpc:
 
     def takes(self, run: ArrivedRows) -> bool:
         """The run lies in device memory, and the ranks have a place for it."""
-        payload = run.payload
-        return (
-            isinstance(payload, encoder_pb2.RowsHandle) and payload.transport == self.number and run.mirror is not None
-        )
+        handle = run.payload
+        if not isinstance(handle, encoder_pb2.RowsHandle) or run.mirror is None:
+            return False
+        return self._memory.usable and handle.transport == self.number
 
-    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+    async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """One piece, of which nothing is written to `target`. The lease is looked at after the copy, and given back at
         the end, whatever the end is."""
-        handle, place, landed = run.payload, run.mirror, False
+        handle, place, memory, landed = run.payload, run.mirror, self._memory.region, False
         assert isinstance(handle, encoder_pb2.RowsHandle)
         assert place is not None
+        assert memory is not None
         try:
             if handle.length != len(target):
                 raise DataLoss("rows came in a wrong size")
             end = await self._pull(handle, place)
-            if not self._memory.holds(handle):
+            if not memory.holds(handle):
                 raise DataLoss("the lease on the rows ended while they were read")
             if end is Pulled.UNREACHABLE:
                 self._refused.add(handle.region)
@@ -74,7 +86,7 @@ class CudaIpc:
         finally:
             if not landed:  # another way will bring them
                 self._mirrors.invalidate(place.offset, len(target))
-            self._memory.release(handle)
+            memory.release(handle)
 
     async def _pull(self, handle: encoder_pb2.RowsHandle, place: MirrorPlace) -> Pulled:
         place.mirrored()

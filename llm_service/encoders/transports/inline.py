@@ -15,9 +15,22 @@ class Inline:
     """Copies rows out of messages. It works everywhere."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
+    splits = True
+    after_break = True
 
     def __init__(self, dtype: DType) -> None:
         self._dtype = dtype
+
+    @property
+    def usable(self) -> bool:
+        """Always."""
+        return True
+
+    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+        """There is nothing to open."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
         """There is nothing to prove."""
@@ -26,7 +39,7 @@ class Inline:
         """The run has its bytes with it."""
         return isinstance(run.payload, RowsFrame)
 
-    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+    async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """One piece: a message is about a megabyte, so this may stay on the event loop.
 
         It is checked for numbers where it has landed: there it is aligned, and still in the cache.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from common import local_link
+from common import local_link, log
 from common.arena import ReaderView
 from common.errors import DataLoss
 from common.lease_board import BoardReader
@@ -18,25 +19,89 @@ from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.copier import Copier
 from twinlens.v1 import encoder_pb2
 
+_log = log.get("encoders")
+_MAP_AGAIN_SECONDS = 30.0
+"""From one try to share an encoder's memory to the next: on another host it cannot work, and where descriptors or
+threads were short for a moment, on either side, it does later."""
+
+
+class SharedMemory:
+    """The memory of one encoder, while it is mapped: then it is `region`. It is tried at once in each of the encoder's
+    lives, and now and then where it fails. `on_lost` is called when the encoder's process has ended."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
+    splits = False
+    after_break = True
+
+    def __init__(self, address: str, folder: str, dtype: DType, on_lost: Callable[[], None]) -> None:
+        self.region: Region | None = None
+        self._address = address
+        self._folder = folder
+        self._dtype = dtype
+        self._on_lost = on_lost
+        self._refused = b""
+        self._again = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """It is mapped."""
+        return self.region is not None
+
+    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+        """Tries to map it."""
+        name, secret, now = info.local_socket.name, info.local_socket.secret, time.monotonic()
+        if not name or self.region is not None or (secret == self._refused and now < self._again):
+            return
+        try:
+            region = await asyncio.to_thread(Region.open, name, self._folder, secret, self._dtype)
+        except TimeoutError:
+            return  # it has too much to do to greet anyone: the next check tries again
+        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread to be had
+            if secret != self._refused:
+                _log.info("no memory is shared with this encoder", address=self._address, cause=str(error))
+            self._refused, self._again = secret, now + _MAP_AGAIN_SECONDS
+            return
+        self.region = region
+        region.watch(self._on_lost)
+        _log.info("memory is shared with this encoder", address=self._address)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        region, self.region = self.region, None
+        if region is not None:
+            region.close()
+
+    def prove(self, host: encoder_pb2.HostProof) -> None:
+        """States the grant that came over the local socket."""
+        if self.region is not None:
+            self.region.prove(host)
+
+    def takes(self, run: ArrivedRows) -> bool:
+        """The run lies in this memory."""
+        return self.region is not None and self.region.takes(run)
+
+    def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+        """Copies in parts, and gives the lease back at the end, whatever the end is."""
+        assert self.region is not None
+        return self.region.receive(run, target)
+
 
 class Region:
     """One encoder's arena and lease board, mapped for reading, and the connection that they came over."""
 
-    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
-
-    def __init__(self, link: socket.socket, handover: local_link.Handover, name: str, dtype: DType) -> None:
+    def __init__(self, link: socket.socket, shared: local_link.SharedArena, name: str, dtype: DType) -> None:
         self._link = link
         self._name = name
-        self._grant = handover.grant
+        self._grant = shared.grant
         self._closed = False
         try:
-            self._arena = ReaderView(handover.arena)
+            self._arena = ReaderView(shared.arena)
         except BaseException:
-            os.close(handover.board)
+            os.close(shared.board)
             link.close()
             raise
         try:
-            self._board_view = ReaderView(handover.board)
+            self._board_view = ReaderView(shared.board)
         except BaseException:
             self._arena.close()
             link.close()
@@ -47,8 +112,8 @@ class Region:
     @classmethod
     def open(cls, name: str, folder: str, secret: bytes, dtype: DType) -> Region:
         """Maps the memory behind a local socket. Blocks; raises OSError or ValueError where it cannot be had."""
-        link, handover = local_link.connect(name, folder, secret)
-        return cls(link, handover, name, dtype)
+        link, grant = local_link.connect(name, folder, secret)
+        return cls(link, grant, name, dtype)
 
     def watch(self, on_end: Callable[[], None]) -> None:
         """Calls `on_end` once, from the event loop, when the encoder is gone; the kernel tells, however it died."""
@@ -78,11 +143,11 @@ class Region:
         """The run lies in this memory."""
         payload = run.payload
         return isinstance(payload, encoder_pb2.RowsHandle) and (payload.transport, payload.region) == (
-            self.number,
+            encoder_pb2.TRANSPORT_SHARED_MEMORY,
             self._name,
         )
 
-    async def read(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+    async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Copies in parts, and gives the lease back at the end, whatever the end is."""
         handle = run.payload
         assert isinstance(handle, encoder_pb2.RowsHandle)

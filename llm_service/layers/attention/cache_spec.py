@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape
-from llm_service.plan import StepPlan
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.plan import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of every token, in the blocks of a sequence's table. All such layers of a model are alike."""
+    """Keys and values of every token, in the blocks of a sequence's table."""
 
     heads: int
     kv_heads: int
@@ -24,9 +25,13 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """Tensors of these shapes and types for each sequence, however long it is. They lie in the sequence's slot."""
+    """Tensors of these shapes and types for each sequence, however long it is. They lie in the sequence's slot.
+
+    A sequence that is cut at multiples of `chunk` tokens gives the same bits as the whole.
+    """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    chunk: int = 1
 
     @property
     def slot_bytes(self) -> int:
@@ -34,8 +39,9 @@ class SequenceState:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
     def new_cache(self, slots: int, device: torch.device) -> StateCache:
-        """States for so many sequences; what is in them means nothing until it is written."""
-        return StateCache([torch.empty(slots, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
+        """States for so many sequences; what is in them means nothing until it is written. There is one slot more,
+        which is no sequence's: padding is written there."""
+        return StateCache([torch.empty(slots + 1, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
 
 CacheSpec = PagedKV | SequenceState
@@ -50,11 +56,20 @@ class Segment:
     slot: int
     fresh: bool
 
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], slots: Sequence[int]) -> list[Segment]:
+        """One for each chunk of a plan, which has a slot for each."""
+        segments, begin = [], 0
+        for chunk, slot in zip(chunks, slots, strict=True):
+            segments.append(cls(begin, begin + chunk.count, slot, fresh=chunk.context == 0))
+            begin += chunk.count
+        return segments
+
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One layer's states, each tensor [slots, …]. A slot is never read before its sequence has written it: whoever had
-    it before has left numbers there."""
+    """One layer's states, each tensor [slots + 1, …]. A slot is never read before its sequence has written it:
+    whoever had it before has left numbers there."""
 
     tensors: list[Tensor]
 
@@ -69,38 +84,14 @@ class StateCache:
         for each, value in zip(self.tensors, state, strict=True):
             each[segment.slot] = value
 
+    def copy(self, source: int, target: int) -> None:
+        """The state in one slot goes into another one as well."""
+        for each in self.tensors:
+            each[target] = each[source]
+
 
 LayerCache = Tensor | StateCache
-"""What a layer is handed: its part of the paged cache, or its states."""
-
-
-@dataclass(frozen=True, slots=True)
-class HybridBatch:
-    """The batch of a model that has layers of both kinds: an attention batch, and segments for layers with states."""
-
-    attention: AttentionBatch
-    segments: tuple[Segment, ...]
-
-    @classmethod
-    def of(cls, plan: StepPlan, attention: AttentionBatch) -> HybridBatch:
-        """A plan's batch; the plan names a slot for each chunk."""
-        segments, begin = [], 0
-        for chunk, slot in zip(plan.chunks, plan.slots, strict=True):
-            segments.append(Segment(begin, begin + chunk.count, slot, fresh=chunk.context == 0))
-            begin += chunk.count
-        return cls(attention, tuple(segments))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `AttentionBatch`."""
-        return self.attention.attend(query, key, value, cache)
-
-
-def cache_shape(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> CacheShape:
-    """The shape of the paged cache of all layers that have one. Raises ValueError unless these are alike."""
-    paged = [spec for spec in specs if isinstance(spec, PagedKV)]
-    if len(set(paged)) != 1:
-        raise ValueError("the layers with keys and values are not alike, or there are none")
-    return CacheShape(len(paged), blocks, block_size, paged[0].heads, paged[0].kv_heads, paged[0].head_dim)
+"""What a layer is handed: its part of a paged cache, or its states."""
 
 
 def slot_bytes(specs: Sequence[CacheSpec]) -> int:
@@ -108,7 +99,23 @@ def slot_bytes(specs: Sequence[CacheSpec]) -> int:
     return sum(spec.slot_bytes for spec in specs if isinstance(spec, SequenceState))
 
 
-def new_caches(specs: Sequence[CacheSpec], paged: Tensor, slots: int) -> list[LayerCache]:
-    """A cache for each layer, in order: its part of `paged`, as `CacheShape.new_cache` gives it, or new states."""
-    parts = iter(paged)
-    return [next(parts) if isinstance(spec, PagedKV) else spec.new_cache(slots, paged.device) for spec in specs]
+def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> dict[PagedKV, CacheShape]:
+    """The paged cache of each kind of keys and values: that of all layers which are alike.
+
+    >>> narrow, wide = PagedKV(4, 2, 64), PagedKV(4, 1, 128)
+    >>> [shape.layers for shape in cache_shapes([narrow, wide, narrow], 10, 16).values()]
+    [2, 1]
+    """
+    counts = Counter(spec for spec in specs if isinstance(spec, PagedKV))
+    return {
+        spec: CacheShape(layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim)
+        for spec, layers in counts.items()
+    }
+
+
+def block_elements(specs: Sequence[CacheSpec], block_size: int) -> int:
+    """Numbers that one block holds over all layers. Raises ValueError where no layer keeps any."""
+    total = sum(shape.block_elements for shape in cache_shapes(specs, 1, block_size).values())
+    if not total:
+        raise ValueError("no layer has keys and values")
+    return total

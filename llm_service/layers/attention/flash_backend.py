@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.tables import Tables
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.plan import Chunk
 
 _PAGE_OF_VERSION_2 = 256
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tables], Tensor]
-"""(query, keys, values, tables) → [n, heads, head_dim]."""
+Compute = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+"""(query, keys, values, metadata) → [n, heads, head_dim]."""
 
 
 class FlashBackend:
@@ -33,26 +33,26 @@ class FlashBackend:
 
     def batch(self, chunks: Sequence[Chunk]) -> FlashBatch:
         """The batch of a plan."""
-        return self.over(Tables.of(chunks, self._shape.block_size, self._device))
+        return self.over(AttentionMetadata.of(chunks, self._shape.block_size, self._device))
 
-    def over(self, tables: Tables) -> FlashBatch:
-        """A batch over tables that may be filled anew between uses."""
-        return FlashBatch(tables, self._compute)
+    def over(self, metadata: AttentionMetadata) -> FlashBatch:
+        """A batch over metadata that may be filled anew between uses."""
+        return FlashBatch(metadata, self._compute)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashBatch:
     """A batch of the library's varlen attention over a block table."""
 
-    tables: Tables
+    metadata: AttentionMetadata
     compute: Compute
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        slots = self.tables.slots.long()
+        slots = self.metadata.slot_mapping.long()
         cache[0].flatten(0, 1).index_copy_(0, slots, key)
         cache[1].flatten(0, 1).index_copy_(0, slots, value)
-        return self.compute(query, cache[0], cache[1], self.tables).flatten(1)
+        return self.compute(query, cache[0], cache[1], self.metadata).flatten(1)
 
 
 def find(block_size: int) -> Compute | None:
@@ -72,15 +72,15 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _version_3(with_cache: Any) -> Compute:
-    def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
+    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
         out = with_cache(
             query,
             keys,
             values,
-            cache_seqlens=tables.lengths,
-            page_table=tables.blocks,
-            cu_seqlens_q=tables.starts,
-            max_seqlen_q=tables.longest_query,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_table,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.longest_query,
             softmax_scale=query.shape[-1] ** -0.5,
             causal=True,
         )
@@ -91,19 +91,19 @@ def _version_3(with_cache: Any) -> Compute:
 
 
 def _version_2(varlen: Any) -> Compute:
-    def compute(query: Tensor, keys: Tensor, values: Tensor, tables: Tables) -> Tensor:
-        ends = tables.lengths.cumsum(0, dtype=torch.int32)
+    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
+        ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
         attended: Tensor = varlen(
             query,
             keys,
             values,
-            cu_seqlens_q=tables.starts,
+            cu_seqlens_q=metadata.query_start_loc,
             cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)),
-            max_seqlen_q=tables.longest_query,
-            max_seqlen_k=tables.longest,
+            max_seqlen_q=metadata.longest_query,
+            max_seqlen_k=metadata.longest,
             softmax_scale=query.shape[-1] ** -0.5,
             causal=True,
-            block_table=tables.blocks,
+            block_table=metadata.block_table,
         )
         return attended
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.tables import TILE, Tables
+from llm_service.layers.attention.metadata import TILE, AttentionMetadata
 from llm_service.layers.attention.triton_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
 from llm_service.plan import Chunk
 
@@ -65,41 +65,41 @@ class TritonBackend:
 
     def batch(self, chunks: Sequence[Chunk]) -> TritonBatch:
         """The batch of a plan."""
-        return self.over(Tables.of(chunks, self.shape.block_size, self._device))
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device))
 
-    def over(self, tables: Tables) -> TritonBatch:
-        """A batch over tables that may be filled anew between uses."""
-        return TritonBatch(tables, self._compiled, self._splits(tables))
+    def over(self, metadata: AttentionMetadata) -> TritonBatch:
+        """A batch over metadata that may be filled anew between uses."""
+        return TritonBatch(metadata, self._compiled, self._splits(metadata))
 
-    def _splits(self, tables: Tables) -> int:
+    def _splits(self, metadata: AttentionMetadata) -> int:
         """Into how many parts a decode's context is cut: the more, the fewer sequences there are."""
-        busy = max(1, tables.decodes * self.shape.kv_heads)
-        useful = max(1, tables.longest // (2 * self._compiled.keys_at_once))
+        busy = max(1, metadata.decodes * self.shape.kv_heads)
+        useful = max(1, metadata.longest // (2 * self._compiled.keys_at_once))
         return max(splits for splits in _SPLITS if splits <= max(1, min(self._programs // busy, useful)))
 
     def warm_up(self, cache: Tensor) -> None:
         """Has every kernel compiled, over the null block of one layer's cache."""
         shape, null_block = self.shape, self.shape.null_block
         for count in (1, 2):
-            tables = Tables.of(
+            metadata = AttentionMetadata.of(
                 [Chunk(0, count, [null_block] * -(-count // shape.block_size))], shape.block_size, self._device
             )
             heads = shape.zeros(count, cache.dtype, self._device)
             for splits in _SPLITS if count == 1 else _SPLITS[:1]:
-                TritonBatch(tables, self._compiled, splits).attend(*heads, cache)
+                TritonBatch(metadata, self._compiled, splits).attend(*heads, cache)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
     """A batch of the kernels in `kernels`."""
 
-    tables: Tables
+    metadata: AttentionMetadata
     shape: _Shape
     splits: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
-        tables, shape = self.tables, self.shape
+        metadata, shape = self.metadata, self.shape
         keys, values = cache[0], cache[1]
         n, kv_heads, head_dim = key.shape
         width = kv_heads * head_dim
@@ -108,7 +108,7 @@ class TritonBatch:
             value,
             keys,
             values,
-            tables.slots,
+            metadata.slot_mapping,
             key.stride(0),
             value.stride(0),
             width,
@@ -116,21 +116,21 @@ class TritonBatch:
         )
         out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
         scale = math.log2(math.e) / math.sqrt(head_dim)
-        if tables.decodes:
+        if metadata.decodes:
             self._decode(out, query, keys, values, scale)
-        if len(tables.tiles):
-            prefill_kernel[(len(tables.tiles), query.shape[1])](
+        if len(metadata.tiles):
+            prefill_kernel[(len(metadata.tiles), query.shape[1])](
                 out,
                 query,
                 keys,
                 values,
-                tables.blocks,
-                tables.starts,
-                tables.lengths,
-                tables.tiles,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.tiles,
                 scale,
                 query.stride(0),
-                tables.blocks.stride(0),
+                metadata.block_table.stride(0),
                 kv_heads,
                 GROUP=shape.group,
                 HEAD_DIM=shape.head_dim,
@@ -145,14 +145,14 @@ class TritonBatch:
         return out.flatten(1)
 
     def _decode(self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        tables, shape, splits = self.tables, self.shape, self.splits
+        metadata, shape, splits = self.metadata, self.shape, self.splits
         heads, kv_heads = query.shape[1], query.shape[1] // shape.group
         parts = maxima = sums = out
         if splits > 1:
-            rows = (tables.decodes, heads, splits)
+            rows = (metadata.decodes, heads, splits)
             parts = torch.empty((*rows, shape.head_dim), dtype=torch.float32, device=query.device)
             maxima, sums = torch.empty((2, *rows), dtype=torch.float32, device=query.device)
-        decode_kernel[(tables.decodes, kv_heads, splits)](
+        decode_kernel[(metadata.decodes, kv_heads, splits)](
             out,
             parts,
             maxima,
@@ -160,11 +160,11 @@ class TritonBatch:
             query,
             keys,
             values,
-            tables.blocks,
-            tables.decode_lengths,
+            metadata.block_table,
+            metadata.decode_lengths,
             scale,
             query.stride(0),
-            tables.blocks.stride(0),
+            metadata.block_table.stride(0),
             kv_heads,
             GROUP=shape.group,
             ROWS=max(16, triton.next_power_of_2(shape.group)),
@@ -178,12 +178,12 @@ class TritonBatch:
             num_stages=shape.stages,
         )
         if splits > 1:
-            combine_kernel[(tables.decodes, heads)](
+            combine_kernel[(metadata.decodes, heads)](
                 out,
                 parts,
                 maxima,
                 sums,
-                tables.decode_lengths,
+                metadata.decode_lengths,
                 heads,
                 HEAD_DIM=shape.head_dim,
                 DIMS=shape.dims,

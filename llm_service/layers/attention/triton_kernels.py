@@ -1,8 +1,6 @@
-"""Triton kernels of attention over a paged KV cache, for any GPU that Triton compiles for.
-
-Keys and values of one layer are [blocks, block_size, kv_heads, head_dim]. Query heads that share a KV head are computed
-together where one token is decoded, so that its keys are read once. Every length comes from a table in memory, none
-from the launch, so that a captured CUDA graph is right for any batch that fits its tables."""
+"""Triton kernels of attention over a paged KV cache, for any GPU that Triton compiles for. Keys and values of one layer
+are [blocks, block_size, kv_heads, head_dim]. Where one token is decoded, query heads that share a KV head go together.
+Every length comes from memory, none from the launch: a captured graph is right for any batch that fits its metadata."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def decode_kernel(
     query,
     keys,
     values,
-    tables,
+    block_table,
     lengths,
     scale,
     query_stride,
@@ -78,7 +76,7 @@ def decode_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    table = tables + sequence * table_stride
+    table = block_table + sequence * table_stride
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         inside = positions < end
@@ -142,7 +140,7 @@ def prefill_kernel(
     query,
     keys,
     values,
-    tables,
+    block_table,
     starts,
     lengths,
     tiles,
@@ -182,7 +180,7 @@ def prefill_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, DIMS], tl.float32)
-    table = tables + sequence * table_stride
+    table = block_table + sequence * table_stride
     end = tl.minimum(length, context + first + BLOCK_M)
     for start in range(0, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)

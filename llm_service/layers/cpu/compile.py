@@ -1,9 +1,6 @@
 """Compiles kernels and keeps them on disk: `python -m llm_service.layers.cpu.compile MODULE:KEY…`, started by the
-process that wants them, never by hand.
-
-It takes only the time that nobody else wants. Of several that keep kernels in one folder one compiles, and the others
-find what it has made. Each kernel is kept when it is there, in one move: one that is killed has lost a kernel at most.
-"""
+process that wants them, never by hand. It takes only the time that nobody else wants; of several with one folder one
+compiles for all. A kernel is kept in one move: one that is killed has lost a kernel at most."""
 
 from __future__ import annotations
 

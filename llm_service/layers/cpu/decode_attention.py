@@ -1,9 +1,6 @@
 """Decoding on a CPU, compiled by numba: each sequence's keys are read once, where they lie, along its block table.
-
-torch has no operator that follows a block table. Gathering the context first reads and writes all of it in every layer
-for every token, and one operator for each sequence costs more in starting than in computing: see
-docs/design/cpu-kernels.md.
-"""
+torch has no operator that follows one; gathering the context first, or an operator for each sequence, costs more:
+docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 

@@ -12,8 +12,11 @@ from llm_service.layers.cpu import row_kernels, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.row_kernels import NumbaOps
-from llm_service.layers.decoder_layer import MLP, DecoderLayer
+from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.mixer import Rotary
+from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import use_ops
+from llm_service.layers.self_attention import SelfAttention
 
 
 def finalize(decoder: nn.Module) -> None:
@@ -26,14 +29,18 @@ def finalize(decoder: nn.Module) -> None:
 
 
 class FewRows:
-    """What a dense layer does before and after attention, by the kernels that its modules call, over NumPy's arrays.
+    """What a dense layer does before and after self-attention, by the kernels that its modules call, over NumPy's
+    arrays.
 
     A kernel takes microseconds for a few rows; torch's modules, views and operators between them, whose code the
     weights have pushed out of the caches, take as long. Many rows go through the layer's modules.
     """
 
-    def __init__(self, layer: DecoderLayer, products: Sequence[Callable[[Array], Array]]) -> None:
-        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+    def __init__(
+        self, layer: DecoderLayer, attention: SelfAttention, products: Sequence[Callable[[Array], Array]]
+    ) -> None:
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._parts = attention.parts
         self._queries, self._keys, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
         self._qkv, self._o, self._gate_up, self._down = products
         self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
@@ -42,16 +49,17 @@ class FewRows:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
-        """None where sums over ranks, or a router of experts, come between, or a weight does not lie in panels."""
-        attention, mlp = layer.self_attn, layer.mlp
-        if layer.ranks > 1 or not isinstance(mlp, MLP):
+        """None where the layer is made of other parts, sums over ranks come between, or a weight does not lie in
+        panels."""
+        attention, mlp = layer.mixer, layer.mlp
+        if layer.ranks > 1 or not isinstance(mlp, MLP) or not isinstance(attention, SelfAttention):
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
         products = [form.array_product(bias) for form, bias in forms if isinstance(form, PanelWeight)]
-        return cls(layer, products) if len(products) == len(linears) else None
+        return cls(layer, attention, products) if len(products) == len(linears) else None
 
-    def before(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `DecoderLayer.before`."""
         if not _takes(x):
             return self._many_before(x, rotary)
@@ -59,14 +67,13 @@ class FewRows:
         heads = product.reshape(x.shape[0], -1, self._head_dim)
         cosine, sine = (table.numpy() for table in rotary)
         rotated = row_kernels.qk_norm_rotary_rows(heads, cosine, sine, self._queries, self._keys, *self._gains)
-        both, value = torch.from_numpy(rotated), torch.from_numpy(heads)[:, self._queries + self._keys :]
-        return both[:, : self._queries], both[:, self._queries :], value
+        return self._parts(torch.from_numpy(rotated), torch.from_numpy(heads))
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
         """See `DecoderLayer.after`."""
         if not _takes(x):
-            return self._many_after(x, attended)
-        joined = self._o(attended.numpy())
+            return self._many_after(x, mixed)
+        joined = self._o(mixed.numpy())
         np.add(joined, x.numpy(), out=joined)
         inner = self._gate_up(row_kernels.rms_norm_rows(joined, *self._norm_after))
         out = self._down(row_kernels.silu_and_mul_rows(inner))

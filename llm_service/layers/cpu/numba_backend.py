@@ -17,7 +17,7 @@ from llm_service.layers.attention.backend import AttentionBatch, CacheShape
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import decode_attention, prefill_attention, selection
 from llm_service.layers.cpu.jit import Array
-from llm_service.layers.cpu.prefill_attention import Attention, Spans
+from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.plan import Chunk
 
 _CPU = torch.device("cpu")
@@ -62,8 +62,8 @@ class NumbaBackend:
             return self._plain.batch(chunks)
         places = [_places(chunk, self._shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
-        spans = Spans.of([chunk.count for chunk in chunks], [len(all_) for all_ in places])
-        attention = Attention(spans, np.concatenate(places), self._shape.kv_heads, self._shape.head_dim)
+        metadata = PrefillMetadata.of([chunk.count for chunk in chunks], [len(all_) for all_ in places])
+        attention = PrefillAttention(metadata, np.concatenate(places), self._shape.kv_heads, self._shape.head_dim)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention)
 
 
@@ -90,7 +90,7 @@ class _Packed:
     """`written` int64 is where the keys and values of the batch's tokens go."""
 
     written: Tensor
-    attention: Attention
+    attention: PrefillAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""

@@ -1,10 +1,6 @@
 """A product with a weight in panels (`llm_service.layers.cpu.panels`), compiled by numba: of one row or of thousands.
-
-Few rows wait for memory: the kernel multiplies with the weights as they are stored, and asks for the next stretch while
-it computes with the last. Many wait for arithmetic: a stretch is made float32 first, in the first-level cache, and all
-rows go through it. Either way a row's sums are taken in the same order, so they are the same to the bit whatever rows
-are beside it (docs/design/cpu-kernels.md has the figures).
-"""
+Few rows wait for memory, so weights are multiplied as they are stored; for many a stretch is made float32 first. A
+row's sums are taken in the same order either way, to the bit: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""A weight on a CPU in panels of 64 outputs, which our kernel multiplies with, and in the shortest type that has it.
-
-Published checkpoints are in 16 bits, and CPUs mostly compute in float32. A float32 that came from 16 bits goes back to
-them without loss: so it is stored in half of the memory, and read in half of the time, which is what a token costs. The
-kernel widens weights as it reads them; products and sums are those of float32.
-"""
+"""A weight on a CPU in panels of 64 outputs, which our kernel multiplies with, and in the shortest type that has it: a
+float32 that came from 16 bits goes back to them without loss, so it takes half of the memory and of the time to read.
+The kernel widens weights as it reads them; products and sums are those of float32."""
 
 from __future__ import annotations
 

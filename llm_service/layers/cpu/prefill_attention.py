@@ -1,11 +1,6 @@
-"""Attention of many queries on a CPU in float32, compiled by numba, for processors with AVX-512.
-
-Keys and values are laid out in panels first, as products want them, from wherever they lie; then each tile of queries
-goes over a stretch of keys at a time and keeps its highest score and its sums (Milakov and Gimelshein 2018, arXiv
-1805.02867; Dao et al. 2022, arXiv 2205.14135). torch's own kernel does the same by general products of small blocks,
-and masks a chunk that has a context all over (docs/design/cpu-kernels.md). A query's sums are taken in the same order
-whatever queries are beside it.
-"""
+"""Attention of many queries on a CPU in float32, compiled by numba, for processors with AVX-512. Keys and values are
+laid out in panels; each tile of queries goes over a stretch of keys at a time, with the running softmax of
+https://arxiv.org/abs/2205.14135. A query's sums do not depend on those beside it: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -39,7 +34,7 @@ _ROOM = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class PrefillMetadata:
     """What attends to what.
 
     `segments` int64 [s, 5]: where its queries begin and end; where its keys begin, and how many; its first panel.
@@ -53,7 +48,7 @@ class Spans:
     begins: Array
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int]) -> Spans:
+    def of(cls, queries: Sequence[int], keys: Sequence[int]) -> PrefillMetadata:
         """Segments of so many queries and keys, one behind the other; the last query sees all keys, the one before it
         one less."""
         segments: list[tuple[int, ...]] = []
@@ -89,7 +84,8 @@ def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills panels [heads, p, dim, 64] with the keys of the KV heads from `first` on, and lanes [heads, parts, p, 64,
-    64] with their values, both with zeros behind a segment's last key. The others are as in `Spans` and `Attention`."""
+    64] with their values, both with zeros behind a segment's last key. The others are as in
+    `PrefillMetadata` and `PrefillAttention`."""
     count = len(begins)
     for task in numba.prange(panels.shape[0] * count):
         head, panel = task // count, task % count
@@ -174,7 +170,7 @@ def _attend(
     scale: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], of which this computes those that share the KV heads from `first` on,
-    `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in `Spans`."""
+    `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in `PrefillMetadata`."""
     for task in numba.prange(panels.shape[0] * group * len(tiles)):
         own, tile = task // len(tiles), task % len(tiles)
         segment, row = tiles[tile]
@@ -199,7 +195,7 @@ TYPED = {
 }
 
 
-class Attention:
+class PrefillAttention:
     """Attention of one batch, the same in all layers, which share the room for packed keys and values: memory that
     nobody has touched yet comes page by page.
 
@@ -207,10 +203,12 @@ class Attention:
     `room` bytes at most, unless one head's take more.
     """
 
-    def __init__(self, spans: Spans, places: Array, kv_heads: int, head_dim: int, *, room: int = _ROOM) -> None:
-        self._spans = spans
+    def __init__(
+        self, metadata: PrefillMetadata, places: Array, kv_heads: int, head_dim: int, *, room: int = _ROOM
+    ) -> None:
+        self._metadata = metadata
         self._places = places
-        count, parts = len(spans.begins), math.ceil(head_dim / _WIDTH)
+        count, parts = len(metadata.begins), math.ceil(head_dim / _WIDTH)
         at_once = max(1, room // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
         self._panels = np.empty((min(kv_heads, at_once), count, head_dim, _WIDTH), np.float32)
         self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
@@ -219,11 +217,13 @@ class Attention:
         """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], each of which lies
         together: the kernels are compiled for that alone."""
         kv_heads, dim = keys.shape[1:]
-        group, spans = query.shape[1] // kv_heads, self._spans
+        group, metadata = query.shape[1] // kv_heads, self._metadata
         numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
         scale = np.float32(math.log2(math.e) / math.sqrt(dim))
         for first in range(0, kv_heads, len(self._panels)):
             packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
-            _pack_kernel(*packed, keys.numpy(), values.numpy(), self._places, spans.segments, spans.begins, first)
-            _attend_kernel(out, numbers, *packed, spans.segments, spans.contexts, spans.tiles, first, group, scale)
+            _pack_kernel(*packed, keys.numpy(), values.numpy(), self._places, metadata.segments, metadata.begins, first)
+            _attend_kernel(
+                out, numbers, *packed, metadata.segments, metadata.contexts, metadata.tiles, first, group, scale
+            )
         return torch.from_numpy(out)

@@ -42,9 +42,9 @@ def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
 
 @inner
 def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """float32 out [heads, dim], x [heads or more, dim], cosine and sine [dim], gains [2, dim]."""
-    size = out.shape[1]
-    half = size // 2
+    """float32 out [heads, dim], x [heads or more, dim], cosine and sine [rotary_dim], gains [2, dim]."""
+    size, rotary = out.shape[1], cosine.shape[0]
+    half = rotary // 2
     for head in range(out.shape[0]):
         factor = np.float32(1.0)
         if eps >= 0:
@@ -58,11 +58,13 @@ def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, qu
             second = x[head, half + place] * factor * gains[kind, half + place]
             out[head, place] = first * cosine[place] - second * sine[place]
             out[head, half + place] = second * cosine[half + place] + first * sine[half + place]
+        for place in range(rotary, size):
+            out[head, place] = x[head, place] * factor * gains[kind, place]
 
 
 def _qk_norm_rotary(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, dim], gains [2, dim]. Where eps is
-    below 0, without a norm."""
+    """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, rotary_dim], gains [2, dim]. Where
+    eps is below 0, without a norm."""
     for row in numba.prange(out.shape[0]):
         _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 

@@ -1,9 +1,6 @@
-"""What a decoder does to its rows between two products, in Triton, one kernel each.
-
-A GPU ends a step of few tokens faster than it can begin its kernels, even in a graph, so their number counts. Every
-intermediate result is rounded to the rows' own type where torch's operators would round it, so that it makes no
-difference which of them compute.
-"""
+"""What a decoder does to its rows between two products, in Triton, one kernel each: a GPU ends a step of few tokens
+faster than it can begin its kernels, so their number counts. What torch's operators would round in between is rounded
+here as well, so that it makes no difference which of them compute."""
 
 from __future__ import annotations
 
@@ -30,13 +27,19 @@ def _rounded(x, like):
 
 
 @triton.jit
+def _normal(x, like, gain):
+    """float32, rounded where a gain has no more digits than a pointer's elements: see `RowOps.rms_norm`."""
+    return x if gain.dtype.element_ty == tl.float32 else _rounded(x, like)
+
+
+@triton.jit
 def norm_kernel(out, x, gain, row, size, eps, BLOCK: tl.constexpr):
     """A row over the root of its mean square, times `gain`. Grid [rows]; those of x are `row` apart, out is whole."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < size
     own = tl.load(x + token * row + place, inside, 0.0).to(tl.float32)
-    normal = _rounded(own * tl.rsqrt(tl.sum(own * own, 0) / size + eps), x)
+    normal = _normal(own * tl.rsqrt(tl.sum(own * own, 0) / size + eps), x, gain)
     result = normal * tl.load(gain + place, inside, 0.0).to(tl.float32)
     tl.store(out + token * size + place, result.to(out.dtype.element_ty), inside)
 
@@ -55,18 +58,21 @@ def qk_norm_rotary_kernel(
     eps,
     NORM: tl.constexpr,
     HEAD: tl.constexpr,
+    ROTARY: tl.constexpr,
     DIMS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Norms heads, where NORM says so, and turns them by their token's angles. Grid [tokens, heads / PART].
+    """Norms heads, where NORM says so, and turns the first ROTARY numbers of each by their token's angles. Grid
+    [tokens, heads / PART].
 
     Tokens of x are `row` apart, their heads lie together, the first `queries` of them queries, the rest keys; out
-    [tokens, heads, HEAD], cosine and sine [tokens, HEAD].
+    [tokens, heads, HEAD], cosine and sine [tokens, ROTARY].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * PART + tl.arange(0, PART)
     dim = tl.arange(0, DIMS)
-    pair = (dim + HEAD // 2) % HEAD  # the other one of a pair that is rotated together
+    rotates = dim < ROTARY
+    pair = tl.where(rotates, (dim + ROTARY // 2) % ROTARY, dim)  # the other one of a pair that is rotated together
     real = dim < HEAD
     inside = (head < heads)[:, None] & real[None, :]
     base = x + token * row + head[:, None] * HEAD
@@ -76,11 +82,13 @@ def qk_norm_rotary_kernel(
         scale = tl.rsqrt(tl.sum(own * own, 1) / HEAD + eps)[:, None]
         query = (head < queries)[:, None]
         gain = tl.where(query, query_gain, key_gain)
-        own = _rounded(_rounded(own * scale, x) * tl.load(gain + dim[None, :], inside, 0.0).to(tl.float32), x)
-        other = _rounded(_rounded(other * scale, x) * tl.load(gain + pair[None, :], inside, 0.0).to(tl.float32), x)
-    rotated = tl.where((dim < HEAD // 2)[None, :], -other, other)
-    cos = tl.load(cosine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
-    sin = tl.load(sine + token * HEAD + dim, real, 0.0).to(tl.float32)[None, :]
+        gains = tl.load(gain + dim[None, :], inside, 0.0).to(tl.float32)
+        paired = tl.load(gain + pair[None, :], inside, 0.0).to(tl.float32)
+        own = _rounded(_normal(own * scale, x, query_gain) * gains, x)
+        other = _rounded(_normal(other * scale, x, query_gain) * paired, x)
+    rotated = tl.where((dim < ROTARY // 2)[None, :], -other, other)
+    cos = tl.load(cosine + token * ROTARY + dim, rotates, 1.0).to(tl.float32)[None, :]
+    sin = tl.load(sine + token * ROTARY + dim, rotates, 0.0).to(tl.float32)[None, :]
     result = _rounded(own * cos, x) + _rounded(rotated * sin, x)
     place = (token * heads + head[:, None]) * HEAD + dim[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), inside)
@@ -125,6 +133,7 @@ def qk_norm_rotary(x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair
         eps,
         NORM=gains is not None,
         HEAD=head_dim,
+        ROTARY=rotary[0].shape[-1],
         DIMS=triton.next_power_of_2(head_dim),
         PART=_HEADS,
         num_warps=4,

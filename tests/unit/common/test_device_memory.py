@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import devices
-from common.device_memory import DeviceMemoryError, as_unsigned, check_rows, driver, row_sum
+from common.device_memory import DeviceMemoryError, as_unsigned, check_row_bytes, driver, row_sum
 from tests.device_twin import TwinMemory, environ
 
 CPU = torch.device("cpu")
@@ -115,9 +115,9 @@ def test_a_sum_is_what_the_contract_says(count: int, seed: int) -> None:
 
 
 def test_rows_that_are_no_whole_words_are_refused() -> None:
-    check_rows(ROW)
+    check_row_bytes(ROW)
     with pytest.raises(DeviceMemoryError, match="rows of 26 bytes"):
-        check_rows(26)
+        check_row_bytes(26)
 
 
 def test_a_sum_travels_as_an_unsigned_number() -> None:

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.identity import canonical, framed, vision_digest
+from common.identity import VISION, canonical, encoder_digest, framed
 from common.media.identity import content_key
 from common.media.item import Options
 from common.wire import DType
+from encoder_service.families import registry as encoded
+from llm_service.families import registry as served
 
 fields = st.lists(st.binary(max_size=6), max_size=5)
 
@@ -55,7 +57,7 @@ def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def digest(folder: Path, dtype: DType = DType.FLOAT32) -> str:
-    return vision_digest(Checkpoint(folder), dtype)
+    return encoder_digest(Checkpoint(folder), dtype, VISION)
 
 
 def test_a_copy_has_the_same_digest_and_another_element_type_another(
@@ -104,3 +106,8 @@ def test_two_draws_of_one_architecture_have_different_digests(checkpoints: Calla
 
 def test_shards_change_nothing(checkpoints: Callable[..., Path]) -> None:
     assert digest(checkpoints("qwen3_vl")) == digest(checkpoints("qwen3_vl", sharded=True))
+
+
+@pytest.mark.parametrize("model_type", served.FAMILIES)
+def test_both_services_take_the_digest_of_the_same_parts(model_type: str) -> None:
+    assert served.FAMILIES[model_type].encoder == encoded.FAMILIES[model_type].parts

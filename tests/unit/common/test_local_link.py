@@ -13,7 +13,7 @@ import pytest
 
 from common import local_link
 from common.arena import ReaderView, SharedBuffer
-from common.local_link import GRANT_BYTES, SECRET_BYTES, Handover
+from common.local_link import GRANT_BYTES, SECRET_BYTES, SharedArena
 
 SECRET = b"s" * SECRET_BYTES
 GRANT = b"g" * GRANT_BYTES
@@ -36,7 +36,7 @@ def serve(server: socket.socket, buffer: SharedBuffer) -> threading.Thread:
         with closing(link):
             assert link.recv(SECRET_BYTES) == SECRET
             descriptors = [buffer.open_reader(), buffer.open_reader()]
-            local_link.hand_over(link, Handover(GRANT, *descriptors))
+            local_link.hand_over(link, SharedArena(GRANT, *descriptors))
             for descriptor in descriptors:
                 os.close(descriptor)
 

@@ -10,7 +10,7 @@ import pytest
 from common.processes import Child
 from encoder_service.engine.dispatch import Dispatcher
 from tests import valkey_server
-from tests.unit.encoder_service.fakes import BEGIN, FakeChild
+from tests.unit.encoder_service.fakes import SETTINGS, FakeChild
 
 
 @pytest.fixture(scope="package")
@@ -47,7 +47,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         monkeypatch.setattr(Child, "start", child)
         limits = {"seconds": 60.0, "patience": 60.0, "start_seconds": 60.0}
         given = {"budget": 100, "max_units": 8, **limits, "on_change": alive.append, **bounds}
-        made.append(Dispatcher([msgspec.structs.replace(BEGIN, device=device)] * workers, (0, 0), **given))
+        made.append(Dispatcher([msgspec.structs.replace(SETTINGS, device=device)] * workers, (0, 0), **given))
         await made[-1].start()
         return made[-1], children, alive
 

@@ -11,18 +11,19 @@ from common.wire import DType, RowLayout
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
-from encoder_service.engine.encode import Encoder
+from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.tier_client import TierClient
-from encoder_service.families.family import ModelConfig, PixelSettings, VideoSettings
-from encoder_service.families.qwen2_vl import QWEN2_VL
+from encoder_service.families.family import ModelConfig
+from encoder_service.families.qwen2_vl import QWEN2_VL, VIDEO_RULE
+from encoder_service.families.qwen_processors import ImageProcessor, PixelSettings, VideoProcessor
 from encoder_service.item import Inspection, Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
-from encoder_service.worker.messages import Begin
+from encoder_service.worker.messages import WorkerSettings
 from tests import pictures
 from tests.unit.encoder_service.fakes import DONE, FakeChild, FakeDecoders
 
@@ -37,14 +38,15 @@ PIXELS = PixelSettings(
     std=(0.5,) * 3,
     rescale=1 / 255,
 )
+IMAGES = ImageProcessor(PIXELS)
+VIDEOS = VideoProcessor(PIXELS, VIDEO_RULE, 2.0, 4, 768, False, 1000)
 CONFIG = ModelConfig(
     architecture="Fake",
     family=QWEN2_VL,
-    vision={},
-    image=PIXELS,
+    tower={},
+    processors={Modality.IMAGE: IMAGES, Modality.VIDEO: VIDEOS},
     width=16,
     levels=1,
-    video=VideoSettings(PIXELS, QWEN2_VL.rule, 2.0, 4, 768, False, 1000),
 )
 PICTURES = [pictures.encoded(pictures.noise(56, 56, seed)) for seed in range(8)]
 SEEN = Inspection(56, 56)
@@ -72,9 +74,9 @@ async def encoder(
         return children[-1]
 
     monkeypatch.setattr(Child, "start", child)
-    begin = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+    settings = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
     dispatcher = Dispatcher(
-        [begin], (0, 0), budget=1 << 20, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
+        [settings], (0, 0), budget=1 << 20, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
     )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
@@ -86,7 +88,7 @@ async def encoder(
     media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), decoding, max_patches=4096)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
     pipeline = Pipeline(media, store, dispatcher, contents, tier, batch_patches=4096)
-    made = Encoder(pipeline, "digest", items=items, size=1 << 20, **options)
+    made = EncoderEngine(pipeline, "digest", items=items, size=1 << 20, **options)
     try:
         yield made, children[0]
     finally:
@@ -104,7 +106,7 @@ def item(number: int = 0, **fields) -> Item:
     return Item(Modality.IMAGE, fields.pop("source", PICTURES[number]), field="items[0]", **fields)
 
 
-async def rows(made: Encoder, wanted: Item) -> bool:
+async def rows(made: EncoderEngine, wanted: Item) -> bool:
     """Waits for an item's rows; true where they had been there."""
     async with made.ticket(wanted, rows=True) as ticket:
         header = await made.resolve(ticket)

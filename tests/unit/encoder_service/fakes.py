@@ -13,9 +13,9 @@ from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection
 from encoder_service.media.decoder import TimeBudget
-from encoder_service.worker.messages import Batch, BatchDone, Begin, Piece, WorkerReady
+from encoder_service.worker.messages import Batch, BatchDone, Piece, WorkerReady, WorkerSettings
 
-BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+SETTINGS = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
 
 
@@ -32,7 +32,7 @@ class FakeChild:
     def send(self, message: Any) -> None:
         if not self.alive:
             return
-        if isinstance(message, Begin):
+        if isinstance(message, WorkerSettings):
             self.say(self._ready)
             return
         self.batches.append(message)

@@ -139,7 +139,15 @@ def test_an_ipv4_address_fares_alike_however_ipv6_spells_it(address: ipaddress.I
 
 
 @pytest.mark.parametrize(
-    "url", ["data:,plain", "data:image/png", "data:image/png;base64,@@", "data:image/png;base64,AAA", "data:"]
+    "url",
+    [
+        "data:,plain",
+        "data:image/png",
+        "data:image/png;base64,@@",
+        "data:image/png;base64,AAA",
+        "data:",
+        "data:image/png;" + "a;" * 1000 + "base64,AAAA",
+    ],
 )
 def test_a_data_address_that_is_not_base64_is_invalid(url):
     with pytest.raises(InvalidInput) as refused:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from encoder_service.worker.__main__ import ahead, in_turn
+from encoder_service.worker.__main__ import ahead, one_by_one
 
-WAYS = pytest.mark.parametrize("take", [ahead, in_turn])
+WAYS = pytest.mark.parametrize("take", [ahead, one_by_one])
 
 
 @WAYS
@@ -58,6 +58,6 @@ def test_the_next_job_is_prepared_while_one_is_computed() -> None:
 
 def test_in_turn_nothing_is_prepared_before_it_is_asked_for() -> None:
     prepared: list[int] = []
-    ready = in_turn(range(3), prepared.append)
+    ready = one_by_one(range(3), prepared.append)
     next(ready)
     assert prepared == [0]

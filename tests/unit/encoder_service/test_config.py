@@ -8,9 +8,10 @@ import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.config import load
+from common.media.item import Modality
 from encoder_service.config import PREFIX, EncoderConfig
 from encoder_service.families import config
-from encoder_service.families.qwen2_vl import QWEN2_VL
+from encoder_service.families.qwen2_vl import VIDEO_RULE
 
 
 def options(*words: str, **environ: str) -> EncoderConfig:
@@ -58,15 +59,17 @@ VISION = {"embed_dim": 32, "hidden_size": 64, "patch_size": 14, "temporal_patch_
 
 def test_the_oldest_checkpoints_have_one_processor_for_both_kinds(tmp_path):
     found = config.read(checkpoint(tmp_path, preprocessor_config={"min_pixels": 3136, "max_pixels": 99999}))
-    for pixels in (found.image, found.video.pixels):
+    video = found.processors[Modality.VIDEO]
+    for pixels in (found.processors[Modality.IMAGE].pixels, video.pixels):
         assert (pixels.min_pixels, pixels.max_pixels, pixels.factor) == (3136, 99999, 28)
-    assert (found.width, found.levels, found.video.rule, found.video.fps) == (64, 1, QWEN2_VL.rule, 2.0)
+    assert (found.width, found.levels, video.rule, video.fps) == (64, 1, VIDEO_RULE, 2.0)
 
 
 def test_the_newest_keep_both_in_one_file(tmp_path):
     saved = {"image_processor": {"size": {"shortest_edge": 5, "longest_edge": 6}}, "video_processor": {"fps": 3}}
     found = config.read(checkpoint(tmp_path, processor_config=saved, preprocessor_config={"min_pixels": 1}))
-    assert (found.image.min_pixels, found.image.max_pixels, found.video.fps) == (5, 6, 3.0)
+    pixels, video = found.processors[Modality.IMAGE].pixels, found.processors[Modality.VIDEO]
+    assert (pixels.min_pixels, pixels.max_pixels, video.fps) == (5, 6, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +77,38 @@ def test_the_newest_keep_both_in_one_file(tmp_path):
     [
         ({"do_normalize": False}, "do_normalize"),
         ({"resample": 2}, "bicubic"),
+        ({"patch_size": 16}, "patch_size is 16, and patch_size of the tower is 14"),
+        ({"merge_size": 1}, "merge_size is 1, and spatial_merge_size of the tower is 2"),
         ({}, "no preprocessor_config.json"),
     ],
 )
 def test_settings_that_are_not_served_are_named(tmp_path, settings, says):
     with pytest.raises(CheckpointError, match=says):
         config.read(checkpoint(tmp_path, preprocessor_config=settings))
+
+
+def test_rows_that_the_decoder_cannot_take_are_told_at_the_start(tmp_path):
+    about = {"model_type": "qwen2_vl", "vision_config": VISION, "text_config": {"hidden_size": 96}}
+    with pytest.raises(CheckpointError, match="64 numbers, and the decoder takes 96"):
+        config.read(checkpoint(tmp_path, config=about, preprocessor_config={"fps": 1}))
+
+
+QWEN3_5 = {"out_hidden_size": 64, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_rows_of_qwen3_5_have_one_level(tmp_path, model_type):
+    about = {"model_type": model_type, "vision_config": QWEN3_5 | {"deepstack_visual_indexes": []}}
+    found = config.read(checkpoint(tmp_path, config=about, preprocessor_config={"patch_size": 16}))
+    assert (found.levels, found.width) == (1, 64)
+    about["vision_config"]["deepstack_visual_indexes"] = [5]
+    with pytest.raises(CheckpointError, match="deepstack"):
+        config.read(checkpoint(tmp_path, config=about))
+
+
+def test_a_kind_of_model_that_is_not_known_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no_such_model is not supported.*qwen3_vl"):
+        config.read(checkpoint(tmp_path, config={"model_type": "no_such_model", "vision_config": VISION}))
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "patch_size", "temporal_patch_size", "spatial_merge_size"])

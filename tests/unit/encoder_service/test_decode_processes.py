@@ -13,7 +13,7 @@ from common.arena import SharedBuffer
 from common.errors import Unavailable
 from common.processes import Child, ChildDied
 from encoder_service.media.limits import MediaLimits
-from encoder_service.media.messages import Begin
+from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.processes import DecodeProcesses
 from tests.unit.encoder_service.fakes import turns
 
@@ -22,8 +22,10 @@ from tests.unit.encoder_service.fakes import turns
 async def one(**options):
     """A process that is yet to be started, or what takes its place."""
     arena = SharedBuffer.create("test", 1 << 16)
-    begin = Begin(staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds, decoders={})
-    made = DecodeProcesses(arena.fd, begin, 1, **{"start_seconds": 600.0, "on_change": lambda: None, **options})
+    settings = DecoderSettings(
+        staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds, decoders={}
+    )
+    made = DecodeProcesses(arena.fd, settings, 1, **{"start_seconds": 600.0, "on_change": lambda: None, **options})
     try:
         yield made
     finally:

@@ -21,13 +21,12 @@ from common.errors import InvalidInput, Unavailable
 from common.media.item import Modality, Options
 from common.processes import Child
 from encoder_service.item import Inspection
-from encoder_service.media import geometry
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Inspect
 from tests import bad_files, pictures
 from tests.launch import command_line, descendants
-from tests.unit.encoder_service.engines import CONFIG
+from tests.unit.encoder_service.engines import IMAGES, VIDEOS
 from tests.unit.encoder_service.fakes import turns
 
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
@@ -75,7 +74,7 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
     async with pool() as (decoders, staging, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
         assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
-        plan = geometry.plan_image(Inspection(50, 40), CONFIG.image, Options())
+        plan = IMAGES.plan(Inspection(50, 40), Options())
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=IMAGE, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(40, 50, 3)
         assert np.array_equal(shown, np.asarray(pictures.noise(50, 40)))
@@ -84,7 +83,7 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
         data = stage(pictures.video(frames, fps=5))
         seen = await decoders.inspect(data, key=b"x", modality=VIDEO, field="x")
         assert seen == Inspection(128, 96, 12, 5.0)
-        plan = geometry.plan_video(seen, CONFIG.video, Options())
+        plan = VIDEOS.plan(seen, Options())
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=VIDEO, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
@@ -99,7 +98,7 @@ async def test_a_short_transport_stream_is_read_in_a_process_that_can_open_nothi
         data = stage(bad_files.broadcast(frames))
         seen = await decoders.inspect(data, key=b"x", modality=VIDEO, field="x")
         assert seen == Inspection(128, 96, count, 10.0)
-        plan = geometry.plan_video(seen, CONFIG.video, Options(fps=10.0))
+        plan = VIDEOS.plan(seen, Options(fps=10.0))
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"x", modality=VIDEO, field="x")
         shown = np.frombuffer(staging.view, np.uint8, plan.pixel_bytes, PIXELS_AT).reshape(-1, 96, 128, 3)
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
@@ -108,7 +107,7 @@ async def test_a_short_transport_stream_is_read_in_a_process_that_can_open_nothi
 
 
 async def test_a_file_that_needs_more_memory_than_there_is_is_unreadable():
-    plan = geometry.plan_image(Inspection(3000, 3000), CONFIG.image, Options())
+    plan = IMAGES.plan(Inspection(3000, 3000), Options())
     async with pool() as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(3000, 3000), compress_level=0))
         _limit(processes()[0], 20 << 20)
@@ -265,7 +264,7 @@ async def test_a_job_that_uses_up_its_time_is_the_media_s_fault():
         Image.linear_gradient("L").resize((side, side)).convert("RGB").save(file, "JPEG", progressive=True)
         encoded = file.getvalue()
     async with pool(seconds=0.02) as (decoders, _, stage):
-        plan = geometry.plan_image(Inspection(side, side), CONFIG.image, Options())
+        plan = IMAGES.plan(Inspection(side, side), Options())
         (pid,) = processes()
         with pytest.raises(InvalidInput) as refused:
             await decoders.decode(
@@ -307,7 +306,7 @@ async def test_a_video_that_was_looked_at_is_still_open_when_it_is_decoded():
     async with pool(processes=3) as (decoders, staging, stage):
         data = stage(pictures.video(frames, fps=5))
         seen = await decoders.inspect(data, key=b"film", modality=VIDEO, field="x")
-        plan = geometry.plan_video(seen, CONFIG.video, Options())
+        plan = VIDEOS.plan(seen, Options())
         pixels = Range(PIXELS_AT, plan.pixel_bytes)
         good = bytes(staging.slice(data))
         staging.slice(data)[:] = bytes(data.size)
@@ -324,7 +323,7 @@ async def test_a_video_that_was_looked_at_is_opened_again_where_its_process_has_
     async with pool() as (decoders, _, stage):
         data = stage(pictures.video(pictures.frames(12), fps=5))
         seen = await decoders.inspect(data, key=b"film", modality=VIDEO, field="x")
-        plan = geometry.plan_video(seen, CONFIG.video, Options())
+        plan = VIDEOS.plan(seen, Options())
         (pid,) = processes()
         os.kill(pid, signal.SIGKILL)
         await decoders.decode(data, Range(PIXELS_AT, plan.pixel_bytes), plan, key=b"film", modality=VIDEO, field="x")
@@ -358,7 +357,7 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
 
 
 async def test_the_time_of_an_item_is_that_of_all_its_jobs():
-    plan = geometry.plan_image(Inspection(2000, 2000), CONFIG.image, Options())
+    plan = IMAGES.plan(Inspection(2000, 2000), Options())
     async with pool() as (decoders, _, stage):
         data, pixels = stage(pictures.encoded(pictures.noise(2000, 2000))), Range(PIXELS_AT, plan.pixel_bytes)
         time_budget = decoders.time_budget()

@@ -12,16 +12,17 @@ import pytest
 
 from common import tracing
 from common.arena import Range
+from common.media.item import Modality
 from common.row_frames import RowsFrame, unpack
 from encoder_service import convert
 from encoder_service.delivery import Delivery, Events
 from encoder_service.engine import pipeline
-from encoder_service.engine.encode import Encoder
+from encoder_service.engine.encode import EncoderEngine
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import BatchFailed
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.inline import Inline
-from llm_service.encoders.transports.shared_memory import Region
+from llm_service.encoders.transports.shared_memory import SharedMemory
 from tests.unit.encoder_service.engines import LAYOUT, encoder
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -43,10 +44,10 @@ class NoMeters:
 class Bench:
     """An encoder whose worker answers when it is told to, one frame group at a time, and a caller of it."""
 
-    made: Encoder
+    made: EncoderEngine
     worker: FakeChild
     link: Link
-    reader: Region | Inline
+    reader: SharedMemory | Inline
     host: encoder_pb2.HostProof
     computed: int = 0
 
@@ -57,8 +58,8 @@ class Bench:
     def asked(self, media: media_pb2.Media) -> Events:
         """The stream of any item."""
         request = encoder_pb2.EncodeRequest(accepts=[self.reader.number], host=self.host)
-        (order,) = convert.items([media], "", 0)
-        return Delivery(self.made, self.link, NoMeters(), request, 0, order).events()  # type: ignore[arg-type]
+        (item,) = convert.items([media], "", 0, tuple(Modality))
+        return Delivery(self.made, self.link, NoMeters(), request, 0, item).events()  # type: ignore[arg-type]
 
     async def compute(self) -> None:
         """The worker computes the next frame group: rows that hold its number."""
@@ -96,7 +97,7 @@ class Bench:
 
     async def read(self, run: ArrivedRows) -> bytes:
         target = bytearray(run.count * LAYOUT.row_bytes)
-        assert sum([piece async for piece in self.reader.read(run, memoryview(target))]) == len(target)
+        assert sum([piece async for piece in self.reader.receive(run, memoryview(target))]) == len(target)
         return bytes(target)
 
 
@@ -125,14 +126,12 @@ async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
         async with opening as link:
             host, reader = encoder_pb2.HostProof(), Inline(LAYOUT.dtype)
             if shared:
-                socket = link.local_socket
-                assert socket is not None
-                reader = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
-                reader.prove(host)
-            bench = Bench(made, worker, link, reader, host)
-            yield bench
-            if isinstance(bench.reader, Region):
-                bench.reader.close()
+                reader = SharedMemory("", "", LAYOUT.dtype, lambda: None)
+                await reader.heard(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=link.local_socket))
+                assert reader.usable
+            reader.prove(host)
+            yield Bench(made, worker, link, reader, host)
+            reader.close()
             await until(lambda: link.leases == 0)
 
 

@@ -12,8 +12,8 @@ from common.processes import Child
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.workers import WorkerError
-from encoder_service.worker.messages import BatchDone, Failed
-from tests.unit.encoder_service.fakes import BEGIN, DONE, FakeChild, marks, submit, turns
+from encoder_service.worker.messages import BatchDone, StartFailed
+from tests.unit.encoder_service.fakes import DONE, SETTINGS, FakeChild, marks, submit, turns
 
 
 async def test_what_comes_together_goes_together_and_what_comes_later_waits(start):
@@ -248,13 +248,13 @@ async def test_a_worker_is_not_hung_where_its_service_stood_still(start):
 async def test_a_worker_that_cannot_start_says_why(monkeypatch):
     class Unwilling(FakeChild):
         def send(self, message):
-            self.say(Failed(why="no such device"))
+            self.say(StartFailed(why="no such device"))
 
     async def child(*_, **__) -> FakeChild:
         return Unwilling()
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
     with pytest.raises(WorkerError, match="no such device"):
         await dispatcher.start()
     await dispatcher.stop()
@@ -274,7 +274,7 @@ async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
         return worker
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([BEGIN], (0, 0), budget=1, max_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
     with pytest.raises(WorkerError, match=r"within 0\.01 seconds"):
         await dispatcher.start()
     assert not worker.alive

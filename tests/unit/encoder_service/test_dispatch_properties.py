@@ -14,11 +14,11 @@ from common.errors import Internal, Unavailable
 from common.processes import Child
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.worker.messages import BatchDone, BatchFailed, Begin, Piece
+from encoder_service.worker.messages import BatchDone, BatchFailed, Piece, WorkerSettings
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
 
 BUDGET = 100
-BEGIN = Begin(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
+SETTINGS = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.lists(st.integers(1, 60) | st.just(150), min_size=1, max_size=8)),
@@ -60,9 +60,11 @@ class World:
         self.refused = 0
         self.withdrawn: set[int] = set()
         self.unlucky: set[int] = set()
-        begin = msgspec.structs.replace(BEGIN, device=device)
+        settings = msgspec.structs.replace(SETTINGS, device=device)
         limits = {"seconds": 1e6, "patience": 1e6, "start_seconds": 1e6}
-        self.dispatcher = Dispatcher([begin] * 3, (0, 0), budget=BUDGET, max_units=4, **limits, on_change=self._count)
+        self.dispatcher = Dispatcher(
+            [settings] * 3, (0, 0), budget=BUDGET, max_units=4, **limits, on_change=self._count
+        )
 
     async def child(self, *_: object, **__: object) -> Worker:
         self.children.append(Worker())

@@ -135,5 +135,5 @@ async def test_the_time_for_a_download_runs_from_the_asking():
 
 def test_a_caller_is_its_tenant_or_where_it_connects_from():
     source = Url("http://a.test/")
-    assert Item(Modality.IMAGE, source, salt="one", peer="ipv4:10.0.0.1").caller == ("one", "")
-    assert Item(Modality.IMAGE, source, peer="ipv4:10.0.0.1").caller == ("", "ipv4:10.0.0.1")
+    assert Item(Modality.IMAGE, source, salt="one", host="ipv4:10.0.0.1").caller == ("one", "")
+    assert Item(Modality.IMAGE, source, host="ipv4:10.0.0.1").caller == ("", "ipv4:10.0.0.1")

@@ -17,7 +17,7 @@ from encoder_service.families import config
 from encoder_service.models.attention import Triton, max_segments
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import TOWERS
 
 CPU = torch.device("cpu")
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
@@ -79,7 +79,7 @@ class StableBounds:
         return torch.einsum("hqk,khd->qhd", weights, v.masked_fill(~inside[:, None, None], 0))
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TOWERS)
 def tower(request, checkpoints) -> PackedTower:
     return load(checkpoints(request.param))
 

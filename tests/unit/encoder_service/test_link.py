@@ -135,7 +135,7 @@ async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int
         assert isinstance(message, encoder_pb2.EncodeRows)
         run = ArrivedRows(message.first_row, message.count, message.handle)
         assert region.takes(run)
-        pieces += [piece async for piece in region.read(run, target)]
+        pieces += [piece async for piece in region.receive(run, target)]
     return pieces
 
 
@@ -163,7 +163,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
         await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
         b.store.buffer.slice(b.entry.span)[:] = bytes(b.entry.span.size)
         with pytest.raises(DataLoss):
-            await anext(region.read(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+            await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
         with pytest.raises(Unavailable) as late:
             await anext(stream)
         assert late.value.reason == "LEASE_EXPIRED"
@@ -193,7 +193,7 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
         assert b.link.leases == 0
         run = ArrivedRows(message.first_row, message.count, message.handle)
         with pytest.raises(DataLoss):
-            await anext(region.read(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+            await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
         region.close()
 
 
@@ -236,7 +236,7 @@ async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -
         handle.MergeFrom(encoder_pb2.RowsHandle(**change))
         run = ArrivedRows(0, ROWS, handle)
         with pytest.raises(DataLoss):
-            await anext(region.read(run, memoryview(bytearray(ROWS * LAYOUT.row_bytes))))
+            await anext(region.receive(run, memoryview(bytearray(ROWS * LAYOUT.row_bytes))))
         await stream.aclose()
         region.close()
 

@@ -6,25 +6,26 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.media.item import Grid
-from encoder_service.families import config
-from encoder_service.media.modalities import SPECS
+from common.media.item import Grid, Modality, Options
+from encoder_service.families import config, registry
+from encoder_service.item import Inspection, Plan
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.tower import load_tower
 from encoder_service.worker.__main__ import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
-from encoder_service.worker.messages import Batch, Begin, Piece
-from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.messages import Batch, Piece, WorkerSettings
+from encoder_service.worker.patches import preprocess
 from encoder_service.worker.runner import Runner
 
 SIDE = 64
@@ -44,7 +45,22 @@ class ForeignTower(nn.Module):
         return self.proj(patches.view(-1, 4, patches.shape[1]).mean(1)).view(len(patches) // 4, self.levels, -1)
 
 
-PREPROCESS = {modality.value: spec.preprocess for modality, spec in SPECS.items()}
+@dataclass(frozen=True)
+class ForeignProcessor:
+    """Pictures of one size: every other pixel, neither resized nor normalised."""
+
+    merge: int = 2
+    preprocess: str = "tests_foreign_tower:foreign_patches"
+
+    def plan(self, seen: Inspection, options: Options) -> Plan:
+        grid = Grid(1, seen.height // 32, seen.width // 32)
+        return Plan(grid, grid.patches // 4, (0,), seen.height, seen.width, (seen.height // 2, seen.width // 2))
+
+
+def foreign_patches(pixels: Tensor, size: tuple[int, int], processor: ForeignProcessor) -> Tensor:
+    """[h·w, 3 · 2 · 16²] float32."""
+    assert (processor.merge, pixels[0, ::2, ::2].shape[:2]) == (2, size)
+    return pixels[0, ::2, ::2].float().reshape(-1, 3 * 16 * 16).repeat(1, 2)
 
 
 @pytest.fixture
@@ -55,9 +71,9 @@ def buffers():
         each.close()
 
 
-def begin(folder, **settings) -> Begin:
+def worker_settings(folder, **settings) -> WorkerSettings:
     given = {"device": "cpu", "dtype": "float32", "threads": 0, "staging_bytes": ROOM, "store_bytes": ROOM}
-    return Begin(folder=str(folder), preprocess=PREPROCESS, **given, **settings)
+    return WorkerSettings(folder=str(folder), **given, **settings)
 
 
 def piece(at: int, rows: int) -> Piece:
@@ -91,7 +107,7 @@ def rows_at(store: SharedBuffer, at: int, tokens: int, settings: config.ModelCon
 
 def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
     folder = checkpoints("qwen3_vl")
-    runner = Runner(begin(folder), *buffers)
+    runner = Runner(worker_settings(folder), *buffers)
     ready = runner.warm_up()
     assert (ready.attention, ready.graphs) == ("sdpa", [])
     settings = config.read(Checkpoint(folder))
@@ -100,13 +116,13 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
     done = runner.run(Batch([piece(0, 4096), piece(65536, 512_000)]))
     assert (done.not_finite, done.replayed) == ([], False)
     for picture, at in zip(pixels, (4096, 512_000), strict=True):
-        patches = pixels_to_patches(picture, (SIDE, SIDE), settings.image)
+        patches = preprocess(picture, (SIDE, SIDE), settings.processors[Modality.IMAGE])
         expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
         torch.testing.assert_close(rows_at(buffers[1], at, 4, settings), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_may_be_prepared_while_another_is_computed(checkpoints, buffers):
-    runner = Runner(begin(checkpoints("qwen3_vl")), *buffers)
+    runner = Runner(worker_settings(checkpoints("qwen3_vl")), *buffers)
     rows = 4 * runner._config.levels * runner._config.width * 4
     places = [65536 * number for number in range(8)]
     for at in places:
@@ -126,7 +142,7 @@ def test_a_batch_may_be_prepared_while_another_is_computed(checkpoints, buffers)
 
 
 def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buffers, monkeypatch):
-    runner = Runner(begin(checkpoints("qwen3_vl")), *buffers)
+    runner = Runner(worker_settings(checkpoints("qwen3_vl")), *buffers)
     whole = runner._tower
 
     def spoilt(patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -144,7 +160,7 @@ def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buff
 
 @pytest.fixture
 def foreign(checkpoints, tmp_path, monkeypatch):
-    """A checkpoint whose family is not ours: a configuration of Qwen3-VL's, a tower of its own."""
+    """A checkpoint whose family is not ours: a configuration of Qwen3-VL's, a tower and a processor of its own."""
     folder = tmp_path / "foreign"
     shutil.copytree(checkpoints("qwen3_vl"), folder)
     about = json.loads((folder / "config.json").read_text())
@@ -155,28 +171,33 @@ def foreign(checkpoints, tmp_path, monkeypatch):
     state = {f"model.visual.{name}": tensor for name, tensor in tower.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     module = ModuleType("tests_foreign_tower")
-    module.ForeignTower = ForeignTower
+    module.ForeignTower, module.foreign_patches = ForeignTower, foreign_patches
     monkeypatch.setitem(sys.modules, "tests_foreign_tower", module)
-    family = replace(config.FAMILIES["qwen3_vl"], tower="tests_foreign_tower:ForeignTower")
-    monkeypatch.setitem(config.FAMILIES, "foreign", family)
+    family = replace(
+        registry.FAMILIES["qwen3_vl"],
+        tower="tests_foreign_tower:ForeignTower",
+        processors=lambda checkpoint, tower: {Modality.IMAGE: ForeignProcessor()},
+    )
+    monkeypatch.setitem(registry.FAMILIES, "foreign", family)
     return folder, tower
 
 
-def test_a_tower_that_is_not_built_from_our_blocks_is_served(foreign, buffers):
+def test_a_tower_that_is_not_built_from_our_blocks_is_served_with_its_own_processor(foreign, buffers):
     folder, tower = foreign
-    runner = Runner(begin(folder), *buffers)
+    runner = Runner(worker_settings(folder), *buffers)
     assert runner.warm_up().attention == "its own"
     pixels = put(buffers[0], 0, seed=1)
-    assert runner.run(Batch([piece(0, 0)])).not_finite == []
     settings = config.read(Checkpoint(folder))
-    patches = pixels_to_patches(pixels, (SIDE, SIDE), settings.image)
+    plan = settings.processors[Modality.IMAGE].plan(Inspection(SIDE, SIDE), Options())
+    given = structs.replace(piece(0, 0), resized=plan.resized, grid=(1, 2, 2), tokens=plan.tokens)
+    assert runner.run(Batch([given])).not_finite == []
     with torch.inference_mode():
-        expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
-    torch.testing.assert_close(rows_at(buffers[1], 0, 4, settings), expected)
+        expected = tower(foreign_patches(pixels, plan.resized, ForeignProcessor()), [plan.grid]).flatten(1)
+    torch.testing.assert_close(rows_at(buffers[1], 0, 1, settings), expected)
 
 
 @pytest.mark.parametrize(("option", "error"), [({"attention": "sdpa"}, "--attention"), ({"graphs": [64]}, "graphs")])
 def test_options_that_such_a_tower_has_no_use_for_are_refused_by_name(foreign, buffers, option, error):
     folder, _ = foreign
     with pytest.raises((AttentionUnavailable, GraphsUnavailable), match=error):
-        Runner(begin(folder, **option), *buffers)
+        Runner(worker_settings(folder, **option), *buffers)

@@ -26,5 +26,5 @@ def test_gpus_are_handed_out_in_turn_unless_one_was_named(monkeypatch, tmp_path:
     monkeypatch.setattr(server, "cuda_device_count", lambda: 2)
     (tmp_path / "config.json").write_text("{}")
     config = EncoderConfig(model="m", device=asked, workers=3)
-    begins = server._begins(config, Checkpoint(tmp_path), found, DType.FLOAT32)
-    assert [begin.device for begin in begins] == devices
+    settings = server._worker_settings(config, Checkpoint(tmp_path), found, DType.FLOAT32)
+    assert [each.device for each in settings] == devices

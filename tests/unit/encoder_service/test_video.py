@@ -26,7 +26,7 @@ from encoder_service.item import Inspection
 from encoder_service.media import container, video
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits
-from encoder_service.media.messages import Begin, Decode, Decoded, Inspect, Refused
+from encoder_service.media.messages import Decode, Decoded, DecoderSettings, Inspect, Refused
 from encoder_service.media.modalities import SPECS
 from tests import bad_files, pictures
 
@@ -116,13 +116,13 @@ def test_damaged_frames_are_refused_and_do_not_end_the_process(width):
     start = whole.find(b"mdat") + 8
     staging, ends = SharedBuffer.create("test", 1 << 21), Counter[type]()
     decoders = {"video": SPECS[Modality.VIDEO].decoder}
-    begin = Begin(staging.size, memory_bytes=0, threads=1, bounds=MediaLimits().bounds, decoders=decoders)
+    settings = DecoderSettings(staging.size, memory_bytes=0, threads=1, bounds=MediaLimits().bounds, decoders=decoders)
     for seed in range(40):
         chance, damaged = random.Random(seed), bytearray(whole)
         for _ in range(chance.choice((40, 2000))):
             damaged[chance.randrange(start, len(whole) - 1000)] = chance.randrange(256)
         staging.view[: len(damaged)] = damaged
-        desk, job = Desk(staging, begin), (b"x", "video", 0, len(damaged))
+        desk, job = Desk(staging, settings), (b"x", "video", 0, len(damaged))
         answers = [*desk.answers(Inspect(*job)), *desk.answers(Decode(*job, 1 << 20, [0, 8, 16, 23], 96, width))]
         ends[type(answers[-1])] += 1
     staging.close()

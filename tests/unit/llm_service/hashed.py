@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from llm_service.engine.batch import uniform
 from llm_service.engine.scheduler import Limits
 from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 
 ROW_BYTES = 64
 VOCABULARY = 31
@@ -60,7 +61,7 @@ class Order:
     """A request as tests write it."""
 
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     pictures: tuple[Picture, ...] = ()
     salt: str = ""
     priority: int = 0
@@ -78,9 +79,11 @@ class Order:
 
 @dataclass(slots=True)
 class HashExecutor:
-    """Runs plans on a KV cache of hashes. `landed` says how many rows of each picture are in the arena."""
+    """Runs plans on a KV cache of hashes. `landed` says how many rows of each picture are in the arena; `states` has
+    what a layer with a state would have in each slot: the hash of the last token."""
 
     block_size: int
+    states: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     beat_seconds: float | None = None
@@ -93,15 +96,22 @@ class HashExecutor:
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
         rows = self._rows(plan.rows)
         hashes: list[int] = []
-        for chunk in plan.chunks:
+        for source, target in plan.restored:
+            self.states[target] = self.states[source]
+        for number, chunk in enumerate(plan.chunks):
             assert len(chunk.blocks) * self.block_size >= chunk.context + chunk.count
             before = self.slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
+            assert not (plan.slots and chunk.context) or self.states[plan.slots[number]] == before, "another's state"
             for n in range(chunk.count):
                 at, index = len(hashes), chunk.context + n
                 assert {line[at] for line in positions} == {index}
                 before = _extend(before, tokens[at], rows.pop(at, -1))
                 self.slots[self._slot(chunk.blocks, index)] = before
                 hashes.append(before)
+            if plan.slots:
+                self.states[plan.slots[number]] = before
+        for source, target in plan.kept:
+            self.states[target] = self.states[source]
         assert len(hashes) == len(tokens)
         assert not rows, "rows for places that are not in the batch"
         tokens = [_choose(hashes[draw.at], draw) for draw in plan.draws]
@@ -162,9 +172,12 @@ class Alternating:
         return self.last == 11
 
 
-def alternating(_: str) -> Future[Matcher]:
+def alternating(_: object, output: Sequence[int] = ()) -> Future[Matcher]:
     made: Future[Matcher] = Future()
-    made.set_result(Alternating())
+    matcher = Alternating()
+    for token in output:
+        matcher.consume_token(token)
+    made.set_result(matcher)
     return made
 
 

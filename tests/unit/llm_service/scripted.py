@@ -19,10 +19,10 @@ from common.media.item import Modality, Options
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
-from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.request import MediaItem, Request, Sampling, TextPrompt
+from llm_service.encoders.replica import LinkSettings
+from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests.waiting import until
 from twinlens import v1
 
@@ -141,7 +141,7 @@ class Bench:
     receiver: RowReceiver
 
     async def usable(self, count: int) -> None:
-        await eventually(lambda: sum(peer.usable for peer in self.pool.peers) == count)
+        await eventually(lambda: sum(replica.usable for replica in self.pool.replicas) == count)
 
     async def land(self, *files: bytes, deadline: float | None = None) -> list[CacheEntry]:
         return await self.take(request(*files, deadline=deadline))
@@ -182,7 +182,9 @@ async def settled(entry: CacheEntry) -> None:
 
 def request(*files: bytes, deadline: float | None = None, salt: str = "salt") -> Request:
     media = tuple(MediaItem(Modality.IMAGE, data, field=f"here[{n}]", index=n) for n, data in enumerate(files))
-    return Request("name", TextPrompt("x"), media, Sampling(max_tokens=1), salt=salt, priority=3, deadline=deadline)
+    return Request(
+        "name", TextPrompt("x"), media, SamplingParams(max_tokens=1), salt=salt, priority=3, deadline=deadline
+    )
 
 
 @asynccontextmanager
@@ -212,7 +214,7 @@ async def bench(
         stack.push_async_callback(pool.stop)
         yield Bench(list(encoders), cache, pool, RowReceiver(pool, cache, patience, budget))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
-        await eventually(lambda: not any(peer.in_flight for peer in pool.peers))
+        await eventually(lambda: not any(replica.in_flight for replica in pool.replicas))
         cache.check_integrity(idle=True)
 
 

@@ -83,8 +83,16 @@ def front_of(
     monkeypatch: pytest.MonkeyPatch,
     *script: ScriptedEngine | Exception,
     on_ready: Callable[[bool], None] = lambda _: None,
+    handover_seconds: float = 0.0,
 ) -> EngineFront:
     """A front over these engines, not yet started."""
     monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
     settings: Any = None  # which are passed on unread
-    return EngineFront(settings, -1, on_ready, start_seconds=START_SECONDS, step_seconds=STEP_SECONDS)
+    return EngineFront(
+        settings,
+        -1,
+        on_ready,
+        start_seconds=START_SECONDS,
+        step_seconds=STEP_SECONDS,
+        handover_seconds=handover_seconds,
+    )

@@ -7,14 +7,15 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Token
+from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.plan import TokenLogprobs
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from tests.unit.llm_service.hashed import (
     EOS,
     PAD,
@@ -42,7 +43,7 @@ def order(
         for start, _, count in picture.placed():
             ids[start : start + count] = [PAD] * count
     chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return Order(tuple(ids), Sampling(**chosen), tuple(pictures), salt, priority)
+    return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority)
 
 
 def simulation(
@@ -72,6 +73,8 @@ class Outcome:
     started: int = 0
     cached: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
+    nowhere: int = 0
+    resumed: bool = False
 
     @property
     def over(self) -> bool:
@@ -92,24 +95,57 @@ class Simulation:
         keep_media_whole: bool = False,
         overlap: bool = False,
         early_tokens: int = 1,
+        state_slots: int = 0,
+        state_chunk: int = 1,
     ) -> None:
         self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole, early_tokens)
-        manager = BlockManager(blocks, block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(manager, self.limits, frozenset({EOS}), ROW_BYTES, alternating)
+        caching = {"prefix_cache": prefix_cache, "state_slots": state_slots, "state_chunk": state_chunk}
+        self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
+        self.scheduler = self._new_scheduler()
         self.executor = HashExecutor(block_size)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0
         self.computed = 0
         self._depth = 2 if overlap else 1
         self.rows_needed: list[int] = []
+        self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
 
-    def submit(self, order: Order, nowhere: int = 0) -> int:
-        """A new request, the first `nowhere` of whose pictures have no place in the arena."""
+    def submit(self, order: Order, nowhere: int = 0, said: Seq[Seq[int]] = ()) -> int:
+        """A new request, the first `nowhere` of whose pictures have no place in the arena; with what its choices have
+        `said` already, where it is resumed."""
         id = len(self.outcomes) + 1
         n = order.sampling.n
-        self.outcomes[id] = Outcome(order, [[] for _ in range(n)], [""] * n)
+        tokens = [*map(list, said), *([] for _ in range(n - len(said)))]
+        self.outcomes[id] = Outcome(order, tokens, [""] * n, nowhere=nowhere, resumed=bool(said and said[0]))
+        self._hand_over(id, landed=False)
+        return id
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating)
+
+    def die(self) -> None:
+        """The engine is gone with all that it held; the next one gets what has not ended, as far as it has come. What
+        waits for places goes there when it has them."""
+        self.scheduler = self._new_scheduler()
+        self.executor.slots.clear()
+        self.executor.states.clear()
+        self._under_way.clear()
+        self._chosen = []
+        for id, outcome in self.outcomes.items():
+            outcome.started = 0
+            if outcome.over:
+                outcome.released = 1
+            elif id in self.rows_needed:
+                self._held_back.add(id)
+            else:
+                self._hand_over(id, landed=True)
+
+    def _hand_over(self, id: int, *, landed: bool) -> None:
+        """To the engine; `landed`: with the rows that are in the arena by now, as far as it has places."""
+        outcome = self.outcomes[id]
+        order, nowhere = outcome.order, outcome.nowhere
         self.scheduler.add(
             Add(
                 id=id,
@@ -117,30 +153,44 @@ class Simulation:
                 positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
                 mrope_delta=0,
                 items=[
-                    ItemRows(p.key, NOWHERE if number < nowhere else p.offset, p.placed(), 0)
+                    ItemRows(p.key, NOWHERE, p.placed(), 0)
+                    if number < nowhere
+                    else ItemRows(p.key, p.offset, p.placed(), self.executor.landed.get(p.name, 0) if landed else 0)
                     for number, p in enumerate(order.pictures)
                 ],
                 sampling=order.sampling,
                 salt=order.salt,
                 priority=order.priority,
                 deadline=order.deadline,
+                resume=[
+                    Resumed(choice, array("i", tokens).tobytes(), bool(outcome.ended[choice]))
+                    for choice, tokens in enumerate(outcome.tokens)
+                    if tokens or outcome.ended[choice]
+                ],
+                scored=len(outcome.scored) + 1 if outcome.scored else 0,
             )
         )
-        return id
 
     def place(self, id: int, *landed: int) -> None:
         """Gives a request that wants them places for all its pictures, with so many rows of each there, or all."""
         self.rows_needed.remove(id)
+        self.outcomes[id].nowhere = 0
         pictures = self.outcomes[id].order.pictures
         here = [min(rows, picture.rows) for rows, picture in zip(landed, pictures, strict=False)]
         here += [picture.rows for picture in pictures[len(here) :]]
         for picture, rows in zip(pictures, here, strict=True):
             self.executor.landed[picture.name] = max(rows, self.executor.landed.get(picture.name, 0))
+        if id in self._held_back:
+            self._held_back.remove(id)
+            if not self.outcomes[id].over:
+                self._hand_over(id, landed=True)
+            return
         self.scheduler.placed(id, [(p.offset, rows) for p, rows in zip(pictures, here, strict=True)])
 
     def _give_back(self, id: int) -> None:
         """The request has none of its places any more: what no other one has may be overwritten."""
         self.rows_needed.append(id)
+        self.outcomes[id].nowhere = len(self.outcomes[id].order.pictures)
         others = [o for other, o in self.outcomes.items() if other != id and not (o.over and o.released)]
         kept = {picture.name for outcome in others for picture in outcome.order.pictures}
         for picture in self.outcomes[id].order.pictures:
@@ -163,15 +213,27 @@ class Simulation:
     def abort(self, id: int) -> None:
         self.outcomes[id].aborted = True
         self.scheduler.abort(id)
+        self._end_held_back(id)
+
+    def _end_held_back(self, id: int) -> None:
+        """No engine has it: when it is over, it is let go at once."""
+        if id in self._held_back and self.outcomes[id].over:
+            self.outcomes[id].released = 1
 
     def abort_choice(self, id: int, choice: int) -> None:
         self.outcomes[id].ended[choice] = self.outcomes[id].ended[choice] or "aborted"
         self.scheduler.abort(id, choice)
+        self._end_held_back(id)
 
     def expire(self, now: float) -> None:
         self.scheduler.expire(now)
         for event in self.scheduler.take_failures():
             self._fail(event)
+        for id in self._held_back:
+            outcome = self.outcomes[id]
+            if not outcome.over and outcome.order.deadline is not None and outcome.order.deadline <= now:
+                outcome.failed = "DEADLINE_EXCEEDED"
+                self._end_held_back(id)
 
     def _fail(self, event: Failed) -> None:
         outcome = self.outcomes[event.id]
@@ -190,6 +252,9 @@ class Simulation:
             self._under_way.append(step)
         if len(self._under_way) == self._depth or (step is None and self._under_way):
             step = self._compute()
+        for complete in self.scheduler.take_complete():
+            assert not self.outcomes[complete.id].ended[complete.choice]
+            self.outcomes[complete.id].ended[complete.choice] = complete.ended
         for event in self.scheduler.take_failures():
             self._fail(event)
         for wanted in self.scheduler.take_rows_needed():
@@ -264,7 +329,7 @@ class Simulation:
         if outcome.order.sampling.prompt_logprobs is not None:
             wanted_scores = expected_scores(outcome.order)
             assert outcome.scored == wanted_scores[: len(outcome.scored)]
-            assert not outcome.tokens[0] or len(outcome.scored) == len(wanted_scores)
+            assert outcome.resumed or not outcome.tokens[0] or len(outcome.scored) == len(wanted_scores)
         if not outcome.order.sampling.greedy and outcome.order.sampling.seed is None:
             return
         for choice, said in enumerate(outcome.tokens):

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from common.grpc_channel import ChannelSecurity
 from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
-from llm_service.encoders.peer import LinkSettings
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.replica import LinkSettings
 
 PLAIN, ROOTS = ChannelSecurity(), ChannelSecurity(ca="ca.pem")
 PAPERS = ChannelSecurity(ca="ca.pem", cert="cert.pem", key="key.pem")
@@ -22,7 +22,7 @@ NO_VERSION = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_
 
 
 @dataclass
-class FakePeer:
+class FakeReplica:
     """What is looked at."""
 
     address: str
@@ -38,38 +38,38 @@ class Watch:
         self._now = 0.0
         self._absence = Absence(patience=15, again=300, clock=lambda: self._now)
 
-    def at(self, seconds: float, *peers: FakePeer) -> list[Any]:
+    def at(self, seconds: float, *replicas: FakeReplica) -> list[Any]:
         self._now = seconds
         with capture_logs() as lines:
-            self._absence.look(peers)
+            self._absence.look(replicas)
         return lines
 
 
 def test_an_encoder_has_time_to_start() -> None:
-    watch, peer = Watch(), FakePeer("a:1", trouble="nothing listens there")
-    assert not watch.at(0, peer) + watch.at(14, peer)
-    (line,) = watch.at(15, peer)
+    watch, replica = Watch(), FakeReplica("a:1", trouble="nothing listens there")
+    assert not watch.at(0, replica) + watch.at(14, replica)
+    (line,) = watch.at(15, replica)
     assert line["log_level"] == "warning"
     assert line["encoders"] == {"a:1": "nothing listens there"}
     assert line["for_seconds"] == 15
 
 
 def test_an_encoder_that_says_that_it_is_starting_is_there() -> None:
-    watch, peer = Watch(), FakePeer("a:1", starting=True)
-    assert not watch.at(0, peer) + watch.at(60, peer)
-    peer.starting = False
-    assert not watch.at(70, peer) + watch.at(84, peer)
-    assert watch.at(85, peer)
+    watch, replica = Watch(), FakeReplica("a:1", starting=True)
+    assert not watch.at(0, replica) + watch.at(60, replica)
+    replica.starting = False
+    assert not watch.at(70, replica) + watch.at(84, replica)
+    assert watch.at(85, replica)
 
 
 def test_it_is_said_again_now_and_then() -> None:
-    watch, peer = Watch(), FakePeer("a:1")
-    said = [second for second in range(0, 1000, 5) if watch.at(second, peer)]
+    watch, replica = Watch(), FakeReplica("a:1")
+    said = [second for second in range(0, 1000, 5) if watch.at(second, replica)]
     assert said == [15, 315, 615, 915]
 
 
 def test_one_that_can_be_used_is_enough_and_begins_the_wait_anew() -> None:
-    watch, one, other = Watch(), FakePeer("a:1"), FakePeer("b:1", usable=True)
+    watch, one, other = Watch(), FakeReplica("a:1"), FakeReplica("b:1", usable=True)
     assert not watch.at(0, one) + watch.at(20, one, other) + watch.at(30, one)
     assert not watch.at(44, one)
     assert watch.at(45, one)

@@ -20,7 +20,7 @@ from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.plan import StepPlan, ToRank
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load
 from llm_service.worker.changeover import Changeover, CompilingProcess, Readiness, There
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
@@ -33,7 +33,7 @@ FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE
 NOTHING = StepPlan(b"", b"", [], [], [])
 WIDE = selection.wide_vectors()
 """Panels are right on any processor; packed chunks and gates, which go with them, on those with wide vectors alone."""
-GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)

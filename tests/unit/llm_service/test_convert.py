@@ -12,7 +12,7 @@ from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from common.media.item import Embedding, Key, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
-from llm_service.request import ChatPrompt, MediaItem, Sampling
+from llm_service.request import ChatPrompt, MediaItem, ResumedChoice, SamplingParams
 from twinlens import v1
 
 CONTEXT, VOCABULARY = 512, 600
@@ -122,7 +122,7 @@ def test_no_more_likely_tokens_are_taken_than_there_are_whatever_is_allowed(name
 @pytest.mark.parametrize("top_k", [20, 20.0, True, None, "20"])
 def test_however_a_checkpoint_writes_its_numbers_the_engine_can_read_them(top_k: object) -> None:
     sampling = requests({"top_k": top_k, "temperature": 1}).read(message(), None, CONTEXT).sampling
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams) == sampling
     assert sampling.top_k == (20 if type(top_k) in (int, float) else 0)
 
 
@@ -130,6 +130,29 @@ def test_a_sessions_name_is_read() -> None:
     request = message()
     request.session_id = "s"
     assert requests().read(request, None, 100).session == "s"
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [(None, 3), (0, 0), (2, 2), (9, 3)])
+def test_a_request_outlives_no_more_engines_than_the_service_lets_it(asked: int | None, allowed: int) -> None:
+    request = message()
+    if asked is not None:
+        request.max_handovers = asked
+    assert requests(max_handovers=3).read(request, None, CONTEXT).max_handovers == allowed
+
+
+def test_no_request_outlives_less_than_no_engine() -> None:
+    request = message()
+    request.max_handovers = -1
+    error = refusal(request)
+    assert (error.reason, error.field) == ("OUT_OF_RANGE", "max_handovers")
+
+
+def test_what_exists_of_an_answer_is_read() -> None:
+    request = message(n=3)
+    request.resume.add(index=2, token_ids=[5, 6])
+    request.resume.add(index=0, finished=True)
+    read = requests().read(request, None, CONTEXT).resume
+    assert read == (ResumedChoice(2, (5, 6)), ResumedChoice(0, (), finished=True))
 
 
 def test_audio_is_not_served_yet() -> None:

@@ -12,9 +12,10 @@ import pytest
 from common.errors import DataLoss
 from common.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.peer import Asking, LinkSettings, Peer
+from llm_service.encoders.replica import Asking, LinkSettings, Replica
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
+from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine.messages import PullEnded
 from llm_service.engine.mirrors import Mirrors
 from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
@@ -29,6 +30,14 @@ class Memory:
 
     stands: bool = True
     released: list[int] = field(default_factory=list)
+
+    @property
+    def region(self) -> Memory:
+        return self
+
+    @property
+    def usable(self) -> bool:
+        return True
 
     def holds(self, handle: encoder_pb2.RowsHandle) -> bool:
         return self.stands
@@ -69,7 +78,7 @@ class Bench:
         return ArrivedRows(0, 4, handle, MirrorPlace(PLACE, self._mark))
 
     async def read(self, run: ArrivedRows | None = None) -> list[int]:
-        async with aclosing(self.ipc.read(run or self.run(), memoryview(bytearray(32)))) as pieces:
+        async with aclosing(self.ipc.receive(run or self.run(), memoryview(bytearray(32)))) as pieces:
             return [piece async for piece in pieces]
 
 
@@ -168,23 +177,30 @@ async def test_only_handles_of_this_kind_are_taken_and_only_where_there_is_a_pla
 
 
 @pytest.mark.parametrize(
-    ("devices", "asking", "expected"),
+    ("pools", "asking", "expected"),
     [
-        (["GPU-0"], {}, ["cuda", "memory", "inline"]),
-        (["GPU-0"], {"attempt": 1}, ["cuda", "memory", "inline"]),
-        (["GPU-0"], {"attempt": 1, "broke": True}, ["memory", "inline"]),
-        ([], {}, ["memory", "inline"]),
+        (1, {}, ["CudaIpc", "SharedMemory", "Inline"]),
+        (1, {"attempt": 1}, ["CudaIpc", "SharedMemory", "Inline"]),
+        (1, {"attempt": 1, "broke": True}, ["SharedMemory", "Inline"]),
+        (0, {}, ["SharedMemory", "Inline"]),
     ],
 )
 async def test_what_broke_once_comes_by_way_of_the_host(
-    devices: list[str], asking: dict[str, int], expected: list[str]
+    pools: int, asking: dict[str, int], expected: list[str]
 ) -> None:
-    layout = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)
-    peer = Peer("127.0.0.1:1", "", LinkSettings(digest="", layout=layout, merge=2), Quarantine())
-    cuda, memory = SimpleNamespace(devices=devices), SimpleNamespace()
-    peer.region, peer.device = memory, cuda  # type: ignore[assignment]
-    names = {id(cuda): "cuda", id(memory): "memory"}
-    ways = peer._transports(Asking(request_id="", salt="", priority=0, **asking))
-    assert [names.get(id(way), "inline") for way in ways] == expected
-    peer.region = peer.device = None
-    await peer.close()
+    layout, mirrors = RowLayout(levels=1, width=16, dtype=DType.FLOAT32), Mirrors(lambda _: None)
+    mirrors.opened(["GPU-0"])
+    settings = LinkSettings(digest="", layout=layout, merge=2, mirrors=mirrors, part_bytes=1, connections=2)
+    replica = Replica("127.0.0.1:1", "", settings, Quarantine())
+    asked = Asking(request_id="", salt="", priority=0, **asking)
+    pool = encoder_pb2.DevicePool(region="a", gpu_uuid="GPU-0", bytes=1 << 20)
+    for transport in replica._transports:
+        await transport.heard(encoder_pb2.EncoderServiceGetInfoResponse(device_pools=[pool] * pools))
+    assert [type(each).__name__ for each in replica.ways(asked)] == ["Inline"]
+    assert replica.parts(2) == 2
+    (memory,) = (each for each in replica._transports if isinstance(each, SharedMemory))
+    memory.region = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    assert [type(each).__name__ for each in replica.ways(asked)] == expected
+    assert replica.parts(2) == 1
+    await replica.close()
+    assert [type(each).__name__ for each in replica.ways(asked)] == ["Inline"]

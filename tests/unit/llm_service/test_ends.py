@@ -119,7 +119,7 @@ class GivesUp(Alternating):
 def test_a_structure_that_can_not_be_followed_on_fails_its_request_and_does_not_cut_the_answer_off(
     monkeypatch: pytest.MonkeyPatch, min_tokens: int
 ) -> None:
-    def gives_up(_: str) -> Future[Matcher]:
+    def gives_up(*_: object) -> Future[Matcher]:
         made: Future[Matcher] = Future()
         made.set_result(GivesUp())
         return made
@@ -190,7 +190,7 @@ def test_deadlines_of_requests_that_are_over_are_not_kept_until_they_come() -> N
 def test_no_matcher_is_made_for_a_request_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Future[Matcher]] = []
 
-    def late(_: str) -> Future[Matcher]:
+    def late(*_: object) -> Future[Matcher]:
         asked.append(Future())
         return asked[-1]
 

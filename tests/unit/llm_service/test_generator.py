@@ -36,7 +36,7 @@ from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import MediaItem, PromptLayout, Request, Run, Sampling, Span
+from llm_service.request import MediaItem, PromptLayout, Request, Run, SamplingParams, Span
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,
@@ -178,14 +178,14 @@ async def test_streams_are_closed_at_once_where_the_engine_is_down(monkeypatch: 
             await everything(generator(b, front), asked(b"picture"))
         assert error.value.reason == "ENGINE_UNAVAILABLE"
         await eventually(lambda: not b.encoders[0].open)
-        await eventually(lambda: [peer.in_flight for peer in b.pool.peers] == [0])
+        await eventually(lambda: [replica.in_flight for replica in b.pool.replicas] == [0])
 
 
 async def test_a_stop_text_ends_nothing_before_the_least_tokens(
     monkeypatch: pytest.MonkeyPatch, builder: PromptBuilder
 ) -> None:
     async with served(monkeypatch) as (b, (child, front)):
-        sampling = Sampling(max_tokens=9, min_tokens=3)
+        sampling = SamplingParams(max_tokens=9, min_tokens=3)
         ends = asyncio.create_task(
             everything(generator(b, front, builder.tokenizer), replace(asked(), sampling=sampling, stop=("a",)))
         )

@@ -11,11 +11,12 @@ import grpc
 import pytest
 
 from common.errors import Unavailable
-from llm_service.encoders import peer as peer_module
+from common.wire import DType
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.health import Health, Verdict
-from llm_service.encoders.peer import LinkSettings, Peer
+from llm_service.encoders.health import EncoderHealth, Verdict
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.replica import LinkSettings, Replica
+from llm_service.encoders.transports import shared_memory
 from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench, hangs_after_the_header
 from twinlens import v1
 
@@ -29,21 +30,21 @@ def quarantine() -> Quarantine:
 
 
 @pytest.fixture
-def health(quarantine: Quarantine) -> Health:
+def health(quarantine: Quarantine) -> EncoderHealth:
     """Of an encoder that has answered."""
-    made = Health("here:1", quarantine)
+    made = EncoderHealth("here:1", quarantine)
     made.judge(ANSWERS)
     return made
 
 
 def test_one_that_never_answered_is_neither_used_nor_a_last_resort(quarantine: Quarantine) -> None:
-    new = Health("here:1", quarantine)
+    new = EncoderHealth("here:1", quarantine)
     assert (new.answers, new.unsure) == (False, False)
     new.judge(LATE)
     assert (new.answers, new.unsure) == (False, False)
 
 
-def test_being_late_once_is_no_end_and_twice_is(health: Health) -> None:
+def test_being_late_once_is_no_end_and_twice_is(health: EncoderHealth) -> None:
     health.judge(LATE)
     assert (health.answers, health.unsure) == (False, True)
     health.judge(ANSWERS)
@@ -55,7 +56,7 @@ def test_being_late_once_is_no_end_and_twice_is(health: Health) -> None:
     assert (health.answers, health.unsure) == (True, True)
 
 
-def test_one_that_is_gone_is_no_last_resort(health: Health) -> None:
+def test_one_that_is_gone_is_no_last_resort(health: EncoderHealth) -> None:
     health.suspect()
     assert (health.answers, health.unsure) == (False, True)
     health.judge(GONE)
@@ -63,7 +64,7 @@ def test_one_that_is_gone_is_no_last_resort(health: Health) -> None:
 
 
 def test_an_item_is_blamed_when_the_encoder_is_gone_and_not_while_it_is_late(
-    health: Health, quarantine: Quarantine
+    health: EncoderHealth, quarantine: Quarantine
 ) -> None:
     health.suspect(ITEM)
     health.judge(LATE)
@@ -72,14 +73,16 @@ def test_an_item_is_blamed_when_the_encoder_is_gone_and_not_while_it_is_late(
     assert quarantine.deaths(ITEM) == 1
 
 
-def test_an_item_whose_encoder_answers_after_all_is_not_blamed(health: Health, quarantine: Quarantine) -> None:
+def test_an_item_whose_encoder_answers_after_all_is_not_blamed(health: EncoderHealth, quarantine: Quarantine) -> None:
     health.suspect(ITEM)
     health.judge(ANSWERS)
     health.judge(GONE)
     assert not quarantine.deaths(ITEM)
 
 
-async def test_what_was_asked_before_a_suspicion_does_not_answer_it(health: Health, quarantine: Quarantine) -> None:
+async def test_what_was_asked_before_a_suspicion_does_not_answer_it(
+    health: EncoderHealth, quarantine: Quarantine
+) -> None:
     """The encoder answers a question and dies; a stream breaks before the answer is taken in."""
     verdicts = iter([ANSWERS, GONE])
     asked = asyncio.Event()
@@ -102,7 +105,7 @@ async def test_what_was_asked_before_a_suspicion_does_not_answer_it(health: Heal
     await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(health: Health) -> None:
+async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(health: EncoderHealth) -> None:
     async def check() -> Verdict:
         await asyncio.Event().wait()
         return ANSWERS
@@ -116,27 +119,27 @@ async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(healt
 
 
 @asynccontextmanager
-async def peer_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[EncoderPool, Peer]]:
+async def replica_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[EncoderPool, Replica]]:
     """A pool that knows one encoder, which nobody watches."""
     pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
-    peer = Peer("127.0.0.1:1", "", pool.settings, quarantine)
-    pool._peers[peer.address] = (peer, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
-    peer.health.judge(ANSWERS)
+    replica = Replica("127.0.0.1:1", "", pool.settings, quarantine)
+    pool._replicas[replica.address] = (replica, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
+    replica.health.judge(ANSWERS)
     try:
-        yield pool, peer
+        yield pool, replica
     finally:
         await pool.stop()
 
 
 async def test_the_only_encoder_is_used_though_it_was_late_or_is_suspected(quarantine: Quarantine) -> None:
-    async with peer_of_a_pool(quarantine) as (pool, peer):
-        peer.health.judge(LATE)
-        assert not peer.usable
-        assert await pool.pick(ITEM) is peer
-        peer.health.judge(ANSWERS)
-        peer.health.suspect()
-        assert await pool.pick(ITEM) is peer
-        peer.health.judge(GONE)
+    async with replica_of_a_pool(quarantine) as (pool, replica):
+        replica.health.judge(LATE)
+        assert not replica.usable
+        assert await pool.pick(ITEM) is replica
+        replica.health.judge(ANSWERS)
+        replica.health.suspect()
+        assert await pool.pick(ITEM) is replica
+        replica.health.judge(GONE)
         with pytest.raises(Unavailable) as error:
             await pool.pick(ITEM)
         assert error.value.reason == "NO_ENCODER"
@@ -145,27 +148,27 @@ async def test_the_only_encoder_is_used_though_it_was_late_or_is_suspected(quara
 async def test_an_encoder_that_was_gone_begins_anew() -> None:
     async with bench(ScriptedEncoder()) as b:
         await b.usable(1)
-        (peer,) = b.pool.peers
+        (replica,) = b.pool.replicas
         for _ in range(9):
-            peer.breaker.failed(peer.breaker.now())
-        assert not peer.usable
-        peer.health.judge(GONE)
+            replica.breaker.failed(replica.breaker.now())
+        assert not replica.usable
+        replica.health.judge(GONE)
         await b.usable(1)
-        assert peer.breaker.failures == 0
+        assert replica.breaker.failures == 0
 
 
 async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it_cannot_be_busy(
     quarantine: Quarantine,
 ) -> None:
-    async with peer_of_a_pool(quarantine) as (_, peer):
-        assert peer._failed(grpc.StatusCode.RESOURCE_EXHAUSTED, 0.0) is ANSWERS
-        assert peer.full, "it is as good as it says: with too many calls, and left alone for a moment"
-        assert peer._failed(grpc.StatusCode.UNAVAILABLE, 0.0) is GONE
-        peer.health.hear()
-        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard - 1) is ANSWERS
-        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard + 1) is LATE
-        peer.health.suspect()
-        assert peer._failed(grpc.StatusCode.DEADLINE_EXCEEDED, peer.health.heard - 1) is LATE
+    async with replica_of_a_pool(quarantine) as (_, replica):
+        assert replica._failed(grpc.StatusCode.RESOURCE_EXHAUSTED, 0.0) is ANSWERS
+        assert replica.full, "it is as good as it says: with too many calls, and left alone for a moment"
+        assert replica._failed(grpc.StatusCode.UNAVAILABLE, 0.0) is GONE
+        replica.health.hear()
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard - 1) is ANSWERS
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard + 1) is LATE
+        replica.health.suspect()
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard - 1) is LATE
 
 
 async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_again(quarantine: Quarantine) -> None:
@@ -174,16 +177,16 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
     async def nothing(*_: object, **__: object) -> None:
         return None
 
-    async with peer_of_a_pool(quarantine) as (_, peer):
-        peer._stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
-        assert await peer._check() is GONE
+    async with replica_of_a_pool(quarantine) as (_, replica):
+        replica._stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
+        assert await replica._check() is GONE
 
 
 async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_every_question(
-    quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[object] = []
-    region = SimpleNamespace(watch=lambda _: None, close=lambda: None)
+    region = SimpleNamespace(watch=lambda _: None)
     ends = iter([OSError("too many open files"), RuntimeError("can't start new thread")])
 
     def opened(*given: object) -> object:
@@ -192,14 +195,14 @@ async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_e
             raise error
         return region
 
-    monkeypatch.setattr(peer_module.Region, "open", opened)
-    socket = v1.LocalSocket(name="@twinlens-there", secret=b"s" * 32)
-    async with peer_of_a_pool(quarantine) as (_, peer):
-        for passed, tried in ((0, 1), (1, 1), (30, 2), (1, 2), (30, 3), (30, 3)):
-            peer._map_again -= passed
-            await peer._map(socket)
-            assert len(tries) == tried
-        assert peer.region is region
+    monkeypatch.setattr(shared_memory.Region, "open", opened)
+    info = v1.EncoderServiceGetInfoResponse(local_socket=v1.LocalSocket(name="@twinlens-there", secret=b"s" * 32))
+    memory = shared_memory.SharedMemory("", "", DType.FLOAT32, lambda: None)
+    for passed, tried in ((0, 1), (1, 1), (30, 2), (1, 2), (30, 3), (30, 3)):
+        memory._again -= passed
+        await memory.heard(info)
+        assert len(tries) == tried
+    assert memory.region is region
 
 
 async def test_memory_of_an_encoder_that_has_left_is_let_go_though_the_service_stops_first() -> None:
@@ -207,9 +210,9 @@ async def test_memory_of_an_encoder_that_has_left_is_let_go_though_the_service_s
     async with bench(ScriptedEncoder([hangs_after_the_header])) as b:
         await b.usable(1)
         (entry,) = await b.land(b"picture")
-        (peer,) = b.pool.peers
-        peer.region = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
-        await b.pool._remove(peer.address, grace=600)  # which its stream may take
+        (replica,) = b.pool.replicas
+        replica._transports = [*replica._transports, SimpleNamespace(close=lambda: closed.append(True))]  # type: ignore[list-item]
+        await b.pool._remove(replica.address, grace=600)  # which its stream may take
         await asyncio.sleep(0)
         assert not closed
         await b.pool.stop()

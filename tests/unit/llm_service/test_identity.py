@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from common.media.convert import write_media
+from common.media.item import Modality
 from encoder_service import convert as encoders
 from encoder_service.engine.content import Contents
 from encoder_service.media.fetch import FetchConfig, Fetcher
@@ -69,7 +70,7 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 @given(media, st.text(max_size=4))
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
-    theirs = encoders.item(write_media(read(message)), 0, salt, 0)
+    theirs = encoders.item(write_media(read(message)), 0, salt, 0, tuple(Modality))
     known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common import tracing
+from common.stages import Stage
 from llm_service.engine.messages import Prefilled
 from llm_service.generation.generator import Stages
 
@@ -51,8 +52,8 @@ def test_every_chunk_of_a_prompt_has_a_span_and_steps_count_once(spans: InMemory
     ]
     assert [seconds(part) for part in parts] == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=1e-6)
     assert all(part.parent is not None and part.parent.span_id == root.context.span_id for part in parts)
-    assert stages.all == {"prefill": 0.875}
-    assert stages.seconds == {}, "it is no stage after another: other stages have its time in them"
+    assert stages.all == {"prefill": Stage(0.875, 10.0, 12.125)}
+    assert stages.in_turn == {}, "it is no stage after another: other stages have its time in them"
 
 
 def test_a_stage_lasts_from_the_end_of_the_one_before_and_is_ended_once() -> None:

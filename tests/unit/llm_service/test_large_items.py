@@ -19,7 +19,7 @@ async def test_an_item_larger_than_an_encoder_s_messages_is_the_caller_s_fault_a
             await b.land(bytes(5 << 20))
         assert (error.value.reason, error.value.field) == ("MEDIA_TOO_LARGE", "here[0]")
         assert b.receiver.counters.attempts == 1
-        assert all(peer.usable and not peer.breaker.failures for peer in b.pool.peers)
+        assert all(replica.usable and not replica.breaker.failures for replica in b.pool.replicas)
 
 
 async def test_an_encoder_that_takes_larger_messages_is_sent_them() -> None:

@@ -74,8 +74,8 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     memory = SharedBuffer.create("test-rows", 1 << 20)
     runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
     assert seen == [(1, 1), (64, 8), "measured"]  # one token first, for the kernels of few rows
-    shape = runner._shape
-    assert runner.blocks == (25 << 20) // (shape.block_elements * 4) < 8 * 4096 // 16
+    (kind,) = runner.caches.paged.values()
+    assert runner.caches.blocks == (25 << 20) // (kind.shape.block_elements * 4) < 8 * 4096 // 16
 
 
 def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints: Callable[..., Path]) -> None:
@@ -89,8 +89,7 @@ def test_experts_are_captured_where_their_product_asks_the_device_for_nothing(
     capability: tuple[int, int], can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    weight = torch.zeros(1, dtype=torch.bfloat16)
-    made = SimpleNamespace(norm=SimpleNamespace(weight=weight), config=SimpleNamespace(experts=8))
+    made = SimpleNamespace(dtype=torch.bfloat16, device=SECOND, config=SimpleNamespace(experts=8))
     assert (Decoder.not_capturable(made) == "") == can  # type: ignore[arg-type]
 
 

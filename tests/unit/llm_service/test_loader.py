@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import Linear
-from common.weights import load_slices
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.models import loader
 from llm_service.models.config import TextConfig
-from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
+from llm_service.models.quantized import load_weights
 from tests.checkpoints import FAMILIES, Family
 
 CPU = torch.device("cpu")
@@ -115,6 +114,8 @@ def test_weights_of_the_vision_side_are_not_needed(copied: Path) -> None:
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 6]}}, "mrope_section"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"hidden_act": "relu"}, "relu"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "type sliding_attention are"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers of 4"),
         ({"num_hidden_layers": None}, ""),
     ],
 )
@@ -153,9 +154,9 @@ def test_a_rank_reads_what_it_holds_and_nothing_else(
     read: list[int] = []
 
     def counted(*given: Any) -> Any:
-        return ((name, Counted(stored, read)) for name, stored in load_slices(*given))
+        return ((name, Counted(stored, read)) for name, stored in load_weights(*given))
 
-    monkeypatch.setattr(loader, "load_slices", counted)
+    monkeypatch.setattr(loader, "load_weights", counted)
     leave_plain(monkeypatch)
     whole = 0
     for rank in range(ranks):
@@ -192,10 +193,10 @@ def test_ranks_hold_the_whole_between_them(
         torch.testing.assert_close(both[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(copied: Path) -> None:
+def test_a_kind_of_model_that_is_not_known_is_refused_with_those_that_are(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(CheckpointError, match=r"NoSuchModel is not supported.*Qwen3VL"):
+    (copied / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    with pytest.raises(CheckpointError, match=r"no_such_model is not supported.*qwen3_vl"):
         load_decoder(Checkpoint(copied), torch.float32, CPU)
 
 
@@ -205,14 +206,13 @@ def test_a_weight_is_laid_out_as_soon_as_it_has_been_read(
     checkpoints: Callable[..., Path], family: Family, weight_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a checkpoint which fits when it is loaded fits while it is loaded."""
-    place, plain = loader._place, []
+    place, plain, seen = loader._place, [], []
 
-    def watched(decoder: Decoder, name: str, stored: Any, **options: Any) -> None:
-        place(decoder, name, stored, **options)
-        matrices = [
-            module.weight for module in decoder.modules() if isinstance(module, PackedLinear) and module.whole()
-        ]
-        matrices += [m.gate_up_proj for m in decoder.modules() if isinstance(m, Experts) and m.whole()]
+    def watched(module: Any, *given: Any, **options: Any) -> None:
+        place(module, *given, **options)
+        seen.append(module)
+        matrices = [module.weight for module in seen if isinstance(module, PackedLinear) and module.whole()]
+        matrices += [module.gate_up_proj for module in seen if isinstance(module, Experts) and module.whole()]
         plain.append(sum(matrix.numel() for matrix in matrices))
 
     monkeypatch.setattr(loader, "_place", watched)

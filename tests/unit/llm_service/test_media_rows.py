@@ -38,10 +38,10 @@ async def test_a_repeat_of_the_same_name_is_told_of_no_time_that_it_did_not_take
         await b.usable(1)
         first = await introduced(b)
         await first.take(NO_SPANS, ())
-        await eventually(lambda: "landing" in first.seconds())
+        await eventually(lambda: "landing" in first.stages())
         again = await introduced(b)
         await again.take(NO_SPANS, ())
-        assert set(again.seconds()) == {"hash"}
+        assert set(again.stages()) == {"hash"}
         for media in (first, again):
             media._release()
 
@@ -50,12 +50,13 @@ async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten(
     async with bench(ScriptedEncoder()) as b:
         await b.usable(1)
         media = await introduced(b)
-        hashed = media.seconds()["hash"]
+        hashed = media.stages()["hash"]
         await media.take(NO_SPANS, {0})
         assert b.receiver.counters.covered == 1
         await media._place()
-        await eventually(lambda: "landing" in media.seconds())
-        assert media.seconds()["hash"] == hashed > 0
+        await eventually(lambda: "landing" in media.stages())
+        assert media.stages()["hash"] == hashed
+        assert hashed.seconds > 0
         assert b.receiver.counters.covered == 0
         media._release()
 
@@ -76,5 +77,5 @@ async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_
         await eventually(lambda: sum(span.name == "landing" for span in spans.get_finished_spans()) == 2)
         ends = [(span.start_time, span.end_time) for span in spans.get_finished_spans() if span.name == "landing"]
         traced = sum(end - start for start, end in ends if start is not None and end is not None) / 1e9
-        assert media.seconds()["landing"] >= 0.9 * traced, "two clocks may differ a little"
+        assert media.stages()["landing"].seconds >= 0.9 * traced, "two clocks may differ a little"
         media._release()

@@ -12,7 +12,14 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import _compile
-from llm_service.worker.memory import available_memory, block_count, cache_budget, largest_step, slot_count
+from llm_service.worker.memory import (
+    available_memory,
+    block_count,
+    cache_budget,
+    largest_step,
+    slot_count,
+    snapshot_count,
+)
 
 BLOCK = 1 << 20
 
@@ -60,6 +67,14 @@ def test_every_sequence_that_may_run_has_a_state_slot_where_half_of_the_budget_h
     assert slot_count(settings(), BLOCK, 7 * BLOCK, ALONE) == 3
     with pytest.raises(CheckpointError, match=f"the state of one sequence takes {BLOCK} bytes"):
         slot_count(settings(), BLOCK, 2 * BLOCK - 1, ALONE)
+
+
+def test_snapshots_have_their_share_and_no_more_than_can_be_of_use() -> None:
+    asked = settings(snapshot_share=0.5, prefix_cache=True)
+    assert snapshot_count(asked, BLOCK, 9 * BLOCK, ALONE) == 4
+    assert snapshot_count(asked, BLOCK, 1000 * BLOCK, ALONE) == 16 * 4
+    assert snapshot_count(asked, 0, 100 * BLOCK, ALONE) == 0, "no layer has states"
+    assert snapshot_count(settings(snapshot_share=0.5), BLOCK, 100 * BLOCK, ALONE) == 0, "nothing is cached"
 
 
 def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:

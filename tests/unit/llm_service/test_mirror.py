@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from common.arena import SharedBuffer
 from common.device_memory import DeviceMemoryError, as_unsigned, row_sum
 from llm_service.plan import Invalidate, Pull, Pulled, RowSlice, Unmap
-from llm_service.worker.fusion import RowArena
-from llm_service.worker.mirror import Mirror, Spans
+from llm_service.worker.mirror import ByteRanges, Mirror
+from llm_service.worker.row_arena import RowArena
 from tests.device_twin import TwinMapping, TwinMemory, TwinPool
 
 CPU = torch.device("cpu")
@@ -142,17 +142,17 @@ def test_a_pool_is_opened_once_and_closed_when_it_is_gone(bench: Bench) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 12)), max_size=40))
 def test_spans_are_a_set(steps: list[tuple[bool, int, int]]) -> None:
-    spans, plain = Spans(), set[int]()
+    ranges, plain = ByteRanges(), set[int]()
     for put, begin, size in steps:
         if put:
-            spans.add(begin, begin + size)
+            ranges.add(begin, begin + size)
             plain |= set(range(begin, begin + size))
         else:
-            spans.remove(begin, begin + size)
+            ranges.remove(begin, begin + size)
             plain -= set(range(begin, begin + size))
-        pieces = list(spans.split(3, 50))
+        pieces = list(ranges.split(3, 50))
         assert [at for begin, end, _ in pieces for at in range(begin, end)] == list(range(3, 50))
         assert {at for begin, end, here in pieces if here for at in range(begin, end)} == {
             at for at in plain if 3 <= at < 50
         }
-        assert all(one < two for one, two in zip(spans.ends, spans.begins[1:], strict=False)), "runs do not touch"
+        assert all(one < two for one, two in zip(ranges.ends, ranges.begins[1:], strict=False)), "runs do not touch"

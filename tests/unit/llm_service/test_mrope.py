@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from common.media.item import Grid, Header, Modality
-from llm_service.families.family import InPrompt
+from llm_service.families.family import InPrompt, Rows
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.request import Run, Span
 
 
-def layout_of(tokens_per_second: float = 0.0, **video: bool) -> MediaLayout:
+def layout_of(tokens_per_second: float = 0.0, *, timed_frames: bool = False) -> MediaLayout:
     """Of a family that has videos like this."""
-    modalities = {Modality.IMAGE: InPrompt("image"), Modality.VIDEO: InPrompt("video", **video)}
+    modalities = {Modality.IMAGE: InPrompt("image"), Modality.VIDEO: InPrompt("video", timed_frames=timed_frames)}
     return MediaLayout(2, modalities, tokens_per_second)
 
 
@@ -61,7 +61,7 @@ def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times
 
 
 def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_before() -> None:
-    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], layout_of(frames_apart=True))
+    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], PLAIN)
     assert where[0].tolist() == [0, 1, 1, 1, 1, 3, 4, 4, 4, 4]
     assert where[2].tolist() == [0, 1, 2, 1, 2, 3, 4, 5, 4, 5]
     assert mrope_delta == 6 - 10
@@ -75,14 +75,15 @@ def test_spans_are_found_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart", "rate"),
-    [("Qwen2VL", 0, 0.0), ("Qwen2_5_VL", 0, 2.0), ("Qwen3VL", 1, 0.0), ("Qwen3VLMoe", 1, 0.0)],
+    ("kind", "runs", "rate"),
+    [("qwen2_vl", [6], 0.0), ("qwen2_5_vl", [6], 2.0), ("qwen3_vl", [2, 2, 2], 0.0), ("qwen3_vl_moe", [2, 2, 2], 0.0)],
 )
-def test_a_familys_layout_is_read_from_its_configuration(kind: str, apart: int, rate: float) -> None:
-    architecture = f"{kind}ForConditionalGeneration"
-    config = {"architectures": [architecture], "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
+def test_a_familys_layout_is_read_from_its_configuration(kind: str, runs: list[int], rate: float) -> None:
+    config = {"model_type": kind, "vision_config": {"spatial_merge_size": 3, "tokens_per_second": 2}}
     layout = MediaLayout.of(config)
     video = layout.modalities[Modality.VIDEO]
-    assert (layout.merge, video.frames_apart) == (3, bool(apart))
+    header = Header(b"", Modality.VIDEO, Grid(3, 3, 6), 6, timestamps=(0.25, 1.25, 2.25))
+    assert layout.merge == 3
+    assert [part.count for part in video.expand(header) if isinstance(part, Rows)] == runs
     assert layout.tokens_per_second * video.timed_frames == rate
     assert layout.modalities[Modality.IMAGE] == InPrompt("image_token_id")

@@ -15,7 +15,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.tables import Tables
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.plan import Chunk
@@ -107,11 +107,11 @@ def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> N
     shape = shape_of()
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend._programs = 512  # as on a GPU of 128 multiprocessors
-    tables = replace(Tables.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
-    assert backend.over(tables).splits == 16
-    assert backend.over(replace(tables, decode_lengths=torch.ones(30))).splits == 4
-    assert backend.over(replace(tables, decode_lengths=torch.ones(300))).splits == 1
-    assert backend.over(replace(tables, longest=100)).splits == 1
+    metadata = replace(AttentionMetadata.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
+    assert backend.over(metadata).splits == 16
+    assert backend.over(replace(metadata, decode_lengths=torch.ones(30))).splits == 4
+    assert backend.over(replace(metadata, decode_lengths=torch.ones(300))).splits == 1
+    assert backend.over(replace(metadata, longest=100)).splits == 1
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
@@ -136,28 +136,28 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
     shape = shape_of()
     case = Case.random(shape, (1, 1) if decodes else (40, 20), torch.float32, 11)
     backend: Any = choose("triton", shape, torch.float32, CPU)
-    tables = Tables.of(case.chunks, shape.block_size, CPU)
-    tokens = len(tables.slots)
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
+    tokens = len(metadata.slot_mapping)
     wide = torch.full((4, 64), 10**6, dtype=torch.int32)  # no such block: reading it would end the process
-    wide[:2, : tables.blocks.shape[1]] = tables.blocks
+    wide[:2, : metadata.block_table.shape[1]] = metadata.block_table
     for row, chunk in zip(wide, case.chunks, strict=False):
         row[len(chunk.blocks) :] = 10**6
     ends = torch.full((3,), tokens, dtype=torch.int32)
     null_slot = shape.null_block * shape.block_size
     padded = replace(
-        tables,
-        slots=torch.cat([tables.slots, torch.full((3,), null_slot, dtype=torch.int32)]),
-        blocks=wide,
-        starts=torch.cat([tables.starts[:-1], ends]),
-        lengths=torch.cat([tables.lengths, torch.zeros(2, dtype=torch.int32)]),
-        tiles=torch.cat([tables.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
-        decode_lengths=torch.cat([tables.decode_lengths, torch.zeros(2 if decodes else 0, dtype=torch.int32)]),
+        metadata,
+        slot_mapping=torch.cat([metadata.slot_mapping, torch.full((3,), null_slot, dtype=torch.int32)]),
+        block_table=wide,
+        query_start_loc=torch.cat([metadata.query_start_loc[:-1], ends]),
+        seq_lens=torch.cat([metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
+        tiles=torch.cat([metadata.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
+        decode_lengths=torch.cat([metadata.decode_lengths, torch.zeros(2 if decodes else 0, dtype=torch.int32)]),
     )
     qkv = torch.cat([case.qkv, torch.full((3, 8, 64), torch.nan)])
     query, key, value = qkv.split([4, 2, 2], dim=1)
     here, there = case.cache.clone(), case.cache.clone()
     given = backend.over(padded).attend(query, key, value, here[0])
-    expected = paged_attention(query[:tokens], key[:tokens], value[:tokens], there[0], tables)
+    expected = paged_attention(query[:tokens], key[:tokens], value[:tokens], there[0], metadata)
     torch.testing.assert_close(given[:tokens], expected, rtol=2e-6, atol=2e-6)
     assert torch.equal(here[:, :, :-1], there[:, :, :-1])
 
@@ -210,9 +210,9 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
     assert causal
     assert scale == q.shape[-1] ** -0.5
     assert longest >= starts.diff().max()
-    tables = Tables(torch.empty(0), table, starts, lengths, torch.empty(0, 2), torch.empty(0), longest, 0)
+    metadata = AttentionMetadata(torch.empty(0), table, starts, lengths, torch.empty(0, 2), torch.empty(0), longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
-    return paged_attention(q, nothing, nothing, torch.stack([keys, values]), tables).view_as(q)
+    return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata).view_as(q)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

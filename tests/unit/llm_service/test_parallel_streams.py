@@ -111,7 +111,7 @@ async def test_where_no_part_can_be_had_the_first_stream_brings_all_rows() -> No
         await b.usable(1)
         assert await b.whole(DATA) == content(DATA)
         assert len([call for call in encoder.calls if call.data]) == 1
-        assert not b.pool.peers[0].full
+        assert not b.pool.replicas[0].full
 
 
 async def test_parts_ask_by_the_key_alone_which_stands_for_options_and_type() -> None:
@@ -140,8 +140,8 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
     async with bench(ScriptedEncoder([late]), **BY_PARTS) as b:
         await b.usable(1)
         fetches = await b.receiver.fetch_headers(request(DATA))
-        await b.pool._remove(b.pool.peers[0].address, grace=60.0)
-        await eventually(lambda: not b.pool.peers)
+        await b.pool._remove(b.pool.replicas[0].address, grace=60.0)
+        await eventually(lambda: not b.pool.replicas)
         (entry,) = await b.receiver.acquire(fetches)
         told.set()
         await settled(entry)

@@ -11,7 +11,8 @@ import torch
 
 from common import cuda_driver
 from llm_service.plan import RowSlice
-from llm_service.worker.fusion import RowArena, fuse
+from llm_service.worker.fusion import fuse
+from llm_service.worker.row_arena import RowArena
 
 LEVELS, WIDTH, ROWS = 2, 8, 6
 

@@ -10,7 +10,7 @@ from llm_service.encoders.pool import _choose
 
 
 @dataclass
-class FakePeer:
+class FakeReplica:
     """What the choice looks at."""
 
     address: str
@@ -19,8 +19,8 @@ class FakePeer:
     full: bool = False
 
 
-def peers(count: int) -> list[Any]:
-    return [FakePeer(f"10.0.0.{number}:7001") for number in range(count)]
+def replicas(count: int) -> list[Any]:
+    return [FakeReplica(f"10.0.0.{number}:7001") for number in range(count)]
 
 
 ITEMS = [hashlib.sha256(b"%d" % number).digest() for number in range(3000)]
@@ -31,37 +31,37 @@ def homes(of: list[Any]) -> dict[bytes, str]:
 
 
 def test_one_more_encoder_takes_its_share_and_moves_nothing_else() -> None:
-    two, three = homes(peers(2)), homes(peers(3))
+    two, three = homes(replicas(2)), homes(replicas(3))
     moved = [item for item in ITEMS if two[item] != three[item]]
     assert {three[item] for item in moved} == {"10.0.0.2:7001"}
     assert 0.28 < len(moved) / len(ITEMS) < 0.39
 
 
 def test_from_three_to_one_and_back_everything_is_where_it_was() -> None:
-    before = homes(peers(3))
-    assert set(homes(peers(1)).values()) == {"10.0.0.0:7001"}
-    assert homes(peers(3)) == before
+    before = homes(replicas(3))
+    assert set(homes(replicas(1)).values()) == {"10.0.0.0:7001"}
+    assert homes(replicas(3)) == before
 
 
 def test_items_are_spread_evenly() -> None:
-    counts = [list(homes(peers(4)).values()).count(peer.address) for peer in peers(4)]
+    counts = [list(homes(replicas(4)).values()).count(replica.address) for replica in replicas(4)]
     assert all(0.22 < count / len(ITEMS) < 0.28 for count in counts)
 
 
 def test_an_encoder_with_much_to_compute_is_passed_over_for_one_with_less() -> None:
-    item, both = ITEMS[0], peers(2)
+    item, both = ITEMS[0], replicas(2)
     first = _choose(item, both)
     first.load = 100_000
     assert _choose(item, both) is not first
-    next(peer for peer in both if peer is not first).load = 200_000
+    next(replica for replica in both if replica is not first).load = 200_000
     assert _choose(item, both) is first, "the other has more"
 
 
 def test_a_full_encoder_is_asked_only_where_all_are() -> None:
-    item, both = ITEMS[0], peers(2)
+    item, both = ITEMS[0], replicas(2)
     first = _choose(item, both)
     first.full = True
     assert _choose(item, both) is not first
-    for peer in both:
-        peer.full = True
+    for replica in both:
+        replica.full = True
     assert _choose(item, both) is first

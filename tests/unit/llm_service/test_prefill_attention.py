@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.cpu import prefill_attention
-from llm_service.layers.cpu.prefill_attention import Attention, Spans
+from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import wide_vectors
 
 pytestmark = pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
@@ -20,8 +20,10 @@ def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, spans: Spans, **options: int) -> Tensor:
-    return Attention(spans, places, *keys.shape[1:], **options).attend(query, keys, values)
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, metadata: PrefillMetadata, **options: int
+) -> Tensor:
+    return PrefillAttention(metadata, places, *keys.shape[1:], **options).attend(query, keys, values)
 
 
 def plain(
@@ -49,7 +51,7 @@ def test_every_query_sees_its_keys(queries: list[int], known: list[int], heads: 
     query, slots = noise(sum(queries), heads, dim, seed=1), sum(known) + 40
     keys, values = noise(slots, kv_heads, dim, seed=2), noise(slots, kv_heads, dim, seed=3)
     places = np.random.default_rng(4).permutation(slots)[: sum(known)]
-    out = attend(query, keys, values, places, Spans.of(queries, known))
+    out = attend(query, keys, values, places, PrefillMetadata.of(queries, known))
     expected = plain(query, keys, values, places, queries, known)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -57,11 +59,11 @@ def test_every_query_sees_its_keys(queries: list[int], known: list[int], heads: 
 def test_a_query_s_result_is_the_same_to_the_bit_in_any_chunk() -> None:
     query, keys, values = noise(500, 4, 64, seed=1), noise(500, 2, 64, seed=2), noise(500, 2, 64, seed=3)
     places = np.arange(500)
-    whole = attend(query, keys, values, places, Spans.of([500], [500]))
+    whole = attend(query, keys, values, places, PrefillMetadata.of([500], [500]))
     for size in (1, 16, 100, 333):
         for first in range(0, 500, size):
             end = min(500, first + size)
-            chunk = attend(query[first:end], keys, values, places[:end], Spans.of([end - first], [end]))
+            chunk = attend(query[first:end], keys, values, places[:end], PrefillMetadata.of([end - first], [end]))
             assert torch.equal(chunk, whole[first:end])
 
 
@@ -71,7 +73,7 @@ def test_scores_of_any_size_are_weighed() -> None:
     for size in (1e-6, 30.0, 1e4):
         query = noise(40, 2, 16, seed=1) * size
         keys[560] = query[0, 0]
-        out = attend(query, keys, values, np.arange(600), Spans.of([40], [600]))
+        out = attend(query, keys, values, np.arange(600), PrefillMetadata.of([40], [600]))
         expected = plain(query, keys, values, np.arange(600), [40], [600])
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -79,23 +81,23 @@ def test_scores_of_any_size_are_weighed() -> None:
 def test_what_is_not_a_number_reaches_those_alone_that_see_it() -> None:
     query, keys, values = noise(80, 2, 64, seed=1), noise(80, 1, 64, seed=2), noise(80, 1, 64, seed=3)
     keys[50, 0, 3] = torch.nan
-    out = attend(query, keys, values, np.arange(80), Spans.of([80], [80]))
+    out = attend(query, keys, values, np.arange(80), PrefillMetadata.of([80], [80]))
     assert not out[:50].isnan().any()
     assert out[50:].isnan().all()
 
 
 def test_heads_take_turns_where_not_all_of_them_have_room() -> None:
     query, keys, values = noise(90, 6, 32, seed=1), noise(90, 3, 32, seed=2), noise(90, 3, 32, seed=3)
-    spans = Spans.of([90], [90])
-    at_once = attend(query, keys, values, np.arange(90), spans)
+    metadata = PrefillMetadata.of([90], [90])
+    at_once = attend(query, keys, values, np.arange(90), metadata)
     for room in (1, 2 * 2 * 64 * (32 + 64) * 4):
-        assert torch.equal(attend(query, keys, values, np.arange(90), spans, room=room), at_once)
+        assert torch.equal(attend(query, keys, values, np.arange(90), metadata, room=room), at_once)
 
 
 def test_the_kernels_are_compiled_once_for_queries_of_any_layout() -> None:
     keys, values = noise(80, 2, 16, seed=2), noise(80, 2, 16, seed=3)
     wide = noise(5, 9, 16, seed=1)
     for query in (wide[:, :4], wide[:1, :4], wide[:, 2:6], noise(3, 4, 16, seed=1)):
-        attend(query, keys, values, np.arange(80), Spans.of([len(query)], [80]))
+        attend(query, keys, values, np.arange(80), PrefillMetadata.of([len(query)], [80]))
     assert len(prefill_attention._attend_kernel.signatures) == 1
     assert len(prefill_attention._pack_kernel.signatures) == 1

@@ -270,7 +270,7 @@ async def test_an_address_that_gives_other_media_in_the_middle_is_told_as_that()
         await settled(entry)
         assert isinstance(entry.error, Unavailable)
         assert (entry.error.reason, entry.error.field) == ("MEDIA_CHANGED", "here[0]")
-        assert all(peer.breaker.failures <= 1 for peer in b.pool.peers), "no encoder is to blame"
+        assert all(replica.breaker.failures <= 1 for replica in b.pool.replicas), "no encoder is to blame"
         b.cache.release(entry)
 
 

@@ -27,11 +27,13 @@ def test_a_norm_is_torch_s(rows: int, size: int) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 33])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("queries", "keys", "head"), row_cases.HEADS)
+@pytest.mark.parametrize(("queries", "keys", "head", "rotary"), row_cases.HEADS)
 def test_queries_and_keys_are_normed_and_turned_as_by_torch(
-    queries: int, keys: int, head: int, normed: bool, tokens: int
+    queries: int, keys: int, head: int, rotary: int, normed: bool, tokens: int
 ) -> None:
-    row_cases.check_qk_norm_rotary(NUMBA, queries, keys, head, torch.float32, "cpu", normed=normed, tokens=tokens)
+    row_cases.check_qk_norm_rotary(
+        NUMBA, queries, keys, head, rotary, torch.float32, "cpu", normed=normed, tokens=tokens
+    )
 
 
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_service.request import Sampling
-from tests.unit.llm_service.hashed import Order, Picture
+from llm_service.request import SamplingParams
+from tests.unit.llm_service.hashed import EOS, Order, Picture
 from tests.unit.llm_service.simulated import order, simulation, text
 
 
@@ -21,6 +21,8 @@ def orders(draw: st.DrawFn, context: int) -> Order:
     """Requests that share beginnings and pictures often, and fit the context."""
     length = draw(st.integers(1, context - 1))
     ids = list(text(length, draw(st.integers(0, 2))))
+    for end in draw(st.lists(st.integers(0, length - 1), max_size=3)):
+        ids[end] = EOS  # a turn ends
     pictures: list[Picture] = []
     start = draw(st.integers(0, 6))
     for _ in range(draw(st.integers(0, 2))):
@@ -48,7 +50,7 @@ def orders(draw: st.DrawFn, context: int) -> Order:
     }
     asked = order(ids, pictures, salt=draw(st.sampled_from(["", "", "x"])), priority=draw(st.integers(-1, 1)))
     deadline = draw(st.sampled_from([None, None, None, 5.0, 20.0]))
-    return replace(asked, sampling=Sampling(**sampling), deadline=deadline)
+    return replace(asked, sampling=SamplingParams(**sampling), deadline=deadline)
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
@@ -68,13 +70,19 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         keep_media_whole=st.booleans(),
         overlap=st.booleans(),
         early_tokens=st.sampled_from([1, 1, 0, 4]),
+        spare_slots=st.sampled_from([None, None, 0, 2]),
+        state_chunk=st.sampled_from([1, 3, 4]),
     )
-    def begin(self, blocks: int, block_size: int, max_running: int, extra: int, **more: int) -> None:
+    def begin(
+        self, blocks: int, block_size: int, max_running: int, extra: int, spare_slots: int | None, **more: int
+    ) -> None:
+        """Sequences have states where there is a number of slots for snapshots."""
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
             step_tokens=max_running + extra,
+            state_slots=0 if spare_slots is None else max_running + spare_slots,
             **more,
         )
 
@@ -125,6 +133,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert all(self.engine.outcomes[id].failed == "DEADLINE_EXCEEDED" for id in late)
 
     @rule()
+    def the_engine_dies(self) -> None:
+        self.engine.die()
+
+    @rule()
     def forget_cached(self) -> None:
         self.engine.scheduler.blocks.flush()
 
@@ -152,9 +164,12 @@ TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(overlap: bool) -> None:
+@pytest.mark.parametrize("states", [{}, {"state_slots": 14, "state_chunk": 8}], ids=["", "with states"])
+def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
+    states: dict[str, int], overlap: bool
+) -> None:
     rng = random.Random(7)
-    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap)
+    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap, **states)
     waiting: list[int] = []
     for _ in range(2000):
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []

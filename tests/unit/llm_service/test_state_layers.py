@@ -19,18 +19,18 @@ from llm_service.engine.block_manager import BlockManager, BlockTable
 from llm_service.engine.messages import Add
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.layers.attention.cache_spec import (
-    HybridBatch,
     PagedKV,
+    Segment,
     SequenceState,
     StateCache,
-    cache_shape,
+    block_elements,
     slot_bytes,
 )
 from llm_service.layers.group import ALONE
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge
@@ -38,45 +38,58 @@ from llm_service.worker.model_runner import ModelRunner
 from tests.unit.llm_service.test_load import SETTINGS
 
 BLOCK = 4
+CHUNK = 4
 FREE = 8 << 20
 SEED = 5
 PROMPTS = [array("i", range(7 + length, 7 + 2 * length)) for length in (21, 3, 9, 14)]
 
 
 class RunningSum(nn.Module):
-    """Adds the direction of the sum of all inputs so far, which is its state, to each of them."""
+    """Gives each token the direction of the sum of all inputs so far, which is its state."""
 
-    def __init__(self, width: int) -> None:
+    stored_as = "running_sum"
+
+    def __init__(self, width: int, heads: int = 1) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.heads = width, heads
 
     def cache_spec(self) -> SequenceState:
-        return SequenceState((((self.width,), torch.float64),))
+        return SequenceState((((self.heads, self.width // self.heads), torch.float64),), chunk=CHUNK)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: StateCache,
-        batch: HybridBatch,
-        places: Tensor | None = None,
-    ) -> Tensor:
-        out = x.clone()
-        for segment in batch.segments:
+    def state_backend(self) -> RunningSum:
+        return self
+
+    def batch(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return segments
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: StateCache, batch: Sequence[Segment]) -> Tensor:
+        (x,) = inputs
+        out = torch.empty_like(x)
+        for segment in batch:
             (total,) = cache.read(segment)
-            sums = total + x[segment.begin : segment.end].double().cumsum(0)
-            cache.write(segment, [sums[-1]])
-            out[segment.begin : segment.end] += (self.width**0.5 * nn.functional.normalize(sums)).float()
-        return out if places is None else out[places]
+            sums = total.flatten() + x[segment.begin : segment.end].double().cumsum(0)
+            cache.write(segment, [sums[-1].unflatten(0, (self.heads, -1))])
+            out[segment.begin : segment.end] = self.width**0.5 * nn.functional.normalize(sums)
+        return out
+
+    def join(self, mixed: Tensor) -> Tensor:
+        return mixed
 
 
 @pytest.fixture
 def runner(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    """A model whose second layer is the toy, loaded as a service loads it; whatever is in its slots is not a number."""
+    """A model whose second and last layers mix with toys of two kinds, loaded as a service loads it; whatever is in
+    their slots is not a number."""
 
     def with_state(*given: object, **options: object) -> Decoder:
         decoder: Decoder = load_decoder(*given, **options)  # type: ignore[arg-type]
-        decoder.layers[1] = RunningSum(decoder.config.hidden_size)
+        for layer, heads in ((decoder.layers[1], 1), (decoder.layers[3], 4)):
+            layer.mixer = RunningSum(decoder.config.hidden_size, heads)
+            for half in ("before", "after"):  # what is laid out for self-attention
+                vars(layer).pop(half, None)
         return decoder
 
     monkeypatch.setattr(load, "load_decoder", with_state)
@@ -87,7 +100,7 @@ def runner(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def fill_states(runner: ModelRunner, value: float) -> None:
-    for cache in runner.caches:
+    for cache in runner.caches.layers:
         if isinstance(cache, StateCache):
             cache.tensors[0].fill_(value)
 
@@ -99,11 +112,11 @@ def memory() -> SharedBuffer:
 def settings(folder: Path) -> EngineSettings:
     sizes = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "torch", "graphs": "off"}
-    rest = {"kv_memory_share": 0.5, "threads": 1}
+    rest = {"kv_memory_share": 0.5, "threads": 1, "prefix_cache": True, "snapshot_share": 0.2}
     return msgspec.structs.replace(SETTINGS, **given, **sizes, **rest)
 
 
-def whole(runner: ModelRunner, prompt: array[int], sampling: Sampling, choice: int) -> list[int]:
+def whole(runner: ModelRunner, prompt: array[int], sampling: SamplingParams, choice: int) -> list[int]:
     """What a choice says when each of its tokens is computed from all before it, in one step."""
     tokens = array("i", prompt)
     for count in range(sampling.max_tokens):
@@ -121,24 +134,27 @@ class Engine:
     """Scheduler and runner; `depth` 2 plans a step while the one before it is computed."""
 
     def __init__(self, runner: ModelRunner, *, blocks: int, running: int, step_tokens: int, depth: int) -> None:
-        self.manager = BlockManager(blocks, BLOCK, state_slots=running)
+        states = runner.caches
+        slots = states.state_slots + states.snapshot_slots
+        self.manager = BlockManager(blocks, BLOCK, state_slots=slots, state_chunk=states.state_chunk)
         self.scheduler = Scheduler(self.manager, Limits(running, step_tokens, blocks * BLOCK), frozenset(), 1)
         self._runner = runner
+        self.cached: list[int] = []
         self._depth = depth
 
-    def serve(self, prompts: Sequence[array[int]], sampling: Sampling) -> list[list[list[int]]]:
+    def serve(self, prompts: Sequence[array[int]], sampling: SamplingParams) -> list[list[list[int]]]:
         """The tokens of each choice of each prompt, all served together."""
         said: list[list[list[int]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
         for id, prompt in enumerate(prompts):
             positions = array("i", [*range(len(prompt))] * 3).tobytes()
-            fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None}
+            fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None, "resume": []}
             fields |= {"id": id, "token_ids": prompt.tobytes(), "positions": positions, "sampling": sampling}
             self.scheduler.add(Add(**fields))
         under_way: deque[Step] = deque()
         chosen: list[int] = []
         while True:
             step, started = self.scheduler.schedule()
-            assert not any(event.cached for event in started), "nothing can be resumed without a snapshot of the state"
+            self.cached += [event.cached for event in started]
             if step is not None:
                 under_way.append(step)
                 if len(under_way) < self._depth:
@@ -159,20 +175,20 @@ class Engine:
 @pytest.mark.parametrize(
     ("sizes", "sampling", "preempts"),
     [
-        ({"blocks": 64, "running": 8, "step_tokens": 64}, Sampling(max_tokens=6, temperature=0.0), False),
-        ({"blocks": 64, "running": 4, "step_tokens": 5}, Sampling(max_tokens=6, temperature=0.0), False),
-        ({"blocks": 64, "running": 2, "step_tokens": 7}, Sampling(max_tokens=6, temperature=0.0), False),
-        ({"blocks": 14, "running": 4, "step_tokens": 16}, Sampling(max_tokens=14, temperature=0.0), True),
+        ({"blocks": 64, "running": 8, "step_tokens": 64}, SamplingParams(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 64, "running": 4, "step_tokens": 5}, SamplingParams(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 64, "running": 2, "step_tokens": 7}, SamplingParams(max_tokens=6, temperature=0.0), False),
+        ({"blocks": 14, "running": 4, "step_tokens": 16}, SamplingParams(max_tokens=14, temperature=0.0), True),
         (
             {"blocks": 64, "running": 3, "step_tokens": 9},
-            Sampling(n=3, max_tokens=4, temperature=1.0, seed=SEED),
+            SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=SEED),
             False,
         ),
     ],
     ids=["at once", "in chunks", "two slots", "few blocks", "choices"],
 )
 def test_tokens_are_those_of_the_whole(
-    runner: ModelRunner, sizes: dict[str, int], sampling: Sampling, preempts: bool, depth: int
+    runner: ModelRunner, sizes: dict[str, int], sampling: SamplingParams, preempts: bool, depth: int
 ) -> None:
     engine = Engine(runner, **sizes, depth=depth)
     said = engine.serve(PROMPTS, sampling)
@@ -180,25 +196,44 @@ def test_tokens_are_those_of_the_whole(
     assert (engine.scheduler.counters.preemptions > 0) == preempts
 
 
-def test_a_repeated_prompt_is_computed_again(runner: ModelRunner) -> None:
-    engine = Engine(runner, blocks=64, running=4, step_tokens=16, depth=2)
-    sampling = Sampling(max_tokens=6, temperature=0.0)
-    assert engine.serve(PROMPTS, sampling) == engine.serve(PROMPTS, sampling)
-    assert engine.manager.cached == 0
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("end", range(2, 22))
+def test_a_prompt_that_is_known_up_to_any_place_goes_on_from_there(runner: ModelRunner, end: int, depth: int) -> None:
+    engine = Engine(runner, blocks=64, running=4, step_tokens=64, depth=depth)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    known = PROMPTS[0][:end]
+    engine.serve([known, known], sampling)
+    fill_states_that_nobody_has(engine, runner)
+    said = engine.serve([PROMPTS[0], *PROMPTS], sampling)
+    assert said == [[whole(runner, prompt, sampling, 0)] for prompt in (PROMPTS[0], *PROMPTS)]
+    assert engine.cached[2] >= (end - 1) // CHUNK * CHUNK
+
+
+def fill_states_that_nobody_has(engine: Engine, runner: ModelRunner) -> None:
+    """What is no number comes into every token that reads it."""
+    kept = [each.slot for each in engine.manager._states._snapshots.values()]
+    for cache in runner.caches.layers:
+        if isinstance(cache, StateCache):
+            gone = [slot for slot in range(len(cache.tensors[0])) if slot not in kept]
+            cache.tensors[0][gone] = torch.nan
 
 
 def test_slots_and_blocks_share_one_budget(runner: ModelRunner) -> None:
-    shape, width = runner._shape, 8 * runner._decoder.config.hidden_size
-    assert shape.layers == runner._decoder.config.layers - 1
-    assert runner.state_slots == 8
-    assert runner.blocks == (FREE // 2 - 8 * width) // (shape.block_elements * 4)
+    (kind,) = runner.caches.paged.values()
+    slot = 2 * 8 * runner._decoder.config.hidden_size
+    assert kind.shape.layers == runner._decoder.config.layers - 2
+    assert runner.caches.state_slots == 8
+    left = FREE // 2 - 9 * slot  # one slot is nobody's
+    assert runner.caches.snapshot_slots == min(16 * 8, int(0.2 * left) // slot)
+    left -= runner.caches.snapshot_slots * slot
+    assert runner.caches.blocks == left // (kind.shape.block_elements * 4)
 
 
 def test_a_model_without_states_has_no_slots(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gauge, "free", lambda _: FREE)
     plain = load.load_runner(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd)
-    assert plain.state_slots == 0
-    assert not any(isinstance(cache, StateCache) for cache in plain.caches)
+    assert plain.caches.state_slots == 0
+    assert not any(isinstance(cache, StateCache) for cache in plain.caches.layers)
 
 
 def test_a_slot_goes_back_with_the_blocks_and_has_one_owner() -> None:
@@ -217,14 +252,14 @@ def test_a_slot_goes_back_with_the_blocks_and_has_one_owner() -> None:
         manager.check_integrity([second, third])
 
 
-def test_layers_with_keys_and_values_are_alike() -> None:
+def test_a_block_counts_in_layers_of_every_shape() -> None:
     alike, other, state = (
         PagedKV(4, 2, 64),
         PagedKV(4, 2, 128),
         SequenceState((((3, 2), torch.float32), ((4,), torch.half))),
     )
-    assert cache_shape([alike, state, alike], 10, BLOCK).layers == 2
+    assert block_elements([alike, state, alike], BLOCK) == 2 * 2 * BLOCK * 2 * 64
+    assert block_elements([alike, state, other], BLOCK) == 2 * BLOCK * 2 * (64 + 128)
     assert slot_bytes([alike, state, state]) == 2 * (24 + 8)
-    for specs in ([alike, other], [state]):
-        with pytest.raises(ValueError, match="not alike"):
-            cache_shape(specs, 10, BLOCK)
+    with pytest.raises(ValueError, match="no layer has keys"):
+        block_elements([state], BLOCK)

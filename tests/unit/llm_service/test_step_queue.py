@@ -24,7 +24,7 @@ from llm_service.engine.messages import (
     Failed,
     Flush,
     Flushed,
-    Inspect,
+    GetState,
     ItemRows,
     Released,
     Started,
@@ -34,7 +34,7 @@ from llm_service.engine.messages import (
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
-from llm_service.request import Sampling
+from llm_service.request import SamplingParams
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
 
 WAIT = 30.0
@@ -182,9 +182,9 @@ def served(turns: list[list[Any]], *, overlap: bool, executor: HashExecutor | No
 
 
 ORDERS = [
-    Order(tuple(range(1, 12)), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)),
-    Order(tuple(range(3, 25)), Sampling(max_tokens=9, temperature=1.0, seed=4, repetition_penalty=1.5)),
-    Order((5, 6), Sampling(max_tokens=20, temperature=1.0, seed=9)),
+    Order(tuple(range(1, 12)), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)),
+    Order(tuple(range(3, 25)), SamplingParams(max_tokens=9, temperature=1.0, seed=4, repetition_penalty=1.5)),
+    Order((5, 6), SamplingParams(max_tokens=20, temperature=1.0, seed=9)),
 ]
 
 
@@ -205,7 +205,7 @@ def test_what_is_said_does_not_depend_on_the_overlap(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_is_released_when_no_step_under_way_holds_it_and_nothing_is_said_after(overlap: bool) -> None:
-    turns: list[list[Any]] = [[add(1, ORDERS[0])], [], [], [Abort(1)], [], [], [Flush()], [Inspect()]]
+    turns: list[list[Any]] = [[add(1, ORDERS[0])], [], [], [Abort(1)], [], [], [Flush()], [GetState()]]
     sent = served(turns, overlap=overlap)
     place = sent.index(Released([1]))
     assert not any(isinstance(message, Tokens | Started | Failed) for message in sent[place:])
@@ -225,7 +225,7 @@ def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> N
     """`grpc-timeout: 99999999H` is a header that a caller may send."""
     far = replace(ORDERS[0], deadline=time.monotonic() + 99_999_999 * 3600.0)
     waiting = msgspec.structs.replace(add(1, far), items=[ItemRows(bytes(32), 0, [(0, 0, 4)], 0)])
-    sent = served([[waiting], [], [Inspect()]], overlap=True)
+    sent = served([[waiting], [], [GetState()]], overlap=True)
     assert [type(message) for message in sent] == [State]
     assert sent[0].waiting == 1
 
@@ -239,5 +239,5 @@ def test_ranks_hear_from_an_engine_that_rests_though_questions_never_let_it_rest
 
     group = Group(4)
     group.beat_seconds = 0.0
-    served([[Inspect()]] * 5, overlap=True, executor=group)
+    served([[GetState()]] * 5, overlap=True, executor=group)
     assert group.beats >= 5

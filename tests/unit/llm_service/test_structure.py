@@ -12,6 +12,7 @@ import pytest
 
 from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
+from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure
@@ -112,6 +113,30 @@ def test_small_forms_are_made_before_large_ones(structures: Structures, monkeypa
 def test_a_form_that_cannot_be_made_is_told_to_whoever_waits(structures: Structures) -> None:
     with pytest.raises(TypeError):
         Matchers(structures, lambda: None)(Form(None)).result()  # type: ignore[arg-type]
+
+
+def test_a_matcher_stands_behind_the_output_so_far(structures: Structures, builder: PromptBuilder) -> None:
+    form, make = held(structures, Structure("regex", "(ab)+")), Matchers(structures, lambda: None)
+    said = builder.encode("abab")
+    behind = make(form, said).result()
+    beside = make(form).result()
+    for token in said:
+        assert beside.consume_token(token)
+    assert behind.compute_bitmask() == beside.compute_bitmask()
+    assert not behind.is_stopped()
+    end = 0
+    assert end in allowed(behind.compute_bitmask())
+    assert make(form, [*said, end]).result().is_stopped()
+
+
+@pytest.mark.parametrize("said", ["ba", "abb"])
+def test_no_matcher_stands_behind_what_its_grammar_forbids(
+    structures: Structures, builder: PromptBuilder, said: str
+) -> None:
+    form = held(structures, Structure("regex", "(ab)+"))
+    with pytest.raises(InvalidInput) as error:
+        Matchers(structures, lambda: None)(form, builder.encode(said)).result()
+    assert (error.value.reason, error.value.field) == ("BAD_RESUME", "resume")
 
 
 def test_two_answers_of_one_grammar_do_not_move_each_other(structures: Structures, builder: PromptBuilder) -> None:

@@ -13,7 +13,7 @@ from common.media.item import Modality
 from llm_service.prompt.tokens import MediaTokens, end_tokens
 
 MEDIA = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
-FAMILY = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+FAMILY = {"model_type": "qwen3_vl"}
 
 
 def checkpoint(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Checkpoint:
@@ -24,7 +24,14 @@ def checkpoint(folder: Path, config: dict[str, Any], generation: dict[str, Any] 
 
 
 def test_media_tokens_are_read() -> None:
-    assert MediaTokens.of(FAMILY | MEDIA) == MediaTokens({1: Modality.IMAGE, 2: Modality.VIDEO}, 3, 4)
+    assert MediaTokens.of(FAMILY | MEDIA) == MediaTokens(
+        {1: Modality.IMAGE, 2: Modality.VIDEO}, {"vision_start_token_id": 3, "vision_end_token_id": 4}
+    )
+
+
+def test_a_family_whose_videos_have_no_marks_asks_for_none() -> None:
+    given = {"model_type": "qwen2_vl", "image_token_id": 1, "video_token_id": 2}
+    assert MediaTokens.of(given).marks == {}
 
 
 @pytest.mark.parametrize("name", MEDIA)

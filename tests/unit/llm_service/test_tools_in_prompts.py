@@ -126,6 +126,14 @@ def test_a_template_without_a_place_for_something_refuses_it_by_name() -> None:
         assert (error.value.reason, error.value.field) == (reason, field)
 
 
+def test_not_to_think_may_be_asked_of_a_template_that_never_does() -> None:
+    prompt = ChatPrompt((Message("user", ("hi",)),), thinking=False)
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(prompt) == [("hi", True)]
+    always = ChatTemplate("{{ messages[0].content }}<think>", {})
+    with pytest.raises(InvalidInput, match="no choice of thinking"):
+        always.render(prompt)
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -144,7 +152,10 @@ def nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
-@pytest.mark.parametrize("text", ["5", "[]", "{", '"x"', nested(9), nested(100_000), "[" * 100_000])
+BROKEN = ["5", "[]", "{", '"x"', r'{"a":"\ud83d"}', r'{"\ude00":1}', '{"a":NaN}', '{"a":1e999}']
+
+
+@pytest.mark.parametrize("text", [*BROKEN, nested(9), nested(100_000), "[" * 100_000])
 def test_what_is_no_object_or_too_deep_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput) as error:
         read_tool(v1.ToolDefinition(name="f", parameters=text), 8, "tools[0]")

@@ -16,7 +16,7 @@ HINT = 0.001
 
 @dataclass
 class Door:
-    """An encoder as `Peer` keeps it: so many seats, of which others may take some and give them back."""
+    """An encoder as `Replica` keeps it: so many seats, of which others may take some and give them back."""
 
     seats: int
     taken: int = 0

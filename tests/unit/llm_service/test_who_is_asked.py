@@ -13,8 +13,8 @@ import pytest
 from common.errors import Exhausted, NotFound, Unavailable
 from common.media.item import Key, Modality, Url
 from llm_service.encoders import pool as pool_module
-from llm_service.encoders.peer import LinkSettings, Peer
 from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.replica import LinkSettings, Replica
 from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     DIGEST,
@@ -40,7 +40,7 @@ from twinlens import v1
 
 async def test_an_encoder_of_another_model_is_never_asked() -> None:
     async with bench(ScriptedEncoder(digest="another")) as b:
-        await eventually(lambda: b.pool.peers)
+        await eventually(lambda: b.pool.replicas)
         with pytest.raises(Unavailable) as error:
             await b.land(b"picture")
         assert error.value.reason == "NO_ENCODER"
@@ -107,12 +107,12 @@ async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_l
         first, second = b.encoders
         its_own = first_asked_of(b, first, 2)
         asking = await b.receiver.fetch_headers(request(its_own[0], its_own[0]))  # two streams, one item
-        assert sorted(peer.load for peer in b.pool.peers) == [0, 256 * 256]
+        assert sorted(replica.load for replica in b.pool.replicas) == [0, 256 * 256]
         (entry,) = await b.land(its_own[1])
         assert (len(first.calls), len(second.calls)) == (2, 1)
         b.receiver.close(asking)
         b.cache.release(entry)
-        await eventually(lambda: not any(peer.load for peer in b.pool.peers))
+        await eventually(lambda: not any(replica.load for replica in b.pool.replicas))
 
 
 async def test_an_encoder_that_is_full_and_names_no_time_is_not_asked_without_end() -> None:
@@ -150,8 +150,8 @@ async def test_an_encoder_whose_leases_run_out_in_the_middle_is_no_broken_one() 
         first.script = [has_no_lease_left]
         assert await b.whole(b"picture") == content(b"picture")
         assert [list(call.request.first_rows) for call in second.calls] == [[RUN]], "what has landed is kept"
-        (peer,) = [peer for peer in b.pool.peers if peer.address == first.address]
-        assert (peer.full, peer.usable, peer.breaker.failures) == (True, True, 0)
+        (replica,) = [replica for replica in b.pool.replicas if replica.address == first.address]
+        assert (replica.full, replica.usable, replica.breaker.failures) == (True, True, 0)
         assert b.receiver.counters.retries == 0
 
 
@@ -257,7 +257,7 @@ async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: st
         addresses = (f"dns:///{bad}:7001", f"dns:///localhost:{port}")
         pool = EncoderPool(addresses, LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
         await pool.start()
-        await eventually(lambda: any(peer.usable for peer in pool.peers))
+        await eventually(lambda: any(replica.usable for replica in pool.replicas))
         await pool.stop()
 
 
@@ -266,7 +266,7 @@ async def test_an_encoder_whose_certificates_cannot_be_read_just_now_is_taken_up
 ) -> None:
     tries = 0
 
-    class Late(Peer):
+    class Late(Replica):
         def __init__(self, *given: Any) -> None:
             nonlocal tries
             tries += 1
@@ -274,7 +274,7 @@ async def test_an_encoder_whose_certificates_cannot_be_read_just_now_is_taken_up
                 raise FileNotFoundError("ca.pem")
             super().__init__(*given)
 
-    monkeypatch.setattr(pool_module, "Peer", Late)
+    monkeypatch.setattr(pool_module, "Replica", Late)
     async with bench(ScriptedEncoder(), resolve_seconds=0.01) as b:
         await b.usable(1)
         assert tries == 2

@@ -43,3 +43,4 @@ def test_the_demo_answers_shows_its_caches_and_ends_well() -> None:
     assert done.stdout.index("outside the demo model's world") < done.stdout.index("[photo]")
     assert re.search(r"[1-9]\d* of \d+ prompt tokens came from cache, the encoder ran 0 more ViT passes", done.stdout)
     assert "both services have stopped" in done.stdout
+    assert done.stdout.splitlines()[-1] == "make up     # then open http://127.0.0.1:8000/"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,15 +17,15 @@ FAKE = "tests.unit.tools.fake_service"
 
 
 @contextmanager
-def running(*behaviours: str) -> Iterator[subprocess.Popen[str]]:
+def running(*behaviours: str, last: str = "LLM") -> Iterator[subprocess.Popen[str]]:
     """`make up` with two fake services; the second behaves as told. None of them outlives the block."""
-    commands = [("encoder", FAKE, []), ("LLM", FAKE, list(behaviours))]
+    commands = [("encoder", FAKE, []), (last, FAKE, list(behaviours))]
     program = f"from tools import up; up._commands = lambda _: {commands}; raise SystemExit(up.main(['--model', 'x']))"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "starting encoder, LLM with x …\n"
+            assert process.stdout.readline() == f"starting encoder, {last} with x …\n"
             yield process
         finally:
             for pid in descendants(process.pid):
@@ -42,6 +43,12 @@ def test_a_signal_stops_both_in_order_and_that_is_success(number: signal.Signals
         _, err = process.communicate(timeout=120)
     assert "finishing" in err
     assert process.returncode == 0
+
+
+def test_the_page_of_a_gateway_is_told() -> None:
+    with running(last="gateway") as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(3)][-1] == "drop pictures on: http://127.0.0.1:4321/\n"
 
 
 def test_a_signal_before_they_serve_stops_them_too() -> None:
@@ -73,7 +80,7 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_the_llm_service_is_given_every_encoder_and_the_gateway_is_stopped_first() -> None:
-    arguments = argparse.Namespace(model="m", host="127.0.0.1", encoders=3, tp=2, http_port=8000)
+    arguments = argparse.Namespace(model="m", host="127.0.0.1", port=7001, encoders=3, tp=2, http_port=8000)
     *encoders, (_, module, flags), (_, last, flags_of_last) = up._commands(arguments)
     assert (last, flags_of_last) == ("gateway", ["--listen", "127.0.0.1:8000", "--llm", "127.0.0.1:7002"])
     assert up._commands(argparse.Namespace(**{**vars(arguments), "http_port": 0}))[-1][1] == "llm_service"
@@ -85,7 +92,20 @@ def test_the_llm_service_is_given_every_encoder_and_the_gateway_is_stopped_first
     assert flags[-2:] == ["--tp", "2"]
 
 
-@pytest.mark.parametrize("arguments", [["--encoders", "0"], ["--tp", "0"], ["--encoders", "two"]])
+def test_a_port_that_is_taken_is_named_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert up.main(["--model", "x", "--port", str(port), "--http-port", "0"]) == 1
+    said = capsys.readouterr()
+    assert f"another program listens on 127.0.0.1:{port};" in said.err
+    assert "--http-port" in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--encoders", "0"], ["--tp", "0"], ["--encoders", "two"], ["--port", "65535"], ["--http-port", "-1"]],
+)
 def test_counts_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         up.main(arguments)

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -32,6 +34,16 @@ def raise_interrupt() -> None:
 
 def ask(address: str, *arguments: str) -> int:
     return main(["ask", "--llm", address, *arguments])
+
+
+def said_in_pieces(
+    request: v1.GenerateRequest, *, text: str, size: int, thinking: bool
+) -> Iterator[v1.GenerateResponse]:
+    """A generation that says this text, so many signs at a time."""
+    yield v1.GenerateResponse(started=v1.GenerateStarted(thinking=thinking))
+    for at in range(0, len(text), size):
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text=text[at : at + size], token_ids=[at]))
+    yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
 
 class TestAsk:
@@ -95,6 +107,51 @@ class TestAsk:
         ]
         sampling = llm.requests[0].sampling
         assert (sampling.prompt_logprobs, sampling.logprobs, sampling.HasField("logprobs")) == (1, 0, True)
+
+    @pytest.mark.parametrize("size", [1, 3, 100])
+    def test_what_the_model_thinks_goes_to_standard_error(
+        self, llm: FakeLlm, llm_address: str, size: int, capsys
+    ) -> None:
+        rest = "A < b.\n</think>\n\nYes.\n\nNo."
+        for thinking, text in ((False, f"<think>\n{rest}"), (True, rest)):
+            llm.play = partial(said_in_pieces, text=text, size=size, thinking=thinking)
+            assert ask(llm_address, "what?") == 0
+            assert capsys.readouterr() == ("Yes.\n\nNo.\n", "A < b.\n\n")
+
+    def test_thoughts_without_an_answer_and_answers_without_thoughts(
+        self, llm: FakeLlm, llm_address: str, capsys
+    ) -> None:
+        expected = {
+            "<think>Hm. </thi": ("\n", "Hm. </thi\n"),
+            " <thin> air": (" <thin> air\n", ""),
+            "<thi": ("<thi\n", ""),
+        }
+        for text, shown in expected.items():
+            llm.play = partial(said_in_pieces, text=text, size=2, thinking=False)
+            assert ask(llm_address, "what?") == 0
+            assert capsys.readouterr() == shown
+
+    @pytest.mark.parametrize(("flags", "expected"), [((), None), (("--thinking",), True), (("--no-thinking",), False)])
+    def test_whether_it_thinks_is_the_templates_to_know(
+        self, llm: FakeLlm, llm_address: str, flags: tuple[str, ...], expected: bool | None
+    ) -> None:
+        assert ask(llm_address, "what?", *flags) == 0
+        chat = llm.requests[0].chat
+        assert (chat.thinking if chat.HasField("thinking") else None) is expected
+
+    def test_the_form_of_the_answer_is_sent(self, llm: FakeLlm, llm_address: str, tmp_path, capsys) -> None:
+        schema = tmp_path / "schema.json"
+        schema.write_text('{"enum": [1]}', "utf-8")
+        assert (
+            ask(llm_address, "what?", "--json-object") == ask(llm_address, "what?", "--json-schema", str(schema)) == 0
+        )
+        assert [request.sampling.json_schema for request in llm.requests] == ['{"type": "object"}', '{"enum": [1]}']
+        llm.play = partial(said_in_pieces, text="{}", size=1, thinking=True)
+        capsys.readouterr()
+        assert ask(llm_address, "what?", "--json-object") == 0
+        assert capsys.readouterr() == ("{}\n", "")
+        assert ask(llm_address, "what?", "--json-schema", str(tmp_path / "none")) == 2
+        assert "none: No such file" in capsys.readouterr().err
 
     def test_a_session_is_named(self, llm: FakeLlm, llm_address: str) -> None:
         assert ask(llm_address, "what?", "--session", "talk") == 0

@@ -91,7 +91,11 @@ def test_names_and_sampling_are_carried_over() -> None:
         priority=2,
         session_id="t",
         model="m",
+        resume=[v1.ResumedChoice(index=1, token_ids=[5, 6])],
+        max_handovers=0,
     )
+    assert (request.resume[0].index, list(request.resume[0].token_ids)) == (1, [5, 6])
+    assert (request.HasField("max_handovers"), request.max_handovers) == (True, 0)
     assert request.sampling.max_tokens == 3
     assert (request.request_id, request.cache_salt, request.priority) == ("r", "s", 2)
     assert (request.session_id, request.model) == ("t", "m")

@@ -59,7 +59,7 @@ async def test_so_it_is_on_an_event_loop(stuck: FakeLlm) -> None:
 
 def test_a_service_that_ends_before_the_first_event_is_not_there(stuck: FakeLlm) -> None:
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
-        stuck.ended.wait(60)
+        stuck.ended.wait(1)  # where the call has reached it before it ends, its thread is waited for
         yield v1.GenerateResponse()
 
     stuck.play = play

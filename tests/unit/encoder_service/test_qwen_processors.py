@@ -9,24 +9,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.media.item import Grid, Options, Pixels
-from encoder_service.families.family import VideoRule, bounds, resize_clip, resize_picture
-from encoder_service.families.qwen2_vl import QWEN2_VL
-from encoder_service.families.qwen3_vl import QWEN3_VL
+from encoder_service.families import qwen2_vl, qwen3_vl
+from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor, VideoRule
+from encoder_service.families.resizing import bounds, resize_clip, resize_picture
 from encoder_service.item import Inspection
-from encoder_service.media.geometry import plan_frames, plan_image, plan_video
-from tests.unit.encoder_service.engines import CONFIG
+from tests.unit.encoder_service.engines import PIXELS, VIDEOS
 
 NONE = Options()
-RULES = pytest.mark.parametrize("rule", [QWEN2_VL.rule, QWEN3_VL.rule], ids=["qwen2_vl", "qwen3_vl"])
+RULES = pytest.mark.parametrize("rule", [qwen2_vl.VIDEO_RULE, qwen3_vl.VIDEO_RULE], ids=["qwen2_vl", "qwen3_vl"])
 
 
-def video(rule: VideoRule):
-    return replace(CONFIG.video, rule=rule)
+def video(rule: VideoRule) -> VideoProcessor:
+    return replace(VIDEOS, rule=rule)
 
 
 def test_a_picture_s_plan():
-    wide = replace(CONFIG.image, min_pixels=1, max_pixels=1 << 30)
-    plan = plan_image(Inspection(640, 480), wide, NONE)
+    wide = replace(PIXELS, min_pixels=1, max_pixels=1 << 30)
+    plan = ImageProcessor(wide).plan(Inspection(640, 480), NONE)
     assert (plan.grid, plan.tokens, plan.resized) == (Grid(1, 34, 46), 17 * 23, (476, 644))
     assert (plan.frames, plan.pixel_bytes, plan.timestamps) == ((0,), 640 * 480 * 3, ())
 
@@ -34,7 +33,7 @@ def test_a_picture_s_plan():
 @RULES
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_the_shortest_videos_fill_a_frame_group(rule, frames):
-    plan = plan_video(Inspection(64, 48, frames, 10.0), video(rule), NONE)
+    plan = video(rule).plan(Inspection(64, 48, frames, 10.0), NONE)
     assert len(plan.frames) == 2 * plan.grid.t
     assert max(plan.frames) < frames
     assert len(plan.timestamps) == plan.grid.t
@@ -52,8 +51,7 @@ def test_the_shortest_videos_fill_a_frame_group(rule, frames):
     height=st.integers(4, 2000),
 )
 def test_every_video_has_a_plan_within_its_bounds(rule, frames, rate, fps, most, width, height):
-    settings, options = video(rule), Options(fps=fps, max_frames=most)
-    plan = plan_video(Inspection(width, height, frames, rate), settings, options)
+    plan = video(rule).plan(Inspection(width, height, frames, rate), Options(fps=fps, max_frames=most))
     kept = len(plan.frames)
     assert kept == 2 * plan.grid.t
     assert kept <= max(2, most + most % 2)
@@ -78,15 +76,14 @@ def test_small_frames_are_brought_to_one_square_first():
 
 
 def test_a_caller_s_bound_wins_over_the_model_s():
-    settings = replace(CONFIG.image, min_pixels=1000, max_pixels=2000)
-    assert bounds(settings, NONE) == (1000, 2000)
-    assert bounds(settings, Options(min_pixels=5000)) == (5000, 5000)
-    assert bounds(settings, Options(max_pixels=10)) == (10, 10)
+    assert bounds(1000, 2000, NONE) == (1000, 2000)
+    assert bounds(1000, 2000, Options(min_pixels=5000)) == (5000, 5000)
+    assert bounds(1000, 2000, Options(max_pixels=10)) == (10, 10)
 
 
 def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
     seen = Inspection(560, 560, 80, 20.0)
-    plan = plan_video(seen, video(QWEN2_VL.rule), Options(max_pixels=8 * 56 * 56))
+    plan = video(qwen2_vl.VIDEO_RULE).plan(seen, Options(max_pixels=8 * 56 * 56))
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 8 * 56 * 56
 
 
@@ -95,23 +92,23 @@ def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
 @pytest.mark.parametrize("side", [112, 1120])
 def test_a_caller_s_greatest_area_holds_where_the_model_s_least_one_is_larger(rule, cap, side):
     square = 28 * 28
-    pixels = replace(CONFIG.image, min_pixels=128 * square, max_pixels=768 * square)
+    pixels = replace(PIXELS, min_pixels=128 * square, max_pixels=768 * square)
     settings = replace(video(rule), pixels=pixels, cap_pixels_per_frame=cap, max_video_tokens=768)
-    plan = plan_video(Inspection(side, side, 80, 10.0), settings, Options(max_pixels=16 * 25 * square))
+    plan = settings.plan(Inspection(side, side, 80, 10.0), Options(max_pixels=16 * 25 * square))
     assert len(plan.frames) * plan.resized[0] * plan.resized[1] <= 16 * 25 * square
 
 
 @RULES
 def test_a_caller_s_least_area_moves_the_model_s_greatest_one_no_further_than_it_must(rule):
     least = 16 * 20 * 28 * 28
-    plan = plan_video(Inspection(2000, 2000, 80, 10.0), video(rule), Options(min_pixels=least))
+    plan = video(rule).plan(Inspection(2000, 2000, 80, 10.0), Options(min_pixels=least))
     assert 0.75 * least <= len(plan.frames) * plan.resized[0] * plan.resized[1] <= least
 
 
 def test_frames_without_times_are_as_far_apart_as_the_options_say():
     given_frames = Pixels(b"", 4, 56, 56)
-    plan = plan_frames(given_frames, CONFIG.video, Options(fps=4.0))
+    plan = VIDEOS.plan_pixels(given_frames, Options(fps=4.0))
     assert (plan.timestamps, plan.seconds_per_grid) == ((0.125, 0.625), 0.5)
     timed = replace(given_frames, timestamps=(0.0, 2.0, 4.0, 6.0))
-    plan = plan_frames(timed, CONFIG.video, NONE)
+    plan = VIDEOS.plan_pixels(timed, NONE)
     assert (plan.timestamps, plan.seconds_per_grid) == ((1.0, 5.0), 4.0)

@@ -18,21 +18,16 @@ from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
-from llm_service.encoders.health import CHECK_SECONDS, Health, Verdict
+from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
-from llm_service.encoders.transports.cuda_ipc import CudaIpc
-from llm_service.encoders.transports.inline import Inline
-from llm_service.encoders.transports.shared_memory import Region
+from llm_service.encoders.transports.link import transports_from
 from llm_service.engine.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
 
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
-_MAP_AGAIN_SECONDS = 30.0
-"""From one try to share an encoder's memory to the next: on another host it cannot work, and where descriptors or
-threads were short for a moment, on either side, it does later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +62,7 @@ class LinkSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
     """What is told to an encoder with an item: whose it is, from which row on it is wanted and before which one to stop
-    (0: none), and how often before. After a stream of the item `broke`, not every way is tried."""
+    (0: none), and how often before. After a stream of the item `broke`, not every way is tried: see `Transport`."""
 
     request_id: str
     salt: str
@@ -78,9 +73,10 @@ class Asking:
     broke: bool = False
 
 
-class Peer:
+class Replica:
     """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
-    there may be room for one more item. `trouble` is why it could not be used last, and `starting` that it said so."""
+    there may be room for one more item. `trouble` is why it could not be used last, and `starting` that it said so;
+    `told` is what it said of its load last."""
 
     def __init__(
         self,
@@ -92,22 +88,25 @@ class Peer:
     ) -> None:
         self.address = address
         self.name = name
-        self.health = Health(address, quarantine, settings.check_seconds)
+        self.health = EncoderHealth(address, quarantine, settings.check_seconds)
         self.breaker = Breaker()
         self.trouble = ""
         self.starting = False
-        self.region: Region | None = None
-        self.device: CudaIpc | None = None
         self._settings = settings
         self._streams: set[EncodeStream] = set()
-        self._told_load = 0
+        self.told = encoder_pb2.EncoderServiceGetLoadResponse()
         self._foreign = ""
-        self._no_region: bytes = b""
-        self._map_again = 0.0
         self.full_until = 0.0
         self._openings = 0
         self._on_room = on_room
-        self._inline = Inline(settings.layout.dtype)
+        self._transports = transports_from(
+            address,
+            settings.layout.dtype,
+            shared_memory=settings.shared_memory,
+            folder=settings.local_dir,
+            mirrors=settings.mirrors,
+            on_lost=self._lost,
+        )
         self._metadata = settings.security.metadata
         self._connections = Connections(address, name, settings.security, settings.connections)
 
@@ -118,7 +117,7 @@ class Peer:
 
     @property
     def unsure(self) -> bool:
-        """It may answer as before: `Health.unsure`. For those who have nobody else to ask."""
+        """It may answer as before: `EncoderHealth.unsure`. For those who have nobody else to ask."""
         return self.health.unsure and self.breaker.closed
 
     @property
@@ -136,7 +135,7 @@ class Peer:
         """Patches that wait or are computed there, for anyone: what it said last or, where that is more, what it has
         announced on streams of ours, which may be news to it since."""
         ours = {each.announced.key: each.announced.grid.patches for each in self._streams if each.announced}
-        return max(self._told_load, sum(ours.values()))
+        return max(self.told.queued_patches + self.told.running_patches, sum(ours.values()))
 
     async def watch(self, changed: asyncio.Event) -> None:
         """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
@@ -160,7 +159,7 @@ class Peer:
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             self.trouble = "what it answers is no message of ours"
             return Verdict.GONE
-        self._told_load = load.queued_patches + load.running_patches
+        self.told = load
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
@@ -169,9 +168,8 @@ class Peer:
             return Verdict.GONE
         if not self.health.fits:
             self.breaker.succeeded()  # what its streams did in another life says nothing of this one
-        await self._map(info.local_socket)
-        if self.device is not None:
-            self.device.listed(info.device_pools)
+        for transport in self._transports:
+            await transport.heard(info)
         return Verdict.ANSWERS
 
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
@@ -183,65 +181,39 @@ class Peer:
             return Verdict.GONE
         return Verdict.ANSWERS if self.health.answers and self.health.heard > began else Verdict.LATE
 
-    async def _map(self, socket: encoder_pb2.LocalSocket) -> None:
-        """Tries to share memory with an encoder: at once in each of its lives, and now and then where it fails."""
-        settings, now = self._settings, time.monotonic()
-        wanted = settings.shared_memory and bool(socket.name)
-        if not wanted or self.region is not None or (socket.secret == self._no_region and now < self._map_again):
-            return
-        try:
-            region = await asyncio.to_thread(
-                Region.open, socket.name, settings.local_dir, socket.secret, settings.layout.dtype
-            )
-        except TimeoutError:
-            return  # it has too much to do to greet anyone: the next check tries again
-        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread to be had
-            if socket.secret != self._no_region:
-                _log.info("no memory is shared with this encoder", address=self.address, cause=str(error))
-            self._no_region, self._map_again = socket.secret, now + _MAP_AGAIN_SECONDS
-            return
-        self.region = region
-        if settings.mirrors is not None:
-            self.device = CudaIpc(region, settings.mirrors)
-        region.watch(self._lost)
-        _log.info("memory is shared with this encoder", address=self.address)
-
     def _lost(self) -> None:
         """The encoder's process has ended."""
-        self._unmap()
+        self._close_transports()
         self.health.suspect()
 
-    def _unmap(self) -> None:
-        if self.device is not None:
-            self.device.close()
-            self.device = None
-        if self.region is not None:
-            self.region.close()
-            self.region = None
+    def _close_transports(self) -> None:
+        for transport in self._transports:
+            transport.close()
 
     def refused(self, seconds: float) -> None:
         """It is full, and says when to ask again."""
         self.full_until = time.monotonic() + seconds
         self._openings = 0
 
-    def _transports(self, asking: Asking) -> list[Transport]:
-        """The ways in which rows may come, the shortest first. What broke once comes by way of the host's memory: if a
-        device is what is wrong, that is the end of it."""
-        if self.region is None:
-            return [self._inline]
-        if self.device is None or not self.device.devices or asking.broke:
-            return [self.region, self._inline]
-        return [self.device, self.region, self._inline]
+    @property
+    def transports(self) -> list[encoder_pb2.Transport]:
+        """The numbers of those by which rows may come now."""
+        return [each.number for each in self._transports if each.usable]
+
+    def ways(self, asking: Asking) -> list[Transport]:
+        """The transports by which rows may come now, the shortest way first."""
+        return [each for each in self._transports if each.usable and (each.after_break or not asking.broke)]
 
     def parts(self, size: int) -> int:
         """By how many streams at a time so many bytes of an item's rows come best; where memory is shared, by one."""
-        return max(1, min(size // self._settings.part_bytes, len(self._connections))) if self.region is None else 1
+        shortest = next(each for each in self._transports if each.usable)
+        return max(1, min(size // self._settings.part_bytes, len(self._connections))) if shortest.splits else 1
 
     @contextmanager
     def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
         settings = self._settings
-        transports = self._transports(asking)
+        transports = self.ways(asking)
         request = encoder_pb2.EncodeRequest(
             request_id=asking.request_id,
             items=[write_media(item)],
@@ -284,4 +256,4 @@ class Peer:
         try:
             await self._connections.close(grace)
         finally:
-            self._unmap()
+            self._close_transports()

@@ -21,7 +21,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", r
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-class Form(Enum):
+class ToolFormat(Enum):
     """How a model writes its calls."""
 
     NONE = "none"
@@ -37,54 +37,64 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextDelta:
     """What the model says."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """What it thinks."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallStart:
     """A call begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ArgumentsDelta:
     """More of the last call's arguments, which are JSON."""
 
     text: str
 
 
-Piece = Words | Thought | Call | Arguments
+Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 
 
-class Speech:
+class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
-    first call stand alone; `thinking`: the text begins inside of the model's reasoning."""
+    first call stand alone; `thinking`: the text begins inside of the model's reasoning; `constrained`: it must have a
+    form from its first token on, which leaves no room for reasoning, whatever the prompt ends in."""
 
     def __init__(
-        self, form: Form, functions: Mapping[str, dict[str, Any]], *, single: bool = False, thinking: bool = False
+        self,
+        tools: ToolFormat,
+        functions: Mapping[str, dict[str, Any]],
+        *,
+        single: bool = False,
+        thinking: bool = False,
+        constrained: bool = False,
     ) -> None:
-        self._form = form
+        self._tools = tools
         self._functions = functions
         self._single = single
-        self._step = self._before_reasoning if thinking else self._beginning
+        self._constrained = constrained
+        self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, self._words)
+        self._step = self._answer if constrained else self._beginning
+        self.begin(thinking=thinking)
         self._held = ""
         self._gap = ""
         self.calls = 0
 
     def begin(self, *, thinking: bool) -> None:
         """Before the first text: whether it begins inside of the model's reasoning."""
-        if thinking:
+        if thinking and not self._constrained:
             self._step = self._before_reasoning
 
     @property
@@ -116,7 +126,7 @@ class Speech:
             return True
         if THINK[0].startswith(said) and not last:
             return False
-        self._step = {Form.LIST: self._list, Form.ARGUMENTS: self._arguments}.get(self._form, self._words)
+        self._step = self._answer
         return True
 
     def _before_reasoning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
@@ -130,12 +140,12 @@ class Speech:
         """Up to its end mark; line ends beside the marks belong to them."""
         thought, mark, rest = self._held.partition(THINK[1])
         if mark:
-            _add(out, Thought(thought.rstrip()))
+            _add(out, ReasoningDelta(thought.rstrip()))
             self._held = rest
             self._step = self._after_reasoning
             return True
         keep = len(thought) if last else _certain(thought, THINK[1])
-        _add(out, Thought(thought[:keep].rstrip() if last else thought[:keep]))
+        _add(out, ReasoningDelta(thought[:keep].rstrip() if last else thought[:keep]))
         self._held = thought[keep:]
         return False
 
@@ -143,26 +153,26 @@ class Speech:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        self._step = {Form.LIST: self._list, Form.ARGUMENTS: self._arguments}.get(self._form, self._words)
+        self._step = self._answer
         return True
 
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""
-        if self._form is Form.NONE:
-            _add(out, Words(self._held))
+        if self._tools is ToolFormat.NONE:
+            _add(out, TextDelta(self._held))
             self._held = ""
             return False
         words, mark, rest = self._held.partition(CALL[0])
         if mark:
             said = words.rstrip()
             self._gap = words[len(said) :]
-            _add(out, Words(said))
+            _add(out, TextDelta(said))
             self._held = rest
             self._step = self._call
             return True
         keep = len(words) if last else _certain(words, CALL[0])
         if not (last and self.calls and not words.strip()):
-            _add(out, Words(words[:keep]))
+            _add(out, TextDelta(words[:keep]))
         self._held = words[keep:]
         return False
 
@@ -173,9 +183,9 @@ class Speech:
             return False
         body = self._held if end < 0 else self._held[:end]
         rest = "" if end < 0 else self._held[end + len(CALL[1]) :]
-        call = _json_call(body) if self._form is Form.JSON else self._xml_call(body)
+        call = _json_call(body) if self._tools is ToolFormat.JSON else self._xml_call(body)
         if call is None:
-            _add(out, Words(self._gap + CALL[0] + self._held[: len(self._held) - len(rest)]))
+            _add(out, TextDelta(self._gap + CALL[0] + self._held[: len(self._held) - len(rest)]))
         else:
             self._made(out, *call)
         self._held = rest
@@ -185,7 +195,7 @@ class Speech:
     def _end_of_call(self) -> int:
         """Where the mark stands; one inside of a JSON text is none."""
         end = self._held.find(CALL[1])
-        if end < 0 or self._form is Form.XML:
+        if end < 0 or self._tools is ToolFormat.XML:
             return end
         blank = _STRING.sub(lambda text: " " * len(text[0]), self._held)
         quote = blank.find('"')  # a text that has not ended
@@ -194,7 +204,7 @@ class Speech:
     def _made(self, out: list[Piece], name: str, arguments: str) -> None:
         self.calls += 1
         if not (self._single and self.calls > 1):
-            out += [Call(name), Arguments(arguments)]
+            out += [CallStart(name), ArgumentsDelta(arguments)]
 
     def _xml_call(self, body: str) -> tuple[str, str] | None:
         if (function := _FUNCTION.fullmatch(body)) is None:
@@ -218,21 +228,21 @@ class Speech:
             for call in calls:
                 self._made(out, call["name"], json.dumps(call["parameters"], ensure_ascii=False))
         else:
-            _add(out, Words(self._held))
+            _add(out, TextDelta(self._held))
         self._held = ""
         return False
 
     def _arguments(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         if self._held and not self.calls:
             self.calls = 1
-            out.append(Call(next(iter(self._functions))))
+            out.append(CallStart(next(iter(self._functions))))
         if self._held:
-            out.append(Arguments(self._held))
+            out.append(ArgumentsDelta(self._held))
         self._held = ""
         return False
 
 
-def _add(out: list[Piece], piece: Words | Thought) -> None:
+def _add(out: list[Piece], piece: TextDelta | ReasoningDelta) -> None:
     if piece.text:
         out.append(piece)
 
@@ -260,15 +270,13 @@ def _is_call(call: Any, key: str) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text; None where it is none."""
+    """The value of a JSON text; None where it is none, or no answer could hold it: NaN, half of a surrogate pair."""
     try:
-        return json.loads(text, parse_constant=_no_number)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(name)
+    return value
 
 
 def _value(text: str, schema: Any) -> Any:

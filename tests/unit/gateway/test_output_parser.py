@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.speech import Arguments, Call, Form, Piece, Speech, Thought, Words
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta, ToolFormat
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -30,29 +30,29 @@ def whole(pieces: list[Piece]) -> list[tuple[Any, ...]]:
     out: list[list[Any]] = []
     for piece in pieces:
         match piece:
-            case Words(text) | Thought(text):
-                kind = type(piece).__name__.lower()
+            case TextDelta(text) | ReasoningDelta(text):
+                kind = "text" if isinstance(piece, TextDelta) else "reasoning"
                 if out and out[-1][0] == kind:
                     out[-1][1] += text
                 else:
                     out.append([kind, text])
-            case Call(name):
+            case CallStart(name):
                 out.append(["call", name, ""])
-            case Arguments(text):
+            case ArgumentsDelta(text):
                 out[-1][2] += text
     return [(kind, name, json.loads(rest[0])) if rest else (kind, name) for kind, name, *rest in out]
 
 
-def heard(text: str, form: Form, cuts: list[int] | None = None, **settings: Any) -> list[tuple[Any, ...]]:
-    speech = Speech(form, FUNCTIONS, **settings)
+def heard(text: str, form: ToolFormat, cuts: list[int] | None = None, **settings: Any) -> list[tuple[Any, ...]]:
+    parser = OutputParser(form, FUNCTIONS, **settings)
     pieces: list[Piece] = []
     places = [0, *sorted(cuts or []), len(text)]
     for start, end in pairwise(places):
-        pieces += speech.feed(text[start:end])
-    return whole([*pieces, *speech.end()])
+        pieces += parser.feed(text[start:end])
+    return whole([*pieces, *parser.end()])
 
 
-J, X = Form.JSON, Form.XML
+J, X = ToolFormat.JSON, ToolFormat.XML
 CALL_J = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 CALL_X = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
@@ -60,65 +60,77 @@ CALL_X = (
 )
 MADE = ("call", "weather", {"city": "Rome", "days": 2})
 
-CASES: dict[str, tuple[str, Form, dict[str, Any], list[tuple[Any, ...]]]] = {
-    "words": ("Hello\n there ", J, {}, [("words", "Hello\n there ")]),
+CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] = {
+    "words": ("Hello\n there ", J, {}, [("text", "Hello\n there ")]),
     "nothing": ("", J, {}, []),
     "a JSON call": (CALL_J, J, {}, [MADE]),
     "an XML call": (CALL_X, X, {}, [MADE]),
-    "words and a call": (f"Let me see.\n\n{CALL_J}\n", J, {}, [("words", "Let me see."), MADE]),
+    "words and a call": (f"Let me see.\n\n{CALL_J}\n", J, {}, [("text", "Let me see."), MADE]),
     "two calls": (f"{CALL_J}\n{CALL_J}", J, {}, [MADE, MADE]),
     "two XML calls": (f"{CALL_X}\n{CALL_X}\n", X, {}, [MADE, MADE]),
     "one of two": (f"{CALL_J}\n{CALL_J}", J, {"single": True}, [MADE]),
-    "words after a call": (f"{CALL_J}\nDone.", J, {}, [MADE, ("words", "\nDone.")]),
-    "reasoning": ("<think>\nHm.\nSo.\n</think>\n\nYes.", J, {}, [("thought", "Hm.\nSo."), ("words", "Yes.")]),
+    "words after a call": (f"{CALL_J}\nDone.", J, {}, [MADE, ("text", "\nDone.")]),
+    "reasoning": ("<think>\nHm.\nSo.\n</think>\n\nYes.", J, {}, [("reasoning", "Hm.\nSo."), ("text", "Yes.")]),
     "reasoning from the start": (
         "Hm.\n</think>\n\nYes.",
         J,
         {"thinking": True},
-        [("thought", "Hm."), ("words", "Yes.")],
+        [("reasoning", "Hm."), ("text", "Yes.")],
     ),
-    "reasoning and a call": (f"<think>\nHm.\n</think>\n\n{CALL_X}", X, {}, [("thought", "Hm."), MADE]),
-    "no reasoning": ("<think>\n\n</think>\n\nYes.", J, {}, [("words", "Yes.")]),
-    "reasoning without end": ("<think>Hm. </thi", J, {}, [("thought", "Hm. </thi")]),
-    "a mark later on": ("I say <think> now", J, {}, [("words", "I say <think> now")]),
-    "nearly a mark": ("<thin ice", J, {}, [("words", "<thin ice")]),
-    "nearly a call": ("a <tool_cal b <tool_", J, {}, [("words", "a <tool_cal b <tool_")]),
-    "no tools": (CALL_J, Form.NONE, {}, [("words", CALL_J)]),
-    "no JSON": ("Hm.\n<tool_call>{nope}</tool_call> So.", J, {}, [("words", "Hm.\n<tool_call>{nope}</tool_call> So.")]),
+    "reasoning and a call": (f"<think>\nHm.\n</think>\n\n{CALL_X}", X, {}, [("reasoning", "Hm."), MADE]),
+    "no reasoning": ("<think>\n\n</think>\n\nYes.", J, {}, [("text", "Yes.")]),
+    "reasoning without end": ("<think>Hm. </thi", J, {}, [("reasoning", "Hm. </thi")]),
+    "a mark later on": ("I say <think> now", J, {}, [("text", "I say <think> now")]),
+    "nearly a mark": ("<thin ice", J, {}, [("text", "<thin ice")]),
+    "nearly a call": ("a <tool_cal b <tool_", J, {}, [("text", "a <tool_cal b <tool_")]),
+    "no tools": (CALL_J, ToolFormat.NONE, {}, [("text", CALL_J)]),
+    "no JSON": ("Hm.\n<tool_call>{nope}</tool_call> So.", J, {}, [("text", "Hm.\n<tool_call>{nope}</tool_call> So.")]),
     "no name": (
         '<tool_call>{"arguments": {}}</tool_call>',
         J,
         {},
-        [("words", '<tool_call>{"arguments": {}}</tool_call>')],
+        [("text", '<tool_call>{"arguments": {}}</tool_call>')],
     ),
     "no object": (
         '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
         J,
         {},
-        [("words", '<tool_call>{"name": "f", "arguments": 5}</tool_call>')],
+        [("text", '<tool_call>{"name": "f", "arguments": 5}</tool_call>')],
     ),
     "NaN": (
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         J,
         {},
-        [("words", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>')],
+        [("text", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>')],
     ),
-    "a list": ("<tool_call>[]</tool_call>", J, {}, [("words", "<tool_call>[]</tool_call>")]),
-    "too deep": ("<tool_call>" + "[" * 100_000, J, {}, [("words", "<tool_call>" + "[" * 100_000)]),
+    "half a pair of surrogates": (
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>',
+        J,
+        {},
+        [("text", r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>')],
+    ),
+    "a number without an end": (
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        J,
+        {},
+        [("text", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>')],
+    ),
+    "a list": ("<tool_call>[]</tool_call>", J, {}, [("text", "<tool_call>[]</tool_call>")]),
+    "too deep": ("<tool_call>" + "[" * 100_000, J, {}, [("text", "<tool_call>" + "[" * 100_000)]),
     "no end, but whole": (CALL_J.removesuffix("</tool_call>"), J, {}, [MADE]),
-    "cut off": ("So:\n" + CALL_J[:40], J, {}, [("words", "So:\n" + CALL_J[:40])]),
-    "cut off in XML": (CALL_X[:60], X, {}, [("words", CALL_X[:60])]),
+    "cut off": ("So:\n" + CALL_J[:40], J, {}, [("text", "So:\n" + CALL_J[:40])]),
+    "cut off in XML": (CALL_X[:60], X, {}, [("text", CALL_X[:60])]),
     "an end mark in a text": (
         '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\" x"}}</tool_call>!',
         J,
         {},
-        [("call", "weather", {"city": '</tool_call> " x'}), ("words", "!")],
+        [("call", "weather", {"city": '</tool_call> " x'}), ("text", "!")],
     ),
     "a good one after a bad one": (
         f"<tool_call>bad</tool_call>\n{CALL_J}",
         J,
         {},
-        [("words", "<tool_call>bad</tool_call>"), MADE],
+        [("text", "<tool_call>bad</tool_call>"), MADE],
     ),
     "no parameters": ("<tool_call><function=now></function></tool_call>", X, {}, [("call", "now", {})]),
     "an unknown function": (
@@ -140,16 +152,16 @@ CASES: dict[str, tuple[str, Form, dict[str, Any], list[tuple[Any, ...]]]] = {
         "<tool_call><function=now>hm</function></tool_call>",
         X,
         {},
-        [("words", "<tool_call><function=now>hm</function></tool_call>")],
+        [("text", "<tool_call><function=now>hm</function></tool_call>")],
     ),
     "a list that had to be": (
         '[{"name": "weather", "parameters": {"city": "Rome", "days": 2}}, {"name": "now", "parameters": {}}]',
-        Form.LIST,
+        ToolFormat.LIST,
         {},
         [MADE, ("call", "now", {})],
     ),
-    "a list cut off": ('[{"name": "weather"', Form.LIST, {}, [("words", '[{"name": "weather"')]),
-    "arguments that had to be": ('{"city": "Rome", "days": 2}', Form.ARGUMENTS, {}, [MADE]),
+    "a list cut off": ('[{"name": "weather"', ToolFormat.LIST, {}, [("text", '[{"name": "weather"')]),
+    "arguments that had to be": ('{"city": "Rome", "days": 2}', ToolFormat.ARGUMENTS, {}, [MADE]),
 }
 
 
@@ -175,7 +187,7 @@ BITS = st.sampled_from(
 
 @given(st.lists(BITS, max_size=12), st.lists(st.integers(0, 200), max_size=6), st.sampled_from([J, X]), st.booleans())
 def test_nothing_that_a_model_says_breaks_anything(
-    bits: list[str], cuts: list[int], form: Form, thinking: bool
+    bits: list[str], cuts: list[int], form: ToolFormat, thinking: bool
 ) -> None:
     text = "".join(bits)
     places = [min(cut, len(text)) for cut in cuts]
@@ -183,14 +195,14 @@ def test_nothing_that_a_model_says_breaks_anything(
 
 
 def test_words_are_held_back_no_longer_than_they_may_be_a_mark() -> None:
-    speech = Speech(J, FUNCTIONS)
-    assert speech.feed("Hello") == [Words("Hello")]
-    assert speech.feed(" ") == []
-    assert speech.feed("you <") == [Words(" you")]
-    assert speech.feed("b") == [Words(" <b")]
+    parser = OutputParser(J, FUNCTIONS)
+    assert parser.feed("Hello") == [TextDelta("Hello")]
+    assert parser.feed(" ") == []
+    assert parser.feed("you <") == [TextDelta(" you")]
+    assert parser.feed("b") == [TextDelta(" <b")]
 
 
 def test_arguments_that_had_to_be_come_as_they_are_said() -> None:
-    speech = Speech(Form.ARGUMENTS, {"weather": {}})
-    assert speech.feed('{"ci') == [Call("weather"), Arguments('{"ci')]
-    assert speech.feed('ty"') == [Arguments('ty"')]
+    parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}})
+    assert parser.feed('{"ci') == [CallStart("weather"), ArgumentsDelta('{"ci')]
+    assert parser.feed('ty"') == [ArgumentsDelta('ty"')]

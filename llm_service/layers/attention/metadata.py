@@ -16,11 +16,11 @@ TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class AttentionMetadata:
     """A flattened batch of n tokens, s sequences, the first `decodes` of which have one token each.
 
-    All are int32: `slots` [n] is where a token's keys and values go; `blocks` [s, w] the block table, which is read
-    only as far as a sequence is long; `starts` [s + 1] where each sequence's tokens begin in the batch; `lengths` [s]
+    All are int32: `slot_mapping` [n] is where a token's keys and values go; `block_table` [s, w] is read only as far as
+    a sequence is long; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s] are
     its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, TILE at a
     time, as (sequence, first token); `decode_lengths` [decodes] the lengths of the decodes. `longest_query` and
     `longest` bound a sequence's tokens in the batch, and in all.
@@ -28,10 +28,10 @@ class Tables:
     A sequence of length 0 and a tile of sequence −1 are padding.
     """
 
-    slots: Tensor
-    blocks: Tensor
-    starts: Tensor
-    lengths: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
     tiles: Tensor
     decode_lengths: Tensor
     longest_query: int
@@ -43,13 +43,14 @@ class Tables:
         return len(self.decode_lengths)
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Tables:
-        """The tables of a plan's chunks.
+    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> AttentionMetadata:
+        """The metadata of a plan's chunks.
 
-        >>> tables = Tables.of([Chunk(17, 1, [3, 5]), Chunk(0, 70, [0, 1, 2, 4, 6])], 16, torch.device("cpu"))
-        >>> tables.slots[:3].tolist(), tables.starts.tolist(), tables.lengths.tolist()
+        >>> chunks = [Chunk(17, 1, [3, 5]), Chunk(0, 70, [0, 1, 2, 4, 6])]
+        >>> metadata = AttentionMetadata.of(chunks, 16, torch.device("cpu"))
+        >>> metadata.slot_mapping[:3].tolist(), metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         ([81, 0, 1], [0, 1, 71], [18, 70])
-        >>> tables.decode_lengths.tolist(), tables.tiles.tolist()
+        >>> metadata.decode_lengths.tolist(), metadata.tiles.tolist()
         ([18], [[1, 0], [1, 64]])
         """
         counts = np.array([chunk.count for chunk in chunks])
@@ -69,10 +70,10 @@ class Tables:
             return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
         return cls(
-            slots=move(slots),
-            blocks=move(blocks),
-            starts=move(starts),
-            lengths=move(contexts + counts),
+            slot_mapping=move(slots),
+            block_table=move(blocks),
+            query_start_loc=move(starts),
+            seq_lens=move(contexts + counts),
             tiles=move(np.array(tiles).reshape(-1, 2)),
             decode_lengths=move((contexts + counts)[:decodes]),
             longest_query=int(counts.max()),

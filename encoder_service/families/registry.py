@@ -1,0 +1,31 @@
+"""The families that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from common.checkpoint import CheckpointError
+from encoder_service.families.family import Family
+from encoder_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from encoder_service.families.qwen3_5 import QWEN3_5
+from encoder_service.families.qwen3_vl import QWEN3_VL
+
+FAMILIES: Final = {
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+}
+"""By `model_type` in config.json, as in the LLM service."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json; raises CheckpointError, naming the known ones, where there is none. Another kind of
+    back end, one that serves any tower, would be found here."""
+    model_type = config.get("model_type", "?")
+    if model_type not in FAMILIES:
+        raise CheckpointError(f"the tower of {model_type} is not supported; these are: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

@@ -1,0 +1,217 @@
+"""What `POST /v1/chat/completions` takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from gateway.api.fields import (
+    VLLM_DEFAULTS,
+    Int,
+    MediaSettings,
+    Metadata,
+    Model,
+    SamplingFields,
+    StreamOptions,
+    kind_of,
+    text_or_list,
+)
+
+
+class TextPart(Model):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Model):
+    """A picture's address."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Model):
+    """A picture."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class VideoUrl(Model):
+    """A video's address."""
+
+    url: str
+
+
+class VideoPart(Model):
+    """A video."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+class Audio(Model):
+    """A clip, in base64."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class AudioPart(Model):
+    """A clip."""
+
+    type: Literal["input_audio"]
+    input_audio: Audio
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("$text")]
+    | Annotated[ImagePart, Tag("$image_url")]
+    | Annotated[VideoPart, Tag("$video_url")]
+    | Annotated[AudioPart, Tag("$input_audio")],
+    Discriminator(kind_of),
+]
+Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
+Content = Annotated[Annotated[str, Tag("$text")] | Annotated[Parts, Tag("$list")], Discriminator(text_or_list)]
+
+
+class CalledFunction(Model):
+    """What a call names, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Model):
+    """A call that the model has made; `index` is what streams have."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Int | None = None
+
+
+class Message(Model):
+    """One message of a conversation."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+
+
+class Function(Model):
+    """A function that the model may call; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Model):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Model):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedTool, Tag("$list")],
+    Discriminator(text_or_list),
+]
+
+
+class TemplateSettings(Model):
+    """vLLM's `chat_template_kwargs`."""
+
+    enable_thinking: bool | None = None
+
+
+class JsonSchema(Model):
+    """A schema that the answer must follow."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatStreamOptions(StreamOptions):
+    """What a chat's stream has beside its words."""
+
+    include_timings: bool | None = None
+
+
+class ChatRequest(SamplingFields):
+    """The body of a request."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **VLLM_DEFAULTS,
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "echo": (False,),
+        "include_reasoning": (True,),
+        "documents": ([],),
+        "store": (False,),
+        "modalities": (["text"],),
+        "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
+        "tools": ([],),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    max_completion_tokens: Int | None = None
+    stream_options: ChatStreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    metadata: Metadata | None = None
+    mm_processor_kwargs: MediaSettings | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs go with logprobs alone")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give max_completion_tokens or max_tokens, not both")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice names tools, and there are none")
+        return self

@@ -1,0 +1,48 @@
+"""`GET /v1/models`: what is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import NotFound
+from gateway.request_context import context_of
+from gateway.services import LlmServices
+from gateway.stream import json_answer
+from twinlens.v1 import llm_pb2
+
+
+class Models:
+    """Answers which models there are."""
+
+    def __init__(self, services: LlmServices) -> None:
+        self._services = services
+
+    async def list(self, request: Request) -> Response:
+        """All models that are served."""
+        context_of(request, "models")
+        return json_answer({"object": "list", "data": [_model(info) for info in self._services.models.values()]})
+
+    async def one(self, request: Request) -> Response:
+        """One of them."""
+        context_of(request, "models")
+        info = self._services.models.get(request.path_params["name"])
+        if info is None:
+            raise NotFound(
+                "no model of that name is served; /v1/models lists those that are",
+                reason="UNKNOWN_MODEL",
+                field="model",
+            )
+        return json_answer(_model(info))
+
+
+def _model(info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "twinlens",
+        "max_model_len": info.context_tokens,
+    }

@@ -1,0 +1,118 @@
+"""A request for a response, as the chat that it stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import InvalidInput, TwinlensError
+from gateway.api.responses_request import (
+    CallItem,
+    ImagePart,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesRequest,
+    ResultItem,
+    TextPart,
+)
+
+
+def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
+    """The same as a chat's body; `places` gets, for each message, the index of the item that it is of."""
+    fields = asked.model_dump(
+        include={"model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "max_handovers"},
+        exclude_none=True,
+    )
+    fields["messages"] = list(_messages(asked, places))
+    if asked.max_output_tokens is not None:
+        fields["max_tokens"] = asked.max_output_tokens
+    if asked.tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in asked.tools
+        ]
+    if isinstance(asked.tool_choice, NamedFunction):
+        fields["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice.name}}
+    elif asked.tool_choice is not None:
+        fields["tool_choice"] = asked.tool_choice
+    form = asked.text.format if asked.text else None
+    if form is not None:
+        fields["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            if form.schema_ is None:
+                raise InvalidInput("the schema is missing", reason="BAD_FIELD", field="text.format.schema")
+            fields["response_format"]["json_schema"] = {"name": form.name or "answer", "schema": form.schema_}
+    return fields
+
+
+def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, Any]]:
+    """Messages of a chat. What the model thought and called goes with what it said, as one message."""
+    if asked.instructions:
+        places.append(-1)
+        yield {"role": "system", "content": asked.instructions}
+    if isinstance(asked.input, str):
+        places.append(-1)
+        yield {"role": "user", "content": asked.input}
+        return
+    own: dict[str, Any] = {}
+    for place, item in enumerate(asked.input):
+        match item:
+            case ReasoningItem(content=parts):
+                if own:
+                    yield own
+                own = {"role": "assistant", "reasoning_content": "".join(part.text for part in parts or ())}
+                places.append(place)
+                continue
+            case CallItem():
+                if not own:
+                    own = {"role": "assistant"}
+                    places.append(place)
+                function = {"name": item.name, "arguments": item.arguments}
+                own.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+                continue
+            case MessageItem(role="assistant") if own and "content" not in own and "tool_calls" not in own:
+                own["content"] = _content(item.content)
+                continue
+            case MessageItem(role="assistant"):
+                if own:
+                    yield own
+                own = {"role": "assistant", "content": _content(item.content)}
+                places.append(place)
+                continue
+            case _:
+                pass
+        if own:
+            yield own
+            own = {}
+        places.append(place)
+        if isinstance(item, ResultItem):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+        else:
+            yield {"role": item.role, "content": _content(item.content)}
+    if own:
+        yield own
+
+
+def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    if isinstance(given, str):
+        return given
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+        for part in given
+    ]
+
+
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+_CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+def of_input(error: TwinlensError, places: list[int]) -> TwinlensError:
+    """The same error, by the names that fields have here."""
+    if match := _MESSAGE.fullmatch(error.field):
+        place = places[int(match[1])]
+        return error.at(f"input[{place}]{match[2]}" if place >= 0 else "input")
+    return error.at(_CALLED.get(error.field, error.field))

@@ -1,0 +1,145 @@
+"""A response as it comes about: its items, and what a stream tells of them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from gateway import convert
+from gateway.api.fields import Model
+from gateway.api.responses_request import ResponsesRequest
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from twinlens.v1 import llm_pb2
+
+
+class Output:
+    """What has been said so far, as the items of a response, and what a stream tells of it."""
+
+    def __init__(self, asked: ResponsesRequest, request_id: str, model: str, parser: OutputParser) -> None:
+        self.parser = parser
+        self.thought_tokens = 0
+        self._items: list[dict[str, Any]] = []
+        self._open = ""
+        self._finished = llm_pb2.GenerateFinished()
+        self._done = False
+        form = asked.text.format if asked.text else None
+        self._head = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "error": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": model,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tool_choice": asked.tool_choice.model_dump() if isinstance(asked.tool_choice, Model) else "auto",
+            "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in asked.tools or ()],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "user": asked.user,
+        }
+        if isinstance(asked.tool_choice, str):
+            self._head["tool_choice"] = asked.tool_choice
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        cut = self._finished.reason == llm_pb2.FINISH_REASON_LENGTH
+        status = ("incomplete" if cut else "completed") if self._done else "in_progress"
+        counted = convert.usage([[self._finished]])
+        usage = {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": counted["prompt_tokens_details"],
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.thought_tokens},
+            "total_tokens": counted["total_tokens"],
+        }
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._done and cut else None,
+            "output": [dict(item) for item in self._items],
+            "usage": usage if self._done else None,
+        }
+
+    def add(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+        """Takes more of it in; what a stream says of it."""
+        for piece in pieces:
+            match piece:
+                case TextDelta(text):
+                    yield from self._enter("message")
+                    self._items[-1]["content"][0]["text"] += text
+                    yield self._about("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+                case ReasoningDelta(text):
+                    yield from self._enter("reasoning")
+                    self._items[-1]["content"][0]["text"] += text
+                    yield self._about("response.reasoning_text.delta", content_index=0, delta=text)
+                case CallStart(name):
+                    yield from self._enter("function_call", name)
+                case ArgumentsDelta(text):
+                    self._items[-1]["arguments"] += text
+                    yield self._about("response.function_call_arguments.delta", delta=text)
+
+    def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
+        """It is complete."""
+        yield from self.add(self.parser.end())
+        self._finished = finished
+        cut = finished.reason == llm_pb2.FINISH_REASON_LENGTH
+        yield from self._leave("incomplete" if cut else "completed")
+        self._done = True
+        kind = "response.incomplete" if cut else "response.completed"
+        yield {"type": kind, "response": self.response()}
+
+    def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
+
+    def _enter(self, kind: str, name: str = "") -> Iterator[dict[str, Any]]:
+        """Begins an item of this kind; words and thoughts go on in the one that is open."""
+        if self._open == kind and kind != "function_call":
+            return
+        yield from self._leave("completed")
+        self._open = kind
+        item: dict[str, Any] = {"type": kind, "status": "in_progress"}
+        match kind:
+            case "message":
+                part = {"type": "output_text", "text": "", "annotations": []}
+                item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [part]}
+            case "reasoning":
+                part = {"type": "reasoning_text", "text": ""}
+                item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": [part]}
+            case _:
+                item |= {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
+                item |= {"name": name, "arguments": ""}
+        self._items.append(item)
+        empty = {**item, "content": []} if "content" in item else dict(item)
+        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": empty}
+        if kind != "function_call":
+            yield self._about("response.content_part.added", content_index=0, part=dict(item["content"][0]))
+
+    def _leave(self, status: str) -> Iterator[dict[str, Any]]:
+        """Ends the item that is open."""
+        if not self._open:
+            return
+        item, kind, self._open = self._items[-1], self._open, ""
+        item["status"] = status
+        if kind == "function_call":
+            yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        else:
+            part = dict(item["content"][0])
+            if kind == "message":
+                yield self._about("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+            else:
+                yield self._about("response.reasoning_text.done", content_index=0, text=part["text"])
+            yield self._about("response.content_part.done", content_index=0, part=part)
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": json.loads(json.dumps(item)),
+        }

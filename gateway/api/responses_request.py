@@ -1,0 +1,167 @@
+"""What `POST /v1/responses` takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from gateway.api.fields import Count, Int, Metadata, Model, kind_of, text_or_list
+
+
+class TextPart(Model):
+    """A text: the caller's, or one that the model has said."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "logprobs": ([],)}
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class ImagePart(Model):
+    """A picture."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("$input_text")]
+    | Annotated[TextPart, Tag("$output_text")]
+    | Annotated[ImagePart, Tag("$input_image")],
+    Discriminator(kind_of),
+]
+Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]
+Content = Annotated[Annotated[str, Tag("$text")] | Annotated[Parts, Tag("$list")], Discriminator(text_or_list)]
+
+
+class Item(Model):
+    """One item of the conversation so far; which fields it has is for its `type` to say."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class CallItem(Item):
+    """A call that the model has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(Item):
+    """What a call has given."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class ReasoningText(Model):
+    """A part of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    """What the model thought."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ([],)}
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=4096, fail_fast=True)] | None = None
+
+
+Items = Annotated[
+    Annotated[MessageItem, Tag("$message")]
+    | Annotated[CallItem, Tag("$function_call")]
+    | Annotated[ResultItem, Tag("$function_call_output")]
+    | Annotated[ReasoningItem, Tag("$reasoning")],
+    Discriminator(lambda item: kind_of(item) or "$message"),
+]
+
+
+class Function(Model):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Model):
+    """The function that it must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Model):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Model):
+    """How the answer is written."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedFunction, Tag("$list")],
+    Discriminator(text_or_list),
+]
+
+
+class ResponsesRequest(Model):
+    """The body of a request."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "include": ([],),
+    }
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("$text")]
+        | Annotated[list[Items], Field(min_length=1, max_length=4096, fail_fast=True), Tag("$list")],
+        Discriminator(text_or_list),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: TextSettings | None = None
+    tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    max_handovers: Count | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None

@@ -1,0 +1,333 @@
+"""A request over LLM services: which of them it is offered to, and, when one ends under its answer, which goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, cast
+
+import grpc
+
+from common import log, tracing
+from common.errors import MEDIA_CHANGED, MEDIA_HOST, Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
+from common.request_budget import STATED
+from gateway.routing_key import key_of
+from gateway.services import LlmService, LlmServices, Metadata, Outgoing, error_of
+from twinlens.v1 import llm_pb2
+
+_log = log.get("generation")
+
+_OFFERS = 3
+"""Services that a request is offered to before its answer has begun."""
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 1.0
+"""Seconds between looks for a service that can go on with an answer."""
+_STOPPED = "CALL_ENDED"
+"""The reason of a service that stops in order: no request is to blame."""
+
+Outcome: TypeAlias = Literal["taken_over", "too_many", "not_kept", "no_service"]
+Event: TypeAlias = llm_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverLimits:
+    """How many services may end under one answer and be followed by another; how long an answer waits for one that can
+    go on with it; and how many bytes of requests are kept for that. `request_seconds` bounds all of a request."""
+
+    most: int
+    seconds: float
+    kept_bytes: int
+    request_seconds: float
+
+
+class Generations:
+    """Asks LLM services. `on_handover` is told what came of an answer that was broken off, and how long after."""
+
+    def __init__(
+        self,
+        services: LlmServices,
+        limits: HandoverLimits,
+        on_handover: Callable[[Outcome, float], None],
+    ) -> None:
+        self.services: Final = services
+        self.limits: Final = limits
+        self.on_handover: Final = on_handover
+        self.kept_bytes = 0
+        """Bytes of requests whose answers another service could go on with."""
+
+    async def events(
+        self, request: llm_pb2.GenerateRequest, metadata: Metadata, on_start: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[Event]:
+        """The events of a generation, as if one service had sent them. One that cannot be reached, or is down, before
+        the first event is passed over for another; one that ends later is followed by another, which goes on with the
+        answer. `on_start` is called with the first event, when the request is no longer held on its caller's account.
+        Closing the iterator ends the call, and the service then stops its work. Raises TwinlensError."""
+        one = _Generation(self, request, await key_of(request), metadata, on_start)
+        del request
+        service = one.first_service()
+        try:
+            while True:
+                call = one.open(service)
+                try:
+                    while (event := await call.read()) is not grpc.aio.EOF:
+                        if one.takes(service, cast(Event, event)):
+                            yield cast(Event, event)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if one.answer.complete:
+                        return
+                    failure = error_of(error, begun=one.answer.begun)
+                except _OtherPrompt:
+                    failure = None
+                finally:
+                    service.in_flight -= 1
+                    call.cancel()
+                service = await one.next_service(service, failure)
+        finally:
+            one.close()
+
+
+class _OtherPrompt(Exception):
+    """A service that was to go on has laid out another prompt than the one before it."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What was said so far, as far as another service has to know it: the token ids of each choice that goes on."""
+
+    n: int
+    begun: bool = False
+    handed_over: bool = False
+    model: str = ""
+    started: llm_pb2.GenerateStarted = field(default_factory=llm_pb2.GenerateStarted)
+    tokens: dict[int, array[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing but the end of the call."""
+        return len(self.finished) == self.n
+
+    def add(self, event: Event) -> None:
+        """Takes in what a service has said."""
+        match event.WhichOneof("event"):
+            case "started":
+                self.started = event.started
+            case "delta":
+                self.tokens.setdefault(event.delta.index, array("I")).extend(event.delta.token_ids)
+            case "finished":
+                self.finished.add(event.finished.index)
+                self.tokens.pop(event.finished.index, None)
+                if self.handed_over:  # what the prompt cost is what the first service said
+                    event.finished.usage.cached_tokens = self.started.cached_tokens
+            case _:  # an event of a newer service
+                pass
+
+    def is_of(self, started: llm_pb2.GenerateStarted) -> bool:
+        """Whether a service that is to go on has laid out the same prompt, of the same media."""
+        one, other = ((each.prompt_tokens, [span.key for span in each.spans]) for each in (self.started, started))
+        return one == other
+
+    def resumed(self) -> list[llm_pb2.ResumedChoice]:
+        """For the service that goes on."""
+        return [
+            *(llm_pb2.ResumedChoice(index=index, finished=True) for index in sorted(self.finished)),
+            *(llm_pb2.ResumedChoice(index=index, token_ids=ids) for index, ids in self.tokens.items()),
+        ]
+
+
+@dataclass(slots=True)
+class _Pause:
+    """An answer that has stopped: why, where, since when, and until when a service is looked for. `busy` have refused
+    it since the last look; after `delay` seconds they are asked again."""
+
+    failure: TwinlensError
+    address: str
+    begun: float
+    until: float
+    busy: list[LlmService] = field(default_factory=list)
+    delay: float = _FIRST_DELAY
+
+
+class _Generation:
+    """One request: what is asked, what was answered, and where it was."""
+
+    def __init__(
+        self,
+        owner: Generations,
+        request: llm_pb2.GenerateRequest,
+        key: bytes,
+        metadata: Metadata,
+        on_start: Callable[[], None],
+    ) -> None:
+        self._owner = owner
+        self._services = owner.services
+        self._request: llm_pb2.GenerateRequest | None = request
+        self._key = key
+        self._metadata = metadata
+        self._on_start = on_start
+        self._deadline = time.perf_counter() + owner.limits.request_seconds
+        self._most = owner.limits.most
+        if request.HasField("max_handovers"):
+            self._most = min(self._most, request.max_handovers)
+        self._kept = 0
+        self._handovers = 0
+        self._gets_on = False  # whether anything came from the service that has it now
+        self._offered: list[LlmService] = []  # before it began
+        self._left: list[LlmService] = []  # where it was broken off: others are preferred
+        self._unfit: list[LlmService] = []  # which cannot go on with it
+        self._pause: _Pause | None = None
+        self.answer = _Answer(max(1, request.sampling.n), model=request.model)
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        self._owner.kept_bytes -= self._kept
+        self._kept = 0
+
+    def first_service(self) -> LlmService:
+        """Where it is offered first. Raises TwinlensError where nobody can take it."""
+        return self._services.pick(self.answer.model, self._key)
+
+    def open(self, service: LlmService) -> grpc.aio.UnaryStreamCall[Outgoing, Event]:
+        """Asks a service, which is told what there is of the answer. Raises DeadlineExceeded."""
+        assert self._request is not None
+        seconds = self._deadline - time.perf_counter()
+        if seconds <= 0:
+            raise DeadlineExceeded("the request took too long")
+        if self.answer.begun:
+            self._request.model = self.answer.model
+            if (left := self._most - self._handovers) == 0 or self._request.HasField("max_handovers"):
+                self._request.max_handovers = left
+            del self._request.resume[:]
+            self._request.resume.extend(self.answer.resumed())
+        else:
+            self._offered.append(service)
+        stated = (STATED, str(self._request.ByteSize()))
+        call = service.generate(
+            Outgoing(self._request), timeout=seconds, metadata=(*self._services.metadata, *self._metadata, stated)
+        )
+        service.in_flight += 1
+        return call
+
+    def takes(self, service: LlmService, event: Event) -> bool:
+        """Takes in what a service has said; whether the caller is told. Raises _OtherPrompt."""
+        if not self.answer.begun:
+            self.answer.begun = True
+            self.answer.model = service.model
+            self._on_start()
+            self._keep()
+        elif self._pause is not None:
+            if not self.answer.is_of(event.started):
+                raise _OtherPrompt
+            self._taken_over(self._pause, service)
+            return False
+        else:
+            self._gets_on = True
+        self.answer.add(event)
+        return True
+
+    def _keep(self) -> None:
+        """Keeps the request for another service, where it may be handed over, and there is room."""
+        assert self._request is not None
+        size = self._request.ByteSize()
+        if self._most and self._owner.kept_bytes + size <= self._owner.limits.kept_bytes:
+            self._kept = size
+            self._owner.kept_bytes += size
+        else:
+            self._request = None
+
+    async def next_service(self, service: LlmService, failure: TwinlensError | None) -> LlmService:
+        """Where it is asked next, after this one failed it, or laid out another prompt (no failure). Raises
+        TwinlensError where it is asked nowhere."""
+        if self._pause is None:
+            assert failure is not None
+            if not self.answer.begun:
+                return self._other_offer(service, failure)
+            self._pause = self._broken_off(service, failure)
+        else:
+            self._refused(self._pause, service, failure)
+        if self._request is None:
+            raise self._given_up(self._pause, "not_kept")
+        if self._handovers > self._most:
+            raise self._given_up(self._pause, "too_many")
+        return await self._successor(self._pause)
+
+    def _other_offer(self, service: LlmService, failure: TwinlensError) -> LlmService:
+        others = self._services.fitting(self.answer.model, self._offered) if len(self._offered) < _OFFERS else []
+        if not others or not isinstance(failure, Unavailable):
+            raise failure
+        _log.info("a request goes elsewhere", address=service.address, why=failure.reason)
+        return self._services.choose(self._key, others)
+
+    def _broken_off(self, service: LlmService, failure: TwinlensError) -> _Pause:
+        """The answer has stopped. Raises the failure where another service would fare no better, or is not wanted."""
+        if not self._most or not isinstance(failure, Unavailable) or failure.reason in (MEDIA_HOST, MEDIA_CHANGED):
+            raise failure
+        self._left.append(service)
+        if failure.reason != _STOPPED or not self._gets_on:
+            self._handovers += 1
+        now = time.perf_counter()
+        return _Pause(failure, service.address, now, now + self._owner.limits.seconds)
+
+    def _refused(self, pause: _Pause, service: LlmService, failure: TwinlensError | None) -> None:
+        """A service that was to go on does not. Raises the failure where that is no service's."""
+        match failure:
+            case DeadlineExceeded() | Cancelled():
+                raise failure
+            case Unavailable(reason="STREAM_INTERRUPTED"):  # it may have ended by what it was asked
+                self._left.append(service)
+                self._handovers += 1
+            case Unavailable() | Exhausted():
+                pause.busy.append(service)
+            case _:
+                self._unfit.append(service)
+                self._handovers += 1
+        why = failure.reason if failure else "OTHER_PROMPT"
+        _log.info("a service does not go on with an answer", address=service.address, why=why)
+
+    async def _successor(self, pause: _Pause) -> LlmService:
+        """A service that can go on, as it has just said; it is waited for."""
+        while True:
+            fitting = self._services.fitting(self.answer.model, [*self._unfit, *pause.busy])
+            if fitting:
+                others = [service for service in fitting if service not in self._left]
+                service = self._services.choose(self._key, others or fitting)
+                if await self._services.confirm(service):
+                    return service
+            elif time.perf_counter() >= pause.until:
+                raise self._given_up(pause, "no_service")
+            else:
+                # Many answers stop at once; they do not all ask again at once.
+                await asyncio.sleep(pause.delay * random.uniform(0.5, 1.0))
+                pause.delay = min(2 * pause.delay, _LONGEST_DELAY)
+                pause.busy.clear()
+
+    def _taken_over(self, pause: _Pause, service: LlmService) -> None:
+        self._pause, self._gets_on, self.answer.handed_over = None, False, True
+        now = time.perf_counter()
+        self._owner.on_handover("taken_over", now - pause.begun)
+        tracing.record([("handover", pause.begun, now)], left=pause.address, to=service.address)
+        _log.warning(
+            "an answer goes on elsewhere",
+            left=pause.address,
+            why=pause.failure.reason,
+            to=service.address,
+            tokens=sum(map(len, self.answer.tokens.values())),
+            seconds=round(now - pause.begun, 3),
+        )
+
+    def _given_up(self, pause: _Pause, outcome: Outcome) -> TwinlensError:
+        """What the answer ends with: why it stopped."""
+        seconds = time.perf_counter() - pause.begun
+        self._owner.on_handover(outcome, seconds)
+        _log.warning(
+            "an answer goes on nowhere",
+            left=pause.address,
+            why=pause.failure.reason,
+            outcome=outcome,
+            seconds=round(seconds, 3),
+        )
+        return pause.failure

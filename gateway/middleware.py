@@ -1,0 +1,282 @@
+"""What surrounds every request: the token, the limits, the body, the request's id, the time that it has, a caller who
+leaves, and errors turned into answers. Handlers just raise; here, and nowhere else, an error becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common import log, tracing
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Exhausted,
+    Internal,
+    InvalidInput,
+    TwinlensError,
+    Unauthenticated,
+    Unavailable,
+)
+from gateway.config import GatewayConfig
+from gateway.connection import ABORT
+from gateway.errors import NoRoute, TooLarge, body_of, headers_of, status_of
+from gateway.meters import Meters
+from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
+from gateway.stream import EVENTS
+
+_log = log.get("middleware")
+
+_JSON: Final = (b"content-type", b"application/json")
+_OPEN = ("/health", "/metrics", "/version", "/page/")
+"""Paths, beside the page's own, that neither need a token nor count as requests."""
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LEFT_STATUS = 499
+_LONGEST_TRACE = 512
+"""Characters of a trace context's header that is sent on: as many as W3C asks for. gRPC fails calls with kilobytes."""
+
+
+class RequestMiddleware:
+    """Surrounds an application, which finds a `RequestContext` in its scope."""
+
+    def __init__(self, app: ASGIApp, config: GatewayConfig, meters: Meters) -> None:
+        self._app = app
+        self._config = config
+        self._tokens = config.tokens()
+        self._meters = meters
+        self._requests: set[RequestContext] = set()
+        self.body_budget = BodyBudget(config.max_inflight_bytes)
+        self.closed = False
+
+    @property
+    def open_requests(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
+
+    def end_all(self, cause: TwinlensError) -> None:
+        """Ends every request under way."""
+        for context in list(self._requests):
+            context.end(cause)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return None
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        stated = headers.get(b"x-request-id", "")
+        context = RequestContext(
+            stated if _ID.fullmatch(stated) else uuid.uuid4().hex, _trace_context(headers), BodyLease(self.body_budget)
+        )
+        scope.update({"app": self, SCOPE_KEY: context})
+        if scope["path"] == "/" or scope["path"].startswith(_OPEN):
+            return await self._guarded(scope, send, context, lambda out: self._app(scope, receive, out))
+        self._requests.add(context)
+        begun = time.perf_counter()
+        try:
+            with (
+                log.bound(request_id=context.id),
+                tracing.serving(f"{scope['method']} {scope['path'][:64]}", context.metadata, request_id=context.id),
+            ):
+                if mine := tracing.outgoing():
+                    context.metadata = mine
+                await self._guarded(
+                    scope, send, context, lambda out: self._serve(scope, receive, out, context, headers)
+                )
+        finally:
+            self._requests.discard(context)
+            seconds = time.perf_counter() - begun
+            if context.first_byte:
+                self._meters.first_byte(context.surface, context.first_byte - begun)
+            self._meters.ended(context.surface, context.status, seconds)
+            outcome = context.cause.reason if context.cause else "OK"
+            stranger = context.status == HTTPStatus.UNAUTHORIZED  # counted, but no way to fill the log
+            (_log.debug if stranger or context.surface == "load" else _log.info)(  # that is asked for each second
+                "request",
+                request_id=context.id,
+                surface=context.surface,
+                status=context.status,
+                outcome=outcome,
+                seconds=round(seconds, 4),
+            )
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: dict[bytes, str]
+    ) -> None:
+        """Lets a request in, and the application answer it for as long as the caller is there."""
+        self._check(headers)
+        stated = headers.get(b"x-request-id", "")
+        if stated and stated != context.id:
+            raise InvalidInput(
+                "an id has 1 to 128 printable ASCII characters", reason="ID_TOO_LONG", field="x-request-id"
+            )
+        try:
+            context.body = await self._body(receive, headers, context.body_lease)
+            watcher = asyncio.create_task(_end_on_disconnect(receive, context))
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                watcher.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watcher
+        finally:
+            context.body_lease.release()
+
+    def _check(self, headers: dict[bytes, str]) -> None:
+        """Raises what a request is refused with before any of its body is taken."""
+        if self._tokens:
+            kind, _, token = headers.get(b"authorization", "").partition(" ")
+            given = token.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+            if not sum(hmac.compare_digest(given, each) for each in self._tokens):  # all are compared
+                raise Unauthenticated("a bearer token is needed")
+        if self.closed:
+            raise Unavailable("the gateway stops", reason="STOPPING")
+        if self.open_requests > self._config.max_requests:
+            raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
+
+    async def _body(self, receive: Receive, headers: dict[bytes, str], lease: BodyLease) -> bytes:
+        """The whole body, within its bounds."""
+        stated = headers.get(b"content-length", "")
+        self._check_size(int(stated) if stated.isdecimal() else 0)
+        parts: list[bytes] = []
+        while True:
+            try:
+                async with asyncio.timeout(self._config.request_stall_seconds):
+                    message = await receive()
+            except TimeoutError:
+                raise Exhausted("nothing of the request came for too long", reason="REQUEST_TOO_SLOW") from None
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the caller has left")
+            part = message.get("body", b"")
+            self._check_size(lease.bytes + len(part))
+            lease.take(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _check_size(self, count: int) -> None:
+        if count > self._config.max_body_bytes:
+            limit = self._config.max_body_bytes
+            raise TooLarge(f"a request's body may have {limit} bytes", reason="BODY_TOO_LARGE")
+
+    async def _guarded(
+        self, scope: Scope, send: Send, context: RequestContext, serve: Callable[[Send], Awaitable[None]]
+    ) -> None:
+        """Runs `serve`, in the time that a request has, and answers with whatever error ends it."""
+        out = _BoundedSend(send, context, scope["extensions"][ABORT], self._config.answer_stall_seconds)
+        try:
+            error = await self._outcome(context, serve(out))
+            if error is not None:
+                # What led to it holds the body; as a part of a circle it would do so until garbage is looked for.
+                error.__traceback__ = error.__context__ = None
+                context.cause = error
+                tracing.failed(error.reason)
+                await out.fail(error)
+        finally:
+            out.close()
+
+    async def _outcome(self, context: RequestContext, serving: Awaitable[None]) -> TwinlensError | None:
+        """Waits for the answer, as long as a request may take; the error that has ended it."""
+        loop = asyncio.get_running_loop()
+        try:
+            context.limit = asyncio.timeout_at(loop.time() + self._config.request_seconds)
+            async with context.limit:
+                await serving
+        except TimeoutError:
+            return context.cause or DeadlineExceeded("the request took too long")
+        except TwinlensError as stated:
+            return stated
+        except HTTPException as stated:
+            if stated.status_code == 404:
+                return NoRoute(404, "there is nothing at this path; OpenAI's API is below /v1")
+            return NoRoute(stated.status_code, "this path has other methods", (stated.headers or {}).get("Allow", ""))
+        except Exception:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log the rest
+            _log.exception("a handler failed")
+            return Internal("the gateway failed to handle this request")
+        return None
+
+
+class _BoundedSend:
+    """Sends an answer: each part in bounded time, and the request's id with the first.
+
+    One timer looks after all parts: a part is one token, and a timer for each costs as much as what it is for.
+    """
+
+    def __init__(self, send: Send, context: RequestContext, abort: Callable[[], None], seconds: float) -> None:
+        self._send = send
+        self._context = context
+        self._abort = abort
+        self._seconds = seconds
+        self._complete = False
+        self._loop = asyncio.get_running_loop()
+        self._sending_since: float | None = None
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        """Gives a caller up who has taken nothing of a part for too long; looks again when that could next be."""
+        now = self._loop.time()
+        since = now if self._sending_since is None else self._sending_since
+        if now - since < self._seconds:
+            self._timer = self._loop.call_at(since + self._seconds, self._look)
+            return
+        self._abort()
+        self._context.end(Unavailable("the caller takes nothing of the answer", reason="CALLER_STALLED"))
+
+    async def __call__(self, message: Message) -> None:
+        context = self._context
+        if message["type"] == "http.response.start":
+            context.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", context.id.encode())]
+            context.streams = any(value.startswith(EVENTS.encode()) for _, value in message["headers"])
+        else:
+            context.first_byte = context.first_byte or time.perf_counter()
+            self._complete = not message.get("more_body", False)
+        self._sending_since = self._loop.time()
+        await self._send(message)
+        self._sending_since = None
+
+    async def fail(self, error: TwinlensError) -> None:
+        """Answers with an error: as such, or, where a stream of events has begun, as its last event."""
+        if isinstance(error, Cancelled) and error.reason == Cancelled.default_reason:
+            self._context.status = _LEFT_STATUS
+            self._abort()
+        elif self._complete or error.reason == "CALLER_STALLED":
+            return
+        elif not self._context.status:
+            content = body_of(error)
+            length = (b"content-length", b"%d" % len(content))
+            headers = [_JSON, length, *headers_of(error)]
+            await self({"type": "http.response.start", "status": status_of(error), "headers": headers})
+            await self({"type": "http.response.body", "body": content})
+        elif self._context.streams:
+            await self({"type": "http.response.body", "body": b"data: " + body_of(error) + b"\n\n"})
+        else:
+            self._abort()
+
+
+async def _end_on_disconnect(receive: Receive, context: RequestContext) -> None:
+    """Ends a request whose caller has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    context.end(Cancelled("the caller has left"))
+
+
+def _trace_context(headers: dict[bytes, str]) -> list[tuple[str, str]]:
+    """The caller's trace context, where it can be sent on."""
+    found = ((name, headers.get(name.encode(), "")) for name in ("traceparent", "tracestate"))
+    return [
+        (name, value)
+        for name, value in found
+        if 0 < len(value) <= _LONGEST_TRACE and value.isascii() and value.isprintable()
+    ]

@@ -1,0 +1,174 @@
+// The page: its tabs, its settings, the composer, and which models there are.
+
+import { getJson, token } from "./api.js";
+import { Conversation } from "./chat.js";
+import { $, el } from "./dom.js";
+import { LoadView } from "./load.js";
+import { draw, takeDropsAndPastes, takePicture, Tray } from "./media.js";
+
+const AGAIN = 2000; // milliseconds after which a gateway that has no model, or does not answer, is asked again
+const load = new LoadView();
+const tray = new Tray(notice, refresh);
+const conversation = new Conversation({ settings, onState: refresh, onFailure });
+
+function notice(text) {
+  $("notice").textContent = text;
+  $("notice").hidden = !text;
+}
+
+function settings() {
+  const number = (id) => ($(id).value.trim() === "" ? null : Number($(id).value));
+  return {
+    model: $("model").value,
+    temperature: number("temperature"),
+    length: number("length"),
+    system: $("system").value.trim(),
+  };
+}
+
+// What can be done now, as buttons show it.
+function refresh() {
+  const { busy } = conversation;
+  $("stop").hidden = !busy;
+  $("ask").disabled = busy || tray.reading > 0;
+  $("welcome").hidden = conversation.turns.length > 0 || tray.items.length > 0;
+  $("new").hidden = conversation.turns.length === 0;
+}
+
+function onFailure(failure) {
+  if (failure.status === 401) openSettings("token");
+}
+
+// --- models
+
+let asking;
+
+async function findModels() {
+  clearTimeout(asking);
+  try {
+    const { data } = await getJson("v1/models");
+    const chosen = $("model").value;
+    $("model").replaceChildren(...data.map(({ id }) => el("option", { value: id, selected: id === chosen }, id)));
+    $("model").parentElement.hidden = data.length === 0;
+    notice(data.length ? "" : "No LLM service can be used yet: it may still be loading its model.");
+    if (data.length) return;
+  } catch (error) {
+    notice(`${error.message.charAt(0).toUpperCase()}${error.message.slice(1)}. ${error.advice ?? ""}`);
+    if (error.status === 401) return openSettings("token");
+  }
+  asking = setTimeout(findModels, AGAIN);
+}
+
+// --- the composer
+
+function fit() {
+  const question = $("question");
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight}px`;
+}
+
+function ask(event) {
+  event.preventDefault();
+  const text = $("question").value.trim();
+  if (conversation.busy || tray.reading || (!text && !tray.items.length)) return;
+  notice("");
+  $("question").value = "";
+  fit();
+  conversation.ask(text, tray.take());
+}
+
+async function add(files) {
+  notice("");
+  select($("tab-chat"));
+  await tray.add(files);
+  $("question").focus();
+}
+
+const ACTIONS = {
+  choose: () => $("files").click(),
+  camera: () => takePicture(add, notice),
+  draw: async () => add([await draw()]),
+};
+
+for (const button of document.querySelectorAll("[data-do]")) {
+  button.addEventListener("click", ACTIONS[button.dataset.do]);
+}
+for (const input of [$("files"), $("capture")]) {
+  input.addEventListener("change", () => {
+    add([...input.files]);
+    input.value = "";
+  });
+}
+takeDropsAndPastes(add);
+$("composer").addEventListener("submit", ask);
+$("question").addEventListener("input", fit);
+$("question").addEventListener("keydown", (event) => {
+  const sends = event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches;
+  if (sends) ask(event);
+});
+$("stop").addEventListener("click", () => conversation.stop());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && conversation.busy && !document.querySelector("dialog[open]")) conversation.stop();
+});
+$("new").addEventListener("click", () => {
+  conversation.clear();
+  refresh();
+  $("question").focus();
+});
+
+// --- settings
+
+function openSettings(field) {
+  if (!$("settings").open) $("settings").showModal();
+  if (field) $(field).focus();
+}
+
+const KEPT = ["temperature", "length", "system"];
+for (const id of KEPT) $(id).value = sessionStorage.getItem(`twinlens-${id}`) ?? "";
+$("token").value = token.get();
+$("open-settings").addEventListener("click", () => openSettings());
+$("settings").addEventListener("submit", (event) => {
+  event.preventDefault();
+  $("settings").close();
+});
+$("settings").addEventListener("close", () => {
+  for (const id of KEPT) sessionStorage.setItem(`twinlens-${id}`, $(id).value);
+  token.set($("token").value.trim());
+  findModels();
+});
+
+// --- tabs
+
+const tabs = [$("tab-chat"), $("tab-load")];
+
+function select(tab) {
+  for (const each of tabs) {
+    each.setAttribute("aria-selected", String(each === tab));
+    each.tabIndex = each === tab ? 0 : -1;
+    $(each.getAttribute("aria-controls")).hidden = each !== tab;
+  }
+  watch();
+}
+
+// The services are looked at for as long as somebody sees them.
+function watch() {
+  if (!$("load").hidden && document.visibilityState === "visible") load.start();
+  else load.stop();
+}
+
+for (const tab of tabs) {
+  tab.addEventListener("click", () => select(tab));
+  tab.addEventListener("keydown", (event) => {
+    const next = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    const at = Number.isFinite(next) ? (tabs.indexOf(tab) + next + tabs.length) % tabs.length : next < 0 ? 0 : tabs.length - 1;
+    select(tabs[at]);
+    tabs[at].focus();
+  });
+}
+document.addEventListener("visibilitychange", watch);
+
+refresh();
+findModels();
+$("question").focus();

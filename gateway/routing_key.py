@@ -1,0 +1,47 @@
+"""The routing key: what makes requests meet the service that computed their beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from twinlens.v1 import llm_pb2
+
+_CHARACTERS, _TOKENS = 2048, 512
+"""How much of a prompt's beginning decides where it goes."""
+_LARGE = 256 << 10
+"""Bytes of a request that is hashed in a thread."""
+
+
+async def key_of(request: llm_pb2.GenerateRequest) -> bytes:
+    """The routing key; in a thread, where there are megabytes to hash."""
+    return await asyncio.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
+
+
+def routing_key(request: llm_pb2.GenerateRequest) -> bytes:
+    """The conversation's name; or else the tenant, the prompt up to the first question's end, and the first of its
+    media as it is given."""
+    if request.session_id:
+        return hashlib.sha256(f"session\0{request.cache_salt}\0{request.session_id}".encode()).digest()
+    digest = hashlib.sha256(f"prompt\0{request.cache_salt}\0".encode())
+    match request.WhichOneof("input"):
+        case "chat":
+            room = _CHARACTERS
+            for message in request.chat.messages:
+                for part in message.parts:
+                    digest.update(part.text[:room].encode())
+                    room -= len(part.text[:room])
+                if message.role == "user":
+                    break
+            media = (
+                part.media for message in request.chat.messages for part in message.parts if part.HasField("media")
+            )
+            if (first := next(media, None)) is not None:
+                digest.update(first.SerializeToString(deterministic=True))
+        case "text":
+            digest.update(request.text.prompt[:_CHARACTERS].encode())
+        case "tokens":
+            digest.update(repr(request.tokens.ids[:_TOKENS]).encode())
+        case _:
+            pass
+    return digest.digest()

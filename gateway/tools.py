@@ -1,0 +1,73 @@
+"""The functions that a chat offers to the model, and how the model writes calls of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from common.errors import InvalidInput
+from gateway.api.chat_request import ChatRequest, Function, NamedTool, Tool
+from gateway.output_parser import ToolFormat
+from twinlens.v1 import llm_pb2
+
+_FORMATS: dict[int, ToolFormat] = {llm_pb2.TOOL_FORMAT_JSON: ToolFormat.JSON, llm_pb2.TOOL_FORMAT_XML: ToolFormat.XML}
+
+
+def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | None) -> ToolFormat:
+    """How calls are written: as the model does by itself, unless they are what it must answer. `info` is what its
+    service says of itself, None where nobody is there to be asked. Raises InvalidInput where that does not say."""
+    if not offered(body):
+        return ToolFormat.NONE
+    if isinstance(body.tool_choice, NamedTool):
+        return ToolFormat.ARGUMENTS
+    if body.tool_choice == "required":
+        return ToolFormat.LIST
+    written = ToolFormat.JSON if info is None else _FORMATS.get(info.tool_format)
+    if written is None:
+        raise InvalidInput("how this model writes calls is not known", reason="NO_TOOLS", field="tools")
+    return written
+
+
+def functions_of(body: ChatRequest) -> dict[str, dict[str, Any]]:
+    """The schemas of what the model may call, by name."""
+    return {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
+
+
+def offered(body: ChatRequest) -> list[Tool]:
+    """What the model may call; it is not told of what it may not."""
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise InvalidInput("there is no tool of that name", reason="BAD_FIELD", field="tool_choice.function.name")
+    return tools
+
+
+def definition(function: Function) -> llm_pb2.ToolDefinition:
+    """A function that the model may call."""
+    return llm_pb2.ToolDefinition(
+        name=function.name,
+        description=function.description or "",
+        parameters="" if function.parameters is None else to_json(function.parameters).decode(),
+    )
+
+
+def calls_schema(functions: Sequence[Function], max_items: int | None) -> str:
+    """What an answer looks like that is one or more calls, at most so many."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"enum": [function.name]},
+                "parameters": function.parameters or {"type": "object"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    bound = {} if max_items is None else {"maxItems": max_items}
+    return to_json({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **bound}).decode()

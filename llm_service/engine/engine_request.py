@@ -1,0 +1,147 @@
+"""A request between the front and the engine: its events on the way to its caller, and what the next engine must know
+of it where this one ends."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.errors import TwinlensError
+from llm_service.engine.messages import NOWHERE, Add, Complete, Prefilled, Resumed, Scored, Started, Token
+
+Event = Started | Prefilled | Scored | Token | Complete
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """`next` gives a request's events; `on_released` is called once, when no engine reads its rows any more,
+    `on_rows_needed` when an engine needs places for its items after all.
+
+    It may be handed to another engine after up to `max_handovers` engines that have ended under it: `deaths` counts
+    them. `held`: the engine that serves has it; `begun`: and has begun on it.
+    """
+
+    add: Add
+    on_released: Callable[[], None]
+    max_handovers: int = 0
+    on_rows_needed: Callable[[], None] | None = None
+    deaths: int = 0
+    held: bool = False
+    begun: bool = False
+    waits_for_places: bool = False
+    timer: asyncio.TimerHandle | None = None
+    _left: bool = False
+    _started: bool = False
+    _scored: int = 0
+    _output: dict[int, array[int]] = field(default_factory=dict)
+    _finished: set[int] = field(default_factory=set)
+    _places: list[tuple[int, int]] = field(default_factory=list)
+    _events: deque[Event] = field(default_factory=deque)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: TwinlensError | None = None
+
+    def __post_init__(self) -> None:
+        self._output = {choice: array("i") for choice in range(self.add.sampling.n)}
+        for given in self.add.resume:
+            self._output[given.choice].frombytes(given.token_ids)
+        self._finished = {given.choice for given in self.add.resume if given.finished}
+        self._places = [(item.offset, item.landed) for item in self.add.items]
+
+    @property
+    def id(self) -> int:
+        """The number that the front has given it."""
+        return self.add.id
+
+    @property
+    def over(self) -> bool:
+        """No engine has anything more to compute for it."""
+        return self._left or self._error is not None or len(self._finished) == len(self._output)
+
+    # --- for its caller -------------------------------------------------------------------------------------------
+
+    async def next(self) -> list[Event]:
+        """The events since the last call, at least one; raises the error that ended the request."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    # --- what becomes of it ---------------------------------------------------------------------------------------
+
+    def put(self, event: Event) -> None:
+        """An engine has said this of it; that it is started is passed on once."""
+        match event:
+            case Token(choice=choice, token=token, ended=ended):
+                self._output[choice].append(token)
+                if ended:
+                    self._finished.add(choice)
+            case Complete(choice=choice):
+                self._finished.add(choice)
+            case Scored(first=first, logprobs=logprobs):
+                self._scored = first + len(logprobs)
+            case Started():
+                self.begun = True
+                if self._started:
+                    return
+                self._started = True
+        self._events.append(event)
+        self._news.set()
+
+    def fail(self, error: TwinlensError) -> None:
+        """Ends the request for its caller; events that came before are still given first."""
+        self._error = self._error or error
+        self._news.set()
+
+    def leave(self, choice: int = -1) -> None:
+        """Its caller wants nothing more of it, or of one choice."""
+        if choice < 0:
+            self._left = True
+        else:
+            self._finished.add(choice)
+
+    def land(self, item: int, rows: int) -> None:
+        """The first `rows` rows of an item have landed; of an item without a place this means nothing."""
+        offset, landed = self._places[item]
+        if offset != NOWHERE:
+            self._places[item] = offset, max(landed, rows)
+
+    def displace(self) -> None:
+        """No item has a place any more. Until they have, no other engine gets the request: it would ask for places as
+        well, and could be given those that are on their way for the first."""
+        self._places = [(NOWHERE, 0)] * len(self._places)
+        self.waits_for_places = True
+
+    def place(self, places: list[tuple[int, int]]) -> None:
+        """All items have places: (offset, rows that have landed there)."""
+        self._places, self.waits_for_places = places, False
+
+    def end_sessions(self, sessions: list[int]) -> None:
+        """Where it belongs to one of these sessions, that is over."""
+        if self.add.session in sessions:
+            self.add = msgspec.structs.replace(self.add, session=0)
+
+    def lose_engine(self) -> None:
+        """The engine that had it is gone."""
+        self.held = self.begun = False
+
+    def message(self) -> Add:
+        """The request for an engine, as far as it has come by now."""
+        resume = [
+            Resumed(choice, output.tobytes(), finished=choice in self._finished)
+            for choice, output in self._output.items()
+            if output or choice in self._finished
+        ]
+        items = [
+            msgspec.structs.replace(item, offset=offset, landed=landed)
+            for item, (offset, landed) in zip(self.add.items, self._places, strict=True)
+        ]
+        return msgspec.structs.replace(self.add, resume=resume, items=items, scored=self._scored)

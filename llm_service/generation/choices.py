@@ -1,0 +1,75 @@
+"""The choices of a request: from tokens to text, and to their ends. One that is resumed begins behind what it has."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from common.errors import InvalidInput
+from llm_service.engine.messages import Resumed
+from llm_service.prompt.detokenizer import Detokenizer
+from llm_service.request import Request
+
+
+@dataclass(slots=True)
+class Choice:
+    """What is known of a choice that is not finished: its text, how many tokens it has, and `resumed`, how many of them
+    it came with."""
+
+    index: int
+    text: Detokenizer
+    tokens: int = 0
+    resumed: int = 0
+
+    def resume(self, token_ids: tuple[int, ...]) -> None:
+        """Takes the tokens that it comes with, whose text has been told. Raises InvalidInput where it goes on behind a
+        stop text."""
+        for token in token_ids:
+            if self.text.stopped is not None:
+                raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
+            self.text.push(token)
+        self.tokens = self.resumed = len(token_ids)
+
+    def add(self, token: int, ended: str) -> tuple[str, str]:
+        """Takes a new token, with which the engine says that it has `ended`: the text that is certain now, and why it
+        ends; empty where it goes on."""
+        self.tokens += 1
+        text = self.text.push(token)
+        if ended:
+            text += self.text.finish()
+        return text, "stop" if self.text.stopped is not None else ended
+
+    def complete(self, ended: str) -> str:
+        """Why it ends, where the engine finds that it `ended` with what it came with."""
+        self.text.finish()
+        return "stop" if self.text.stopped is not None else ended
+
+
+def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
+    """The choices of a request that are not finished. Not for the event loop where there are thousands of tokens to
+    resume behind. Raises InvalidInput where they cannot have been said."""
+    resumed = {each.index: each for each in request.resume}
+    choices: dict[int, Choice] = {}
+    for index in range(request.sampling.n):
+        given = resumed.get(index)
+        if given is not None and given.finished:
+            continue
+        choice = Choice(index, Detokenizer(tokenizer, request.stop, request.sampling.min_tokens))
+        choice.resume(() if given is None else given.token_ids)
+        choices[index] = choice
+    return choices
+
+
+def resumed_for_engine(request: Request, choices: dict[int, Choice]) -> list[Resumed]:
+    """What the engine is told of the choices that are resumed; it generates nothing of those that are finished, or have
+    met their stop text."""
+    return [
+        Resumed(
+            each.index,
+            array("i", each.token_ids).tobytes(),
+            finished=each.index not in choices or choices[each.index].text.stopped is not None,
+        )
+        for each in request.resume
+    ]

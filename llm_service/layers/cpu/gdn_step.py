@@ -1,0 +1,277 @@
+"""One token of a gated delta net on a CPU, from what is projected to what is read, in one kernel that numba compiles.
+
+A state is larger than all else that a step touches in a layer but the weights. It is read from memory once, used again
+from the cache, and written where it lies; torch reads or writes it nine times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_EPS = np.float32(1e-6)
+"""Under the root of a head's length."""
+_STEEP = np.float32(20.0)
+_LOG2E = np.float32(1.0 / np.log(2.0))
+_FARTHEST = np.float32(126.0)
+"""An exponent of two that float32 has on both sides."""
+_POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
+_C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(coefficient) for coefficient in _POWERS.coef)
+"""2^x between -½ and ½, interpolated at Chebyshev's points: less than 2 · 10⁻⁷ off."""
+
+
+@inner
+def _to_silu(x: Any, wholes: Any) -> None:
+    """float32 x [n] becomes x · σ(x); int32 [n] is room. Loops without calls, so that the compiler makes vectors."""
+    scales = wholes.view(np.float32)
+    size = x.shape[0]
+    powers = np.empty(size, np.float32)
+    for place in range(size):
+        power = min(max(-x[place] * _LOG2E, -_FARTHEST), _FARTHEST)
+        whole = np.rint(power)
+        part = power - whole
+        powers[place] = ((((_C5 * part + _C4) * part + _C3) * part + _C2) * part + _C1) * part + _C0
+        wholes[place] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    for place in range(size):
+        x[place] = x[place] / (_ONE + powers[place] * scales[place])
+
+
+@inner
+def _convolve(out: Any, x: Any, before: Any, weight: Any, fresh: Any) -> None:
+    """float32 out and x [c], before [c, width − 1], which gets x, weight [c, width]; without SiLU."""
+    last = weight.shape[1] - 1
+    for channel in range(out.shape[0]):
+        if fresh:
+            for place in range(last):
+                before[channel, place] = _ZERO
+        total = x[channel] * weight[channel, last]
+        for place in range(last):
+            total += before[channel, place] * weight[channel, place]
+        for place in range(last - 1):
+            before[channel, place] = before[channel, place + 1]
+        before[channel, last - 1] = x[channel]
+        out[channel] = total
+
+
+@inner
+def _convolve_four(out: Any, x: Any, before: Any, weight: Any) -> None:
+    """The same for a width of four, of a sequence that has begun: what has no inner loop becomes vectors."""
+    for channel in range(out.shape[0]):
+        first, second, third, number = before[channel, 0], before[channel, 1], before[channel, 2], x[channel]
+        out[channel] = (
+            first * weight[channel, 0]
+            + second * weight[channel, 1]
+            + third * weight[channel, 2]
+            + number * weight[channel, 3]
+        )
+        before[channel, 0], before[channel, 1], before[channel, 2] = second, third, number
+
+
+@inner
+def _softplus(x: Any) -> Any:
+    """ln(1 + e^x); x itself where float32 has no digit for the difference."""
+    return x if x > _STEEP else np.log1p(np.exp(x))
+
+
+@inner
+def _to_unit(x: Any, scale: Any) -> None:
+    """A vector becomes `scale` long."""
+    total = _ZERO
+    for place in range(x.shape[0]):
+        total += x[place] * x[place]
+    factor = scale / np.sqrt(total + _EPS)
+    for place in range(x.shape[0]):
+        x[place] *= factor
+
+
+@inner
+def _recall(known: Any, read: Any, state: Any, key: Any, query: Any) -> None:
+    """known and read [value_dim] become Sᵀk and Sᵀq of a state S [key_dim, value_dim]: four rows of it at a time, since
+    both sums are then touched less often."""
+    known[:], read[:] = _ZERO, _ZERO
+    whole = state.shape[0] // 4 * 4
+    for row in range(0, whole, 4):
+        s0, s1, s2, s3 = state[row], state[row + 1], state[row + 2], state[row + 3]
+        k0, k1, k2, k3 = key[row], key[row + 1], key[row + 2], key[row + 3]
+        q0, q1, q2, q3 = query[row], query[row + 1], query[row + 2], query[row + 3]
+        for place in range(known.shape[0]):
+            known[place] += k0 * s0[place] + k1 * s1[place] + k2 * s2[place] + k3 * s3[place]
+            read[place] += q0 * s0[place] + q1 * s1[place] + q2 * s2[place] + q3 * s3[place]
+    for row in range(whole, state.shape[0]):
+        for place in range(known.shape[0]):
+            known[place] += key[row] * state[row, place]
+            read[place] += query[row] * state[row, place]
+
+
+@inner
+def _write(state: Any, left: Any, key: Any, change: Any) -> None:
+    """S ← left · S + k changeᵀ."""
+    for row in range(state.shape[0]):
+        number, own = key[row], state[row]
+        for place in range(own.shape[0]):
+            own[place] = left * own[place] + number * change[place]
+
+
+@inner
+def _begin(state: Any, key: Any, change: Any) -> None:
+    """S ← k changeᵀ."""
+    for row in range(state.shape[0]):
+        number, own = key[row], state[row]
+        for place in range(own.shape[0]):
+            own[place] = number * change[place]
+
+
+@inner
+def _gated_norm(out: Any, read: Any, gate: Any, gain: Any, eps: Any) -> None:
+    """out [value_dim] becomes gain · read / rms(read) · gate."""
+    total = _ZERO
+    for place in range(read.shape[0]):
+        total += read[place] * read[place]
+    factor = _ONE / np.sqrt(total / np.float32(read.shape[0]) + eps)
+    for place in range(read.shape[0]):
+        out[place] = read[place] * factor * gain[place] * gate[place]
+
+
+@inner
+def _value_head(
+    out: Any,
+    gate: Any,
+    state: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    left: Any,
+    beta: Any,
+    fresh: Any,
+    gain: Any,
+    eps: Any,
+) -> None:
+    """One value head of one token: out and gate [value_dim], its state [key_dim, value_dim]."""
+    size = value.shape[0]
+    known, read = np.empty(size, np.float32), np.empty(size, np.float32)
+    shared = _ZERO
+    for place in range(key.shape[0]):
+        shared += key[place] * query[place]
+    if fresh:
+        for place in range(size):
+            known[place] = beta * value[place]
+            read[place] = shared * known[place]
+        _begin(state, key, known)
+    else:
+        _recall(known, read, state, key, query)
+        for place in range(size):
+            known[place] = beta * (value[place] - left * known[place])
+            read[place] = left * read[place] + shared * known[place]
+        _write(state, left, key, known)
+    _gated_norm(out, read, gate, gain, eps)
+
+
+@inner
+def _key_head(head: Any, sizes: Any, out: Any, token: Any, states: Any, slots: Any, fresh: Any, weights: Any) -> None:
+    """One key head of one token, with its value heads; see `_step`."""
+    key_heads, key_dim, group, value_dim = sizes
+    qkv, z, a, b = token
+    convolution, recurrent = states
+    conv, a_log, dt_bias, gain, eps = weights
+    own, keys = group * value_dim, key_heads * key_dim
+    mixed, wholes = np.empty(2 * key_dim + 2 * own, np.float32), np.empty(2 * key_dim + 2 * own, np.int32)
+    begin = 0
+    for start, size in ((head * key_dim, key_dim), (keys + head * key_dim, key_dim), (2 * keys + head * own, own)):
+        stop, end = start + size, begin + size
+        before = convolution[slots[0], start:stop]
+        if conv.shape[1] == 4 and not fresh:
+            _convolve_four(mixed[begin:end], qkv[start:stop], before, conv[start:stop])
+        else:
+            _convolve(mixed[begin:end], qkv[start:stop], before, conv[start:stop], fresh)
+        begin = end
+    mixed[begin:] = z[head * own : (head + 1) * own]
+    _to_silu(mixed, wholes)
+    query, key = mixed[:key_dim], mixed[key_dim : 2 * key_dim]
+    _to_unit(query, np.float32(key_dim) ** np.float32(-0.5))
+    _to_unit(key, _ONE)
+    for member in range(group):
+        number, first = head * group + member, 2 * key_dim + member * value_dim
+        value, gate = mixed[first : first + value_dim], mixed[first + own : first + own + value_dim]
+        place = out[number * value_dim : (number + 1) * value_dim]
+        left = np.exp(-np.exp(a_log[number]) * _softplus(a[number] + dt_bias[number]))
+        beta = _ONE / (_ONE + np.exp(-b[number]))
+        _value_head(place, gate, recurrent[slots[1], number], query, key, value, left, beta, fresh, gain, eps)
+
+
+def _step(
+    out: Any,
+    qkv: Any,
+    z: Any,
+    a: Any,
+    b: Any,
+    convolution: Any,
+    recurrent: Any,
+    rows: Any,
+    slots: Any,
+    fresh: Any,
+    conv: Any,
+    a_log: Any,
+    dt_bias: Any,
+    gain: Any,
+    eps: Any,
+    key_heads: Any,
+) -> None:
+    """float32 out and z [n, values], qkv [n, channels], a and b [n, value_heads]; convolution […, channels, width − 1]
+    and recurrent [slots, value_heads, key_dim, value_dim], of which `slots` int64 [2, s] names one each, rows int64 [s]
+    and fresh bool [s] of s tokens; conv [channels, width], a_log and dt_bias [value_heads], gain [value_dim].
+
+    A task is one key head of one token: nobody else reads or writes its part of the states.
+    """
+    value_heads, key_dim, value_dim = recurrent.shape[1:]
+    sizes = key_heads, key_dim, value_heads // key_heads, value_dim
+    for task in numba.prange(rows.shape[0] * key_heads):
+        index, head = task // key_heads, task % key_heads
+        row = rows[index]
+        _key_head(
+            head,
+            sizes,
+            out[row],
+            (qkv[row], z[row], a[row], b[row]),
+            (convolution, recurrent),
+            slots[:, index],
+            fresh[index],
+            (conv, a_log, dt_bias, gain, eps),
+        )
+
+
+_kernel = compiled(_step)
+_line, _rows, _pool = numba.float32[::1], numba.float32[:, ::1], numba.float32[:, :, ::1]
+_PLACES = numba.int64[::1], numba.int64[:, ::1], numba.boolean[::1]
+TYPED = {
+    "step": Typed(
+        _kernel,
+        (
+            *(_rows, _rows, _rows, _rows, _rows, _pool, numba.float32[:, :, :, ::1], *_PLACES),
+            *(_rows, _line, _line, _line, numba.float32, numba.intp),
+        ),
+    )
+}
+
+
+def step(
+    out: Array,
+    given: Sequence[Array],
+    states: tuple[Array, Array],
+    places: tuple[Array, Array, Array],
+    weights: Sequence[Array],
+    eps: float,
+    key_heads: int,
+) -> None:
+    """One token of each of s sequences: writes their rows of out [n, values], and their states.
+
+    given: what `GdnInput` has, in its order. states: the convolution's and the recurrent ones. places: rows int64 [s],
+    slots int64 [2, s] in either of the states, fresh bool [s]. weights: conv, a_log, dt_bias, gain. All other numbers
+    are float32, and every array lies together: the kernel is compiled for that alone.
+    """
+    _kernel(out, *given, *states, *places, *weights, np.float32(eps), key_heads)

@@ -1,0 +1,112 @@
+"""A gated delta net as a layer's mixer: its projections, and its weights in a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.attention.cache_spec import SequenceState, StateCache
+from llm_service.layers.gdn.backend import GdnBackend, GdnBatch, GdnInput, GdnShape, GdnWeights
+from llm_service.layers.gdn.choose import choose
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear, Place, Stored, fill
+from llm_service.layers.mixer import Rotary
+from llm_service.models.config import TextConfig
+
+
+class HeadWeights(nn.Module):
+    """What this rank's heads need besides products. `channels` are its ranges of what is convolved, `values` its range
+    of value heads; see `GdnWeights`."""
+
+    def __init__(self, shape: GdnShape, channels: tuple[slice, ...], values: slice, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._channels, self._values = channels, values
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.empty(sizes, dtype=dtype), requires_grad=False)
+
+        self.conv = empty(shape.channels, shape.width, dtype=dtype)
+        self.a_log, self.dt_bias = empty(shape.value_heads), empty(shape.value_heads)
+        self.gain = empty(shape.value_dim, dtype=dtype)
+
+    def targets(self, _: str, /) -> dict[str, Place]:
+        """See `Placed`."""
+        return {
+            "conv1d.weight": self._place_conv,
+            "A_log": partial(self._place_heads, self.a_log),
+            "dt_bias": partial(self._place_heads, self.dt_bias),
+            "norm.weight": lambda stored: fill(self.gain, stored[:]),
+        }
+
+    def _place_conv(self, stored: Stored) -> None:
+        fill(self.conv, torch.cat([stored[part].squeeze(1) for part in self._channels]))
+
+    def _place_heads(self, parameter: Tensor, stored: Stored) -> None:
+        fill(parameter, stored[self._values])
+
+
+class GatedDeltaNet(nn.Module):
+    """Value heads are shared among ranks by the key head that they read."""
+
+    stored_as: ClassVar[str] = "linear_attn"
+
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._group = group
+        assert config.delta_net is not None, "a layer of this kind needs them"
+        sizes = config.delta_net
+        keys = group.share(sizes.key_heads)
+        each = sizes.value_heads // sizes.key_heads
+        values = slice(keys.start * each, keys.stop * each)
+        self._eps = config.norm_eps
+        self.shape = GdnShape(
+            keys.stop - keys.start, values.stop - values.start, sizes.key_dim, sizes.value_dim, sizes.width
+        )
+        all_keys = sizes.key_heads * sizes.key_dim
+        channels = (
+            _rows(keys, sizes.key_dim),
+            _rows(keys, sizes.key_dim, all_keys),
+            _rows(values, sizes.value_dim, 2 * all_keys),
+        )
+        own, whole = _rows(values, sizes.value_dim), slice(0, config.hidden_size)
+        self.in_proj = PackedLinear(whole, {"in_proj_qkv": channels, "in_proj_z": own}, bias=False, dtype=dtype)
+        self.in_proj_ab = PackedLinear(whole, {"in_proj_a": values, "in_proj_b": values}, bias=False, dtype=dtype)
+        self.heads = HeadWeights(self.shape, channels, values, dtype)
+        self.out = PackedLinear(own, {"out_proj": whole}, bias=False, dtype=dtype)
+        self._state = self.shape.state(dtype)
+
+    def cache_spec(self) -> SequenceState:
+        """The last tokens as they were projected, and what heads have read and written."""
+        return self._state
+
+    def state_backend(self) -> GdnBackend:
+        """The best one of the weights' device."""
+        return choose(self.shape, self.heads.conv.dtype, self.heads.conv.device)
+
+    def project(self, x: Tensor, _: Rotary, /) -> tuple[Tensor, ...]:
+        """x [n, hidden] → the fields of `GdnInput`, in order. Places count in the convolution, not by angles."""
+        qkv, z = self.in_proj(x).split([self.shape.channels, self.shape.values], dim=1)
+        a, b = self.in_proj_ab(x).chunk(2, dim=1)
+        return qkv, z, a, b
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: StateCache, batch: GdnBatch) -> Tensor:
+        """See `MixerPart`: this rank's heads [n, values]."""
+        heads = self.heads
+        weights = GdnWeights(heads.conv, heads.a_log, heads.dt_bias, heads.gain, self._eps)
+        return batch.run(GdnInput(*inputs), weights, cache)
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """All ranks' heads → [n, hidden]."""
+        return self._group.sum(self.out(mixed))
+
+
+def _rows(heads: slice, dim: int, first: int = 0) -> slice:
+    """The rows of some heads of `dim` rows each, which begin at a row.
+
+    >>> _rows(slice(2, 4), 16, 100)
+    slice(132, 164, None)
+    """
+    return slice(first + heads.start * dim, first + heads.stop * dim)

@@ -1,0 +1,211 @@
+"""Gated delta nets by torch's operators, for every device and type: what the kernels are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
+
+_EPS = 1e-6
+"""Under the root of a head's length."""
+_FAINTEST = -60.0
+"""e to this is 10^-26 of a number: out of sight of float32's digits, and of the eps of the norm behind."""
+
+
+def split(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """Runs, which are computed chunk by chunk, and steps of one token, which come after them. A run's last token is a
+    step where it would be alone in its chunk, as it is one where the sequence is cut before it.
+
+    >>> runs, steps = split([Segment(0, 1, 7, fresh=False), Segment(1, 66, 3, fresh=True)])
+    >>> [(run.begin, run.end, run.slot) for run in runs], [(step.begin, step.slot, step.fresh) for step in steps]
+    ([(1, 65, 3)], [(0, 7, False), (65, 3, False)])
+    """
+    runs: list[Segment] = []
+    steps: list[Segment] = []
+    for segment in segments:
+        count = segment.end - segment.begin
+        alone = count % CHUNK == 1
+        last = segment.end - alone
+        if last > segment.begin:
+            runs.append(Segment(segment.begin, last, segment.slot, segment.fresh))
+        if alone:
+            steps.append(Segment(last, segment.end, segment.slot, segment.fresh and count == 1))
+    return runs, steps
+
+
+class TorchBackend:
+    """Makes batches of torch's operators."""
+
+    name = "torch"
+
+    def __init__(self, shape: GdnShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+
+    def batch(self, segments: Sequence[Segment]) -> TorchBatch:
+        """See `GdnBackend`."""
+        runs, steps = split(segments)
+        return TorchBatch(self._shape, tuple(runs), Steps.of(steps, self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Tokens that are computed one by one, each of another sequence: `rows` int64 [s] in the batch, `slots` int64 [s]
+    of their states, and whether each is its sequence's first, bool [s]."""
+
+    rows: Tensor
+    slots: Tensor
+    fresh: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> Steps:
+        """Of segments of one token."""
+        numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
+        rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3).t().contiguous().to(device)
+        return cls(rows, slots, fresh.bool())
+
+    def read(self, pool: Tensor) -> Tensor:
+        """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no
+        number."""
+        states = pool[self.slots]
+        return states.masked_fill_(self.fresh.view(-1, *[1] * (pool.dim() - 1)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBatch:
+    """A batch of torch's operators."""
+
+    shape: GdnShape
+    runs: tuple[Segment, ...]
+    steps: Steps
+
+    def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
+        """See `GdnBatch`."""
+        out = torch.empty_like(given.z, memory_format=torch.contiguous_format)
+        g, beta = (each.unflatten(1, (-1, self.shape.group)) for each in gates(given.a, given.b, weights))
+        for run in self.runs:
+            self._run_chunks(run, out, given.qkv, g, beta, weights, cache)
+        if len(self.steps.rows):
+            self._run_steps(out, given.qkv, g, beta, weights, cache)
+        return gated_norm(out, given.z, weights.gain, weights.eps)
+
+    def _run_chunks(
+        self, run: Segment, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: GdnWeights, cache: StateCache
+    ) -> None:
+        """One after the other, so that what a chunk makes is still in a processor's cache when it is used."""
+        before, state = cache.read(run)
+        state = state.unflatten(0, (-1, self.shape.group))
+        for begin in range(run.begin, run.end, CHUNK):
+            part = slice(begin, min(begin + CHUNK, run.end))
+            mixed, before = convolve_run(qkv[part], before, weights.conv)
+            query, key, value = (each.movedim(0, -2) for each in heads(self.shape, mixed.float()))
+            read, state = chunk(query, key, value, g[part].movedim(0, -1), beta[part].movedim(0, -1), state)
+            out[part] = read.movedim(-2, 0).flatten(1)
+        cache.write(run, [before, state.flatten(0, 1)])
+
+    def _run_steps(
+        self, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: GdnWeights, cache: StateCache
+    ) -> None:
+        steps, (convolution, recurrent) = self.steps, cache.tensors
+        mixed, after = convolve_steps(qkv[steps.rows], steps.read(convolution), weights.conv)
+        convolution[steps.slots] = after
+        query, key, value = heads(self.shape, mixed.float())
+        states = steps.read(recurrent).unflatten(1, (-1, self.shape.group))
+        read = step(query, key, value, g[steps.rows], beta[steps.rows], states)
+        out[steps.rows] = read.flatten(1).to(out.dtype)
+        recurrent[steps.slots] = states.flatten(1, 2)
+
+
+def gates(a: Tensor, b: Tensor, weights: GdnWeights) -> tuple[Tensor, Tensor]:
+    """The logarithm of what is left of a state, and how much of it is made anew: g and β, float32 [n, value_heads]."""
+    g = -weights.a_log.float().exp() * functional.softplus(a.float() + weights.dt_bias.float())
+    return g, b.sigmoid().float()
+
+
+def convolve_run(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolution and SiLU of a run: x [m, channels] behind the tokens [channels, width − 1], weight [channels, width]
+    → [m, channels], and the last tokens, [channels, width − 1]."""
+    count, every, by_place = len(x), torch.cat([before.t(), x]), weight.t().float().contiguous()
+    total = every[:count].float() * by_place[0]
+    for place in range(1, len(by_place)):
+        total.addcmul_(every[place : place + count].float(), by_place[place])
+    return functional.silu(total.to(x.dtype)), every[count:].t()
+
+
+def convolve_steps(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a token each of s sequences: x [s, channels], before [s, channels, width − 1]."""
+    every = torch.cat([before, x.unsqueeze(2)], dim=2)
+    total = every[:, :, 0].float() * weight[:, 0].float()
+    for place in range(1, weight.shape[1]):
+        total.addcmul_(every[:, :, place].float(), weight[:, place].float())
+    return functional.silu(total.to(x.dtype)), every[:, :, 1:]
+
+
+def heads(shape: GdnShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 [m, channels] → queries and keys [m, key_heads, 1, key_dim], each 1 long, queries over √key_dim; values
+    [m, key_heads, group, value_dim]."""
+    query, key, value = mixed.split([shape.keys, shape.keys, shape.values], dim=1)
+    query, key = (unit(each.unflatten(1, (shape.key_heads, 1, shape.key_dim))) for each in (query, key))
+    return query * shape.key_dim**-0.5, key, value.unflatten(1, (shape.key_heads, shape.group, shape.value_dim))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors over their lengths."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+
+
+def step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of each of s sequences → what is read, float32 [s, key_heads, group, value_dim].
+
+    Heads as `heads` gives them; g and beta [s, key_heads, group]; state [s, key_heads, group, key_dim, value_dim] is
+    changed.
+    """
+    state *= g.exp()[..., None, None]
+    change = beta[..., None] * (value - (state * key.unsqueeze(-1)).sum(-2))
+    state += key.unsqueeze(-1) * change.unsqueeze(-2)
+    return (state * query.unsqueeze(-1)).sum(-2)
+
+
+def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """m tokens of a sequence at once → what they read, float32 [key_heads, group, m, value_dim], and the state behind
+    them.
+
+    query and key [key_heads, 1, m, key_dim], value [key_heads, group, m, value_dim], g and beta [key_heads, group, m],
+    state [key_heads, group, key_dim, value_dim]. What a token changes depends on the changes before it: together they
+    solve one unit lower triangular system.
+    """
+    count = key.shape[-2]
+    both = torch.cat([key, query], dim=-2)
+    products = both @ both[..., :count, :].transpose(-1, -2)
+    total, beta = g.cumsum(-1).unsqueeze(-1), beta.unsqueeze(-1)
+    later = torch.ones(count, count, dtype=torch.bool, device=g.device).triu(1)
+    decay = remainder((total - total.transpose(-1, -2)).masked_fill_(later, -torch.inf))
+    known = both @ state
+    known.unflatten(-2, (2, count)).mul_(remainder(total).unsqueeze(-3))
+    system = (products[..., :count, :] * decay).mul_(beta)
+    wanted = (value - known[..., :count, :]).mul_(beta)
+    changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    read = (decay.mul_(products[..., count:, :]) @ changes).add_(known[..., count:, :])
+    last = total[..., -1:, :]
+    left = both[..., :count, :].transpose(-1, -2) @ changes.mul_(remainder(last - total))
+    return read, left.addcmul_(state, remainder(last))
+
+
+def remainder(x: Tensor) -> Tensor:
+    """e^x, which is 0 where nothing can be seen of it: processors take a hundred times as long for numbers that are too
+    small to be normal."""
+    return functional.threshold(x, _FAINTEST, -torch.inf).exp_()
+
+
+def gated_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x [n, values] over the root of each head's mean square, times gain [value_dim], times SiLU(z [n, values])."""
+    by_head = x.unflatten(1, (-1, len(gain)))
+    normed = gain * functional.rms_norm(by_head.float(), gain.shape, None, eps).to(x.dtype)
+    out = normed * functional.silu(z.float()).view_as(normed)
+    return out.to(x.dtype).flatten(1)

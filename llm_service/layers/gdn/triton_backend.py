@@ -1,0 +1,232 @@
+"""Gated delta nets by our own Triton kernels, for any GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
+from llm_service.layers.gdn.fla_rule import Rule
+from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gpu import gdn_kernels as kernels
+
+_CHANNELS, _RUN_CHANNELS = 256, 64
+"""What one program of a convolution takes, of one token and of a tile."""
+_KEYS = (64, 32)
+"""Places of keys that are multiplied at once, in 16 bits and in float32, which takes more registers."""
+_EXACT = "tf32x3"
+"""Products of float32 on tensor cores, in three parts: what is exact otherwise has no room in registers."""
+_PART = (32, 16)
+"""Columns of a state that one program takes through a run, likewise: few, so that one sequence has programs for many
+multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConstants:
+    """What the kernels are compiled for."""
+
+    shape: GdnShape
+    exact: bool
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Constants of all kernels that know heads."""
+        shape = self.shape
+        return {
+            "KEY_HEADS": shape.key_heads,
+            "GROUP": shape.group,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "KEYS": max(16, triton.next_power_of_2(shape.key_dim)),
+        }
+
+    @property
+    def values(self) -> int:
+        """A value head's size, filled up to a power of two."""
+        return max(16, int(triton.next_power_of_2(self.shape.value_dim)))
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """Constants and options of `step_kernel`."""
+        return {**self.heads, "VALUES": self.values, "num_warps": 8}
+
+    @property
+    def system(self) -> dict[str, Any]:
+        """Those of `system_kernel`; the inverse is exact in all types."""
+        precisions = {"PRECISION": self._precision, "EXACT": _EXACT}
+        part = min(_KEYS[self.exact], self.heads["KEYS"])
+        return {**self.heads, **precisions, "PART": part, "LEVELS": CHUNK.bit_length() - 1, "num_warps": 4}
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """Those of `scan_kernel`, which has no room for a tile that is fetched ahead."""
+        options = {"num_warps": 8 if self.exact else 4, "num_stages": 1}
+        return {**self.heads, "PART": self.part, "TILE": CHUNK, "PRECISION": self._precision, **options}
+
+    @property
+    def part(self) -> int:
+        """Columns of a state that one program takes."""
+        return min(_PART[self.exact], self.values)
+
+    @property
+    def _precision(self) -> str:
+        return _EXACT if self.exact else "tf32"
+
+
+class TritonBackend:
+    """Makes batches for the kernels, compiled for one shape and type. `rule` computes chunks in place of ours."""
+
+    name = "triton"
+
+    def __init__(self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: Rule | None = None) -> None:
+        self._compiled = KernelConstants(shape, dtype == torch.float32)
+        self._device = device
+        self._rule = rule
+
+    def batch(self, segments: Sequence[Segment]) -> TritonBatch:
+        """See `GdnBackend`."""
+        return self.over(GdnMetadata.of(segments, self._device))
+
+    def over(self, metadata: GdnMetadata) -> TritonBatch:
+        """A batch over metadata that may be filled anew between uses."""
+        return TritonBatch(metadata, self._compiled, self._rule)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBatch:
+    """A batch of the kernels; nothing in it waits for the device, so a graph may capture its steps."""
+
+    metadata: GdnMetadata
+    compiled: KernelConstants
+    rule: Rule | None
+
+    def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
+        """See `GdnBatch`."""
+        mixed = torch.empty(given.qkv.shape, dtype=given.qkv.dtype, device=given.qkv.device)
+        out = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
+        if len(self.metadata.runs):
+            self._run_tiles(out, mixed, given, weights, cache)
+        if len(self.metadata.steps):
+            self._run_steps(out, mixed, given, weights, cache)
+        return out
+
+    def _run_steps(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, cache: StateCache) -> None:
+        shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.steps, cache.tensors
+        kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, _CHANNELS))](
+            mixed,
+            given.qkv,
+            steps,
+            convolution,
+            weights.conv,
+            given.qkv.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+        kernels.step_kernel[(len(steps), shape.value_heads)](
+            out,
+            mixed,
+            given.z,
+            given.a,
+            given.b,
+            steps,
+            recurrent,
+            weights.a_log,
+            weights.dt_bias,
+            weights.gain,
+            given.z.stride(0),
+            given.a.stride(0),
+            given.b.stride(0),
+            weights.eps,
+            shape.key_dim**-0.5,
+            **self.compiled.step,
+        )
+
+    def _run_tiles(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, cache: StateCache) -> None:
+        metadata, shape = self.metadata, self.compiled.shape
+        convolution, blocks = cache.tensors[0], triton.cdiv(shape.channels, _RUN_CHANNELS)
+        kernels.conv_run_kernel[(len(metadata.tiles), blocks)](
+            mixed,
+            given.qkv,
+            metadata.runs,
+            metadata.tiles,
+            convolution,
+            weights.conv,
+            given.qkv.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            TILE=CHUNK,
+            BLOCK=_RUN_CHANNELS,
+            num_warps=4,
+        )
+        kernels.conv_keep_kernel[(len(metadata.runs), triton.cdiv(shape.channels, _CHANNELS))](
+            given.qkv,
+            metadata.runs,
+            convolution,
+            given.qkv.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+        if self.rule is None:
+            self._scan(out, mixed, given, weights, cache.tensors[1])
+        else:
+            self.rule(out, mixed, given, weights, cache.tensors[1], metadata.runs)
+        kernels.norm_gate_kernel[(len(metadata.tiles), shape.value_heads)](
+            out,
+            given.z,
+            metadata.runs,
+            metadata.tiles,
+            weights.gain,
+            given.z.stride(0),
+            shape.value_heads,
+            weights.eps,
+            VALUE_DIM=shape.value_dim,
+            VALUES=self.compiled.values,
+            TILE=CHUNK,
+            num_warps=4,
+        )
+
+    def _scan(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, recurrent: Tensor) -> None:
+        metadata, shape = self.metadata, self.compiled.shape
+        sizes = (len(metadata.tiles), shape.value_heads, CHUNK, CHUNK)
+        inverse, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
+        kernels.system_kernel[(len(metadata.tiles), shape.value_heads)](
+            inverse,
+            within,
+            mixed,
+            given.a,
+            given.b,
+            metadata.runs,
+            metadata.tiles,
+            weights.a_log,
+            weights.dt_bias,
+            given.a.stride(0),
+            given.b.stride(0),
+            shape.key_dim**-0.5,
+            **self.compiled.system,
+        )
+        kernels.scan_kernel[(len(metadata.runs), shape.value_heads, triton.cdiv(shape.value_dim, self.compiled.part))](
+            out,
+            inverse,
+            within,
+            mixed,
+            given.a,
+            given.b,
+            metadata.runs,
+            recurrent,
+            weights.a_log,
+            weights.dt_bias,
+            given.a.stride(0),
+            given.b.stride(0),
+            shape.key_dim**-0.5,
+            **self.compiled.scan,
+        )

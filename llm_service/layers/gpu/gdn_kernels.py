@@ -1,0 +1,329 @@
+"""Gated delta nets in Triton: a token each of many sequences in two kernels, runs of tokens in five.
+
+`steps` are int32 [s, 3] (row, slot, fresh), of which a slot below 0 is padding, and nobody's; `runs` int32 [r, 5]
+(begin, end, slot, fresh, first tile); `tiles` int32 [t, 2] (run, first token), 64 tokens each, those of a run one after
+the other. Rows of `qkv`, `z`, `a` and `b` are `*_row` apart; `mixed`, what is convolved, and `out` are whole. What is
+rounded where torch's operators would round it is as in `row_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from llm_service.layers.gpu.row_kernels import _rounded
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _unit(x, AXIS: tl.constexpr):
+    """Vectors along an axis over their lengths; those of zeros stay so."""
+    return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6), AXIS)
+
+
+@triton.jit
+def _decay(a, a_log, dt_bias):
+    """g: the logarithm of what is left of a state."""
+    x = a + dt_bias
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def conv_step_kernel(mixed, qkv, steps, convolution, conv, qkv_row, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Convolution and SiLU of a token each of s sequences, whose states are moved on by it. Grid [s, channels /
+    BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH]."""
+    row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
+    slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
+    fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
+    if slot >= 0:
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < channels
+        known = inside & (fresh == 0)
+        own = tl.load(qkv + row * qkv_row + channel, inside, 0.0)
+        state = convolution + (slot * channels + channel) * (WIDTH - 1)
+        total = own.to(tl.float32) * tl.load(conv + channel * WIDTH + WIDTH - 1, inside, 0.0).to(tl.float32)
+        for place in tl.static_range(WIDTH - 1):
+            number = tl.load(state + place, known, 0.0)
+            total += number.to(tl.float32) * tl.load(conv + channel * WIDTH + place, inside, 0.0).to(tl.float32)
+            if place > 0:
+                tl.store(state + place - 1, number, inside)
+        tl.store(state + WIDTH - 2, own, inside)
+        result = _silu(_rounded(total, mixed))
+        tl.store(mixed + row * channels + channel, result.to(mixed.dtype.element_ty), inside)
+
+
+@triton.jit
+def step_kernel(
+    out,
+    mixed,
+    z,
+    a,
+    b,
+    steps,
+    recurrent,
+    a_log,
+    dt_bias,
+    gain,
+    z_row,
+    a_row,
+    b_row,
+    eps,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """One token of a value head: its state is read, changed and written, and what is read normed and gated. Grid [s,
+    value heads]; KEYS and VALUES are the heads' sizes, filled up to powers of two."""
+    row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
+    slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
+    fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
+    if slot >= 0:
+        head = tl.program_id(1)
+        heads: tl.constexpr = KEY_HEADS * GROUP
+        k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
+        real_k, real_v = k < KEY_DIM, v < VALUE_DIM
+        token = mixed + row * (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM)
+        query = _unit(tl.load(token + head // GROUP * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0) * scale
+        key = _unit(tl.load(token + (KEY_HEADS + head // GROUP) * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0)
+        value = tl.load(token + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
+        decay = _decay(
+            tl.load(a + row * a_row + head).to(tl.float32),
+            tl.load(a_log + head).to(tl.float32),
+            tl.load(dt_bias + head).to(tl.float32),
+        )
+        beta = _rounded(tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32)), b)
+        place = (slot * heads + head) * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
+        real = real_k[:, None] & real_v[None, :]
+        state = tl.load(recurrent + place, real & (fresh == 0), 0.0) * tl.exp(decay)
+        change = beta * (value - tl.sum(state * key[:, None], 0))
+        state += key[:, None] * change[None, :]
+        tl.store(recurrent + place, state, real)
+        read = _rounded(tl.sum(state * query[:, None], 0), out)
+        normal = _rounded(read * tl.rsqrt(tl.sum(read * read, 0) / VALUE_DIM + eps), out)
+        normal = _rounded(normal * tl.load(gain + v, real_v, 0.0).to(tl.float32), out)
+        gate = tl.load(z + row * z_row + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
+        result = normal * _silu(gate)
+        tl.store(out + (row * heads + head) * VALUE_DIM + v, result.to(out.dtype.element_ty), real_v)
+
+
+@triton.jit
+def conv_run_kernel(
+    mixed,
+    qkv,
+    runs,
+    tiles,
+    convolution,
+    conv,
+    qkv_row,
+    channels,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Convolution and SiLU of runs, behind the tokens in their states. Grid [t, channels / BLOCK]."""
+    run = runs + tl.load(tiles + tl.program_id(0) * 2) * 5
+    begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
+    fresh = tl.load(run + 3)
+    row = tl.load(tiles + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    inside = (row < end)[:, None] & real[None, :]
+    total = tl.zeros((TILE, BLOCK), tl.float32)
+    for place in tl.static_range(WIDTH):
+        seen = row + (place - (WIDTH - 1))
+        weight = tl.load(conv + channel * WIDTH + place, real, 0.0).to(tl.float32)
+        here = inside & (seen >= begin)[:, None]
+        number = tl.load(qkv + seen.to(tl.int64)[:, None] * qkv_row + channel[None, :], here, 0.0).to(tl.float32)
+        before = inside & (seen < begin)[:, None] & (fresh == 0)
+        known = convolution + (slot * channels + channel)[None, :] * (WIDTH - 1)
+        number += tl.load(known + (seen - begin + WIDTH - 1)[:, None], before, 0.0).to(tl.float32)
+        total += number * weight[None, :]
+    result = _silu(_rounded(total, mixed))
+    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(mixed + place, result.to(mixed.dtype.element_ty), inside)
+
+
+@triton.jit
+def conv_keep_kernel(qkv, runs, convolution, qkv_row, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Keeps the last tokens of runs, when `conv_run_kernel` has read those before. Grid [r, channels / BLOCK]."""
+    run = runs + tl.program_id(0) * 5
+    begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
+    fresh = tl.load(run + 3)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    state = convolution + (slot * channels + channel) * (WIDTH - 1)
+    for place in tl.static_range(WIDTH - 1):  # what is read lies behind what is written
+        seen = end - (WIDTH - 1) + place
+        number = tl.load(qkv + seen.to(tl.int64) * qkv_row + channel, inside & (seen >= begin), 0.0)
+        before = tl.load(state + (seen - begin + WIDTH - 1), inside & (seen < begin) & (fresh == 0), 0.0)
+        tl.store(state + place, tl.where(seen >= begin, number, before), inside)
+
+
+@triton.jit
+def _gates(a, b, a_log, dt_bias, row, end, head, a_row, b_row):
+    """g summed up over a tile's tokens, and β; behind the run's end nothing fades and nothing is written."""
+    real = row < end
+    place = row.to(tl.int64)
+    decay = _decay(
+        tl.load(a + place * a_row + head, real, 0.0).to(tl.float32),
+        tl.load(a_log + head).to(tl.float32),
+        tl.load(dt_bias + head).to(tl.float32),
+    )
+    beta = _rounded(tl.sigmoid(tl.load(b + place * b_row + head, real, 0.0).to(tl.float32)), b)
+    return tl.cumsum(tl.where(real, decay, 0.0), 0), tl.where(real, beta, 0.0)
+
+
+@triton.jit
+def _heads(mixed, row, end, first, channels, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Numbers [first, first + SIZE) of a tile's tokens."""
+    place = tl.arange(0, FULL)
+    inside = (row < end)[:, None] & (place < SIZE)[None, :]
+    return tl.load(mixed + row.to(tl.int64)[:, None] * channels + (first + place)[None, :], inside, 0.0)
+
+
+@triton.jit
+def system_kernel(
+    inverse,
+    within,
+    mixed,
+    a,
+    b,
+    runs,
+    tiles,
+    a_log,
+    dt_bias,
+    a_row,
+    b_row,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """What a tile's tokens have to do with each other: the inverse of the unit lower triangular system that their
+    changes solve, and what they read of these changes. Grid [t, value heads]; float32 inverse and within [t, value
+    heads, TILE, TILE].
+
+    The inverse grows from blocks of one token to blocks of two, four, …: [[P, 0], [A, R]] has [[P⁻¹, 0], [−R⁻¹ A P⁻¹,
+    R⁻¹]]. Its powers would be shorter to write, and lose all digits where keys are alike.
+    """
+    TILE: tl.constexpr = 1 << LEVELS
+    head = tl.program_id(1)
+    end = tl.load(runs + tl.load(tiles + tl.program_id(0) * 2) * 5 + 1)
+    row = tl.load(tiles + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * GROUP * VALUE_DIM
+    total, beta = _gates(a, b, a_log, dt_bias, row, end, head, a_row, b_row)
+    query_squares, key_squares = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    reads, writes = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    for part in tl.static_range(0, KEYS, PART):
+        query = _heads(mixed, row, end, head // GROUP * KEY_DIM + part, channels, KEY_DIM - part, PART)
+        key = _heads(mixed, row, end, (KEY_HEADS + head // GROUP) * KEY_DIM + part, channels, KEY_DIM - part, PART)
+        query_squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
+        key_squares += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
+        reads += tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        writes += tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    query_factor, key_factor = scale * tl.rsqrt(query_squares + 1e-6), tl.rsqrt(key_squares + 1e-6)
+    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    decay = tl.exp(tl.where(i >= j, total[:, None] - total[None, :], float("-inf"))) * key_factor[None, :]
+    place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * (TILE * TILE) + i * TILE + j
+    tl.store(within + place, reads * decay * query_factor[:, None])
+    system = writes * decay * (beta * key_factor)[:, None]
+    solved = tl.where(i == j, 1.0, 0.0)
+    for level in tl.static_range(LEVELS):
+        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), system, 0.0)
+        corner = tl.dot(corner, solved, input_precision=EXACT)
+        solved -= tl.dot(solved, corner, input_precision=EXACT)
+    tl.store(inverse + place, solved)
+
+
+@triton.jit
+def scan_kernel(
+    out,
+    inverse,
+    within,
+    mixed,
+    a,
+    b,
+    runs,
+    recurrent,
+    a_log,
+    dt_bias,
+    a_row,
+    b_row,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A run's tiles, one after the other, through PART columns of a value head's state, which stay on the
+    multiprocessor. Grid [r, value heads, VALUE_DIM / PART]; out [n, values] is what is read, not yet normed."""
+    run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
+    begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
+    fresh, tile = tl.load(run + 3), tl.load(run + 4)
+    heads: tl.constexpr = KEY_HEADS * GROUP
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
+    k, v = tl.arange(0, KEYS), tl.program_id(2) * PART + tl.arange(0, PART)
+    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    real = (k < KEY_DIM)[:, None] & (v < VALUE_DIM)[None, :]
+    states = recurrent + (slot * heads + head) * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
+    state = tl.load(states, real & (fresh == 0), 0.0)
+    for first in range(begin, end, TILE):
+        row = first + tl.arange(0, TILE)
+        inside = (row < end)[:, None] & (v < VALUE_DIM)[None, :]
+        total, beta = _gates(a, b, a_log, dt_bias, row, end, head, a_row, b_row)
+        last = tl.min(total, 0)  # g is never above 0
+        grown, left = tl.exp(total)[:, None], tl.exp(last - total)[:, None]
+        query = _heads(mixed, row, end, head // GROUP * KEY_DIM, channels, KEY_DIM, KEYS)
+        key = _heads(mixed, row, end, (KEY_HEADS + head // GROUP) * KEY_DIM, channels, KEY_DIM, KEYS)
+        query = (_unit(query.to(tl.float32), 1) * scale).to(mixed.dtype.element_ty)
+        key = _unit(key.to(tl.float32), 1).to(mixed.dtype.element_ty)
+        value_place = row.to(tl.int64)[:, None] * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v[None, :]
+        value = tl.load(mixed + value_place, inside, 0.0).to(tl.float32)
+        known = state.to(mixed.dtype.element_ty)
+        wanted = (value - grown * tl.dot(key, known, input_precision=PRECISION)) * beta[:, None]
+        place = (tile.to(tl.int64) * heads + head) * (TILE * TILE) + i * TILE + j
+        change = tl.dot(tl.load(inverse + place), wanted, input_precision=PRECISION)
+        read = grown * tl.dot(query, known, input_precision=PRECISION)
+        read += tl.dot(tl.load(within + place), change, input_precision=PRECISION)
+        out_place = (row.to(tl.int64)[:, None] * heads + head) * VALUE_DIM + v[None, :]
+        tl.store(out + out_place, read.to(out.dtype.element_ty), inside)
+        written = (left * change).to(mixed.dtype.element_ty)
+        state = tl.exp(last) * state + tl.dot(tl.trans(key), written, input_precision=PRECISION)
+        tile += 1
+    tl.store(states, state, real)
+
+
+@triton.jit
+def norm_gate_kernel(
+    out, z, runs, tiles, gain, z_row, heads, eps, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr
+):
+    """gain · x / rms(x) · SiLU(z) of a tile's tokens, in place. Grid [t, heads]."""
+    head = tl.program_id(1)
+    end = tl.load(runs + tl.load(tiles + tl.program_id(0) * 2) * 5 + 1)
+    row = tl.load(tiles + tl.program_id(0) * 2 + 1).to(tl.int64) + tl.arange(0, TILE)
+    v = tl.arange(0, VALUES)
+    inside = (row < end)[:, None] & (v < VALUE_DIM)[None, :]
+    place = out + (row[:, None] * heads + head) * VALUE_DIM + v[None, :]
+    own = tl.load(place, inside, 0.0).to(tl.float32)
+    normal = _rounded(own * tl.rsqrt(tl.sum(own * own, 1) / VALUE_DIM + eps)[:, None], out)
+    normal = _rounded(normal * tl.load(gain + v, v < VALUE_DIM, 0.0).to(tl.float32)[None, :], out)
+    gate = tl.load(z + row[:, None] * z_row + (head * VALUE_DIM + v)[None, :], inside, 0.0).to(tl.float32)
+    tl.store(place, (normal * _silu(gate)).to(out.dtype.element_ty), inside)

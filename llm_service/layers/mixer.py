@@ -1,0 +1,51 @@
+"""What a decoder layer asks of the part that mixes the tokens of a sequence: attention, or a layer with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from llm_service.layers.attention.cache_spec import CacheSpec, Segment
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine, [n, 1, rotary_dim] each."""
+
+
+class StateBackend(Protocol):
+    """Makes the batches of a mixer that keeps states."""
+
+    def batch(self, segments: Sequence[Segment]) -> Any:
+        """What `MixerPart.mix` takes of a step; its segments follow one another from token 0 on."""
+        ...
+
+
+class MixerPart(Protocol):
+    """A module that mixes, in three parts, since what is before and after `mix` is done for each token alone.
+
+    `stored_as` is its name in a checkpoint's layer. What it keeps of sequences is its spec: with `PagedKV`, `mix` takes
+    a layer's paged cache and an `AttentionBatch`; with `SequenceState`, a `StateCache` and what `state_backend` makes.
+    """
+
+    stored_as: ClassVar[str]
+
+    def cache_spec(self) -> CacheSpec:
+        """What it keeps of sequences."""
+        ...
+
+    def project(self, x: Tensor, rotary: Rotary, /) -> tuple[Tensor, ...]:
+        """Normed x [n, hidden] → what `mix` takes of these tokens."""
+        ...
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any) -> Tensor:
+        """→ [n, width], for each token what it gets from those before it; the cache has this batch's afterwards."""
+        ...
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """[n, width] → all ranks' [n, hidden]."""
+        ...
+
+    def state_backend(self) -> StateBackend:
+        """What makes batches for all layers with this one's spec. Only where that is a `SequenceState`."""
+        ...

@@ -1,0 +1,32 @@
+"""A gated feed-forward part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.ops import TORCH, RowOps
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    ops: RowOps = TORCH
+
+    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._group = group
+        own, whole = group.share(inner), slice(0, hidden)
+        self.gate_up = PackedLinear(whole, {"gate_proj": own, "up_proj": own}, bias=False, dtype=dtype)
+        self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
+
+    def run(self, x: Tensor) -> Tensor:
+        """[n, hidden] → this rank's part of [n, hidden]."""
+        out: Tensor = self.down(self.ops.silu_and_mul(self.gate_up(x)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] → the same."""
+        return self._group.sum(self.run(x))

@@ -1,0 +1,106 @@
+"""Self-attention over the paged cache."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.layers.attention.cache_spec import PagedKV
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear, length
+from llm_service.layers.mixer import Rotary, StateBackend
+from llm_service.layers.ops import TORCH, RMSNorm, RowOps
+from llm_service.models.config import TextConfig
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; its family says whether its inputs have biases, query and key heads norms, and what
+    comes out a gate."""
+
+    stored_as: ClassVar[str] = "self_attn"
+    ops: RowOps = TORCH
+
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._group = group
+        family = config.family
+        self.head_dim, self.eps = config.head_dim, config.norm_eps
+        shared, own = group.kv_share(config.kv_heads), group.share(config.heads)
+        self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.output_gate
+        query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
+        whole = slice(0, config.hidden_size)
+        self.qkv = PackedLinear(
+            whole,
+            {"q_proj": _elements(own, 2 * self.head_dim) if self.has_gates else query, "k_proj": key, "v_proj": key},
+            bias=family.attention_bias,
+            dtype=dtype,
+            order=gates_last(self.heads, self.kv_heads, self.head_dim) if self.has_gates else None,
+        )
+        self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.head_dim, config.norm_eps, dtype, zero_centred=family.zero_centred_norms)
+
+        self.q_norm = norm() if family.qk_norm else nn.Identity()
+        self.k_norm = norm() if family.qk_norm else nn.Identity()
+
+    def cache_spec(self) -> PagedKV:
+        """Keys and values."""
+        return PagedKV(self.heads, self.kv_heads, self.head_dim)
+
+    def state_backend(self) -> StateBackend:
+        """There is no state."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], and where
+        there are gates these, [n, heads, head_dim]."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.kv_heads, self.gains, self.eps)
+        return self.parts(rotated, heads)
+
+    def parts(self, rotated: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+        """What `mix` takes, from rotated queries and keys [n, heads + kv_heads, head_dim], and all heads as they are
+        projected, one after the other."""
+        query, key = rotated.split([self.heads, self.kv_heads], dim=1)
+        first = self.heads + self.kv_heads
+        value = heads[:, first : first + self.kv_heads]
+        return (query, key, value, heads[:, first + self.kv_heads :]) if self.has_gates else (query, key, value)
+
+    @property
+    def gains(self) -> tuple[Tensor, Tensor] | None:
+        """The weights, [head_dim] each, of the norms of queries and of keys; None where these are not normed."""
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            return self.q_norm.weight, self.k_norm.weight
+        return None
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `MixerPart`: this rank's heads [n, heads · head_dim]."""
+        query, key, value, *gates = inputs
+        attended = batch.attend(query, key, value, cache)
+        return attended * gates[0].flatten(1).sigmoid() if gates else attended
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """All ranks' heads [n, heads · head_dim] → [n, hidden]."""
+        return self._group.sum(self.o(mixed))
+
+
+def gates_last(heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """Where rows go that are kept as query and gate of each head in turn, then keys, then values, so that queries,
+    keys, values and gates lie one after the other.
+
+    >>> gates_last(2, 1, 1).tolist()  # q0 g0 q1 g1 k v → q0 q1 k v g0 g1
+    [0, 4, 1, 5, 2, 3]
+    """
+    first = heads + 2 * kv_heads
+    turns = [place for head in range(heads) for place in (head, first + head)]
+    places = torch.tensor([*turns, *range(heads, first)]).unsqueeze(1) * head_dim
+    return (places + torch.arange(head_dim)).flatten()
+
+
+def _elements(heads: slice, head_dim: int) -> slice:
+    """The rows of a projection that belong to some heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)

@@ -1,0 +1,137 @@
+"""All that a rank's layers keep of sequences, and who computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    CacheShape,
+    NumbaCompiled,
+    WarmBackend,
+)
+from llm_service.layers.attention.cache_spec import (
+    CacheSpec,
+    LayerCache,
+    PagedKV,
+    Segment,
+    SequenceState,
+    StateCache,
+    cache_shapes,
+    slot_bytes,
+)
+from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.mixer import MixerPart, StateBackend
+from llm_service.plan import Chunk
+
+
+@runtime_checkable
+class StableBackend(AttentionBackend, Protocol):
+    """A back end whose batches follow metadata that may be filled anew."""
+
+    def over(self, metadata: AttentionMetadata) -> AttentionBatch:
+        """A batch that reads these metadata at each use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayers:
+    """The layers whose keys and values are alike: `cache` is [layers, …], as `CacheShape.new_cache` gives it."""
+
+    shape: CacheShape
+    cache: Tensor
+    backend: AttentionBackend
+
+
+class Caches:
+    """What each layer is handed: its cache, and in every step a batch.
+
+    Layers whose keys and values are of one shape share a back end, and so a batch; the blocks of a sequence's table
+    have the same numbers in all of them. Likewise layers with states of one shape, whose slots have the same numbers.
+    """
+
+    def __init__(
+        self,
+        mixers: Sequence[MixerPart],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
+        state_slots: int = 0,
+        snapshot_slots: int = 0,
+    ) -> None:
+        """Room for `blocks` blocks, and where layers have states for those of `state_slots` sequences, and for
+        snapshots. `attention` is a back end's name, or what makes one. Raises CheckpointError where that cannot be
+        used."""
+        self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
+        self._specs = [mixer.cache_spec() for mixer in mixers]
+        self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(self._specs) else (0, 0)
+        self.paged: dict[PagedKV, PagedLayers] = {}
+        for kind, shape in cache_shapes(self._specs, blocks, block_size).items():
+            backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
+            self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
+        self._states: dict[SequenceState, StateBackend] = {}
+        self.layers: list[LayerCache] = []
+        parts = {kind: iter(layers.cache) for kind, layers in self.paged.items()}
+        for mixer, spec in zip(mixers, self._specs, strict=True):
+            if isinstance(spec, PagedKV):
+                self.layers.append(next(parts[spec]))
+                continue
+            self.layers.append(spec.new_cache(self.state_slots + self.snapshot_slots, device))
+            if spec not in self._states:
+                self._states[spec] = mixer.state_backend()
+
+    @property
+    def state_chunk(self) -> int:
+        """A sequence that is cut at multiples of so many tokens gives the same bits; 1 where no layer has states."""
+        return max((spec.chunk for spec in self._states), default=1)
+
+    def batches(self, chunks: Sequence[Chunk], slots: Sequence[int] = ()) -> list[Any]:
+        """What each layer's mixer takes of a step; with a slot for each chunk where layers have states."""
+        made: dict[CacheSpec, Any] = {spec: kind.backend.batch(chunks) for spec, kind in self.paged.items()}
+        if self._states:
+            segments = Segment.of(chunks, slots)
+            made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
+        return [made[spec] for spec in self._specs]
+
+    def batches_over(self, metadata: AttentionMetadata) -> list[Any]:
+        """The same over metadata that may be filled anew. Only where nothing is in the way (`not_capturable`)."""
+        made: dict[CacheSpec, AttentionBatch] = {}
+        for spec, kind in self.paged.items():
+            assert isinstance(kind.backend, StableBackend), "a back end that does not follow metadata"
+            made[spec] = kind.backend.over(metadata)
+        return [made[spec] for spec in self._specs]
+
+    def not_capturable(self) -> str:
+        """Why a step's batches cannot follow metadata; empty where they can."""
+        for kind in self.paged.values():
+            if not isinstance(kind.backend, StableBackend):
+                return f"--attention {kind.backend.name} launches other kernels for other lengths"
+        return "layers with states are not captured yet" if self._states else ""
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """States go from slots into others as well, one pair (source, target) after the other."""
+        for cache in self.layers:
+            if isinstance(cache, StateCache):
+                for source, target in pairs:
+                    cache.copy(source, target)
+
+    def warm_up(self) -> None:
+        """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
+        for kind in self.paged.values():
+            if isinstance(kind.backend, WarmBackend):
+                kind.backend.warm_up(kind.cache[0])
+
+    def kernels(self) -> set[str]:
+        """Names of our kernels for CPUs that the back ends use, as `llm_service.layers.cpu.jit.find` takes them."""
+        backends: list[object] = [*(kind.backend for kind in self.paged.values()), *self._states.values()]
+        return set[str]().union(*(backend.kernels for backend in backends if isinstance(backend, NumbaCompiled)))

@@ -1,0 +1,107 @@
+"""The landed rows as a worker sees them, and copies of them to a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from ctypes import c_size_t, c_uint, c_void_p
+
+import torch
+from torch import Tensor
+
+from common import log
+from common.cuda_driver import call
+from common.device_memory import DeviceMemoryError
+from llm_service.plan import RowSlice
+from llm_service.worker.mirror import Mirror
+
+_log = log.get("pinned")
+_PORTABLE = 1
+"""For every context of this process (CU_MEMHOSTREGISTER_PORTABLE)."""
+
+
+class PinnedCopies:
+    """Copies from `memory` (uint8), which stays mapped and locked as long as this object lives. `synchronize` says when
+    a copy that was begun no longer reads from it; until then, nobody may write there."""
+
+    def __init__(self, memory: Tensor) -> None:
+        try:
+            call("cuMemHostRegister_v2", c_void_p(memory.data_ptr()), c_size_t(memory.nbytes), c_uint(_PORTABLE))
+        except DeviceMemoryError as error:
+            _log.warning("rows are copied to the GPU from ordinary memory: it cannot be locked", cause=str(error))
+        else:
+            weakref.finalize(self, _unlock, memory)
+        self._copied: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """Copies have been begun on the current stream."""
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def synchronize(self) -> None:
+        """Waits for the copies that were recorded last."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+
+def _unlock(memory: Tensor) -> None:
+    with contextlib.suppress(DeviceMemoryError):  # at the end of a process the driver may have ended before
+        call("cuMemHostUnregister", c_void_p(memory.data_ptr()))
+
+
+class RowArena:
+    """The landed rows, as the workers see them: `levels` · `width` elements of `dtype` a row, in shared memory, but for
+    those that `mirror` has on the device."""
+
+    def __init__(
+        self, memory: memoryview, levels: int, width: int, dtype: torch.dtype, mirror: Mirror | None = None
+    ) -> None:
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.levels = levels
+        self.width = width
+        self.dtype = dtype
+        self.mirror = mirror
+        self._pinned: PinnedCopies | None = None
+
+    def pin(self) -> None:
+        """Lets a GPU copy rows by itself. From now on `synchronize` is to be called before anybody may write
+        new rows."""
+        self._pinned = PinnedCopies(self._bytes)
+
+    def record_copies(self) -> None:
+        """Copies to the device have been begun."""
+        if self._pinned is not None:
+            self._pinned.record()
+
+    def synchronize(self) -> None:
+        """Waits until nothing that was begun reads from the arena any more."""
+        if self._pinned is not None:
+            self._pinned.synchronize()
+
+    @property
+    def the_mirror(self) -> Mirror:
+        """The mirror, where it is known that there is one."""
+        assert self.mirror is not None, "an order for a mirror that there is not"
+        return self.mirror
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.levels * self.width * self.dtype.itemsize
+
+    def bytes_of(self, rows: RowSlice) -> Tensor:
+        """A view uint8 [count · row_bytes] of a run of rows."""
+        return self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
+
+    def read(self, rows: RowSlice) -> list[Tensor]:
+        """Views [n, levels, width] of a run of rows, in order, each where its rows are."""
+        if self.mirror is None:
+            return [self._shaped(self.bytes_of(rows))]
+        return [
+            self._shaped(self.mirror.bytes_of(begin, end) if here else self._bytes[begin:end])
+            for begin, end, here in self.mirror.split(rows.offset, rows.count * self.row_bytes)
+        ]
+
+    def _shaped(self, data: Tensor) -> Tensor:
+        return data.view(self.dtype).view(-1, self.levels, self.width)

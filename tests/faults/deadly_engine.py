@@ -1,0 +1,36 @@
+"""An LLM service whose engines, run by this module as well, die of one request: `-m tests.faults.deadly_engine`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from llm_service.__main__ import main
+from llm_service.engine.process import Loaded, serve
+from llm_service.plan import StepPlan, StepResult
+from llm_service.settings import EngineSettings
+from tests.light import engine
+
+DEADLY = 13
+"""Whoever has a bias for this token, and penalties, kills the engine at its sixth token."""
+
+
+def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
+    loaded = engine.load(settings, arena_fd)
+    run = loaded.executor.run
+
+    def run_or_die(plan: StepPlan) -> StepResult:
+        if any(DEADLY in draw.logit_bias and len(draw.output) == 5 * 4 for draw in plan.draws):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(plan)
+
+    loaded.executor.run = run_or_die
+    return loaded
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdecimal():
+        serve(_load)
+    else:
+        main(engine="tests.faults.deadly_engine")

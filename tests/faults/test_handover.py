@@ -1,0 +1,200 @@
+"""The engine dies under running answers: for their callers that is a pause, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests import pictures
+from tests.faults.deadly_engine import DEADLY
+from tests.launch import Service, launch, llm_server, send
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, refusal
+from tests.scrape import scrape
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user, v1
+
+ENGINE = "llm_service.engine"
+FLAGS: dict[str, object] = {**LLM_FLAGS, "metrics_listen": "127.0.0.1:0"}
+SCHEMA = '{"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 40}'
+
+
+def drawn(**more: Any) -> v1.SamplingParams:
+    return v1.SamplingParams(**{"max_tokens": 400, "temperature": 1.0, "seed": 3, "ignore_eos": True, **more})
+
+
+def requests() -> list[v1.GenerateRequest]:
+    """Answers of every kind, each long enough to be cut."""
+    file = pictures.encoded(pictures.noise(64, 96, 9_313))
+    return [
+        asked(user("count"), greedy(400)),
+        asked(user("draw"), drawn()),
+        asked(user("two"), drawn(n=2)),
+        asked(user("penalise"), drawn(presence_penalty=1.0, repetition_penalty=1.2)),
+        asked(user("form"), drawn(json_schema=SCHEMA, ignore_eos=False)),
+        asked(user("likely"), drawn(logprobs=1)),
+        asked(user("prompt " * 200), greedy(300, prompt_logprobs=0)),
+        asked(about(file), greedy(400)),
+        asked(about(file, "And what is that?"), drawn()),
+    ]
+
+
+def said(client: LlmClient, request: v1.GenerateRequest) -> list[tuple[object, ...]]:
+    """What a whole answer says, as far as it does not tell of time or caches."""
+    whole = answer(client, request)
+    return [
+        (
+            choice.text,
+            choice.token_ids,
+            choice.reason,
+            [each.text for each in choice.logprobs],
+            choice.usage.completion_tokens,
+        )
+        for choice in whole.choices
+    ] + [(len(whole.prompt_logprobs),)]
+
+
+def kill(service: Service) -> None:
+    """Kills the engine that runs now."""
+    (pid,) = service.children(ENGINE)
+    os.kill(pid, signal.SIGKILL)
+
+
+def computes(client: LlmClient) -> bool:
+    """An engine serves, and is at some request."""
+    try:
+        return client.get_load().running > 0
+    except TwinlensError as error:
+        if error.reason != "ENGINE_UNAVAILABLE":
+            raise
+        return False
+
+
+def handed_over(service: Service) -> float:
+    return scrape(service.metrics)["twinlens_llm_requests_handed_over_total"]
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Iterator[Pair]:
+    with pair(checkpoint, **FLAGS, max_handovers=1000) as running:
+        yield running
+
+
+def test_no_answer_fails_or_changes_however_often_the_engine_is_killed(both: Pair) -> None:
+    asking = requests()
+    undisturbed = [said(both.text, request) for request in asking]
+    before = handed_over(both.llm)
+    with ThreadPoolExecutor(len(asking)) as threads:
+        answers = [threads.submit(said, both.text, request) for request in asking]
+        for _ in range(6):
+            until(lambda: computes(both.text) or all(each.done() for each in answers), "an engine computes")
+            kill(both.llm)
+        assert [each.result() for each in answers] == undisturbed
+    assert handed_over(both.llm) > before
+    until(both.idle, "everything was given back")
+    assert said(both.text, asking[0]) == undisturbed[0]
+
+
+def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path) -> None:
+    with (
+        llm_server(checkpoint, **{**LLM_FLAGS, "max_running": 1}) as service,
+        LlmClient(service.address) as client,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        running = client.generate(asked(user("count"), greedy(300)))
+        events = iter(running)
+        assert next(events).HasField("started")
+        waiting = [threads.submit(answer, client, asked(user(f"wait {n}"), greedy(20))) for n in range(4)]
+        until(lambda: client.get_load().waiting == 4, "four wait")
+        kill(service)
+        late = answer(client, asked(user("now?"), greedy(20)))
+        assert len(late.choices[0].token_ids) == 20
+        assert [len(each.result().choices[0].token_ids) for each in waiting] == [20] * 4
+        assert list(events)[-1].finished.usage.completion_tokens == 300
+        until(lambda: idle(client), "nothing is held")
+
+
+def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pair) -> None:
+    stream = both.text.generate(asked(user("count"), greedy(4000), max_handovers=0))
+    events = iter(stream)
+    assert next(events).HasField("started")
+    kill(both.llm)
+    with pytest.raises(TwinlensError) as error:
+        list(events)
+    assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+    assert error.value.retry_after is not None
+    now = refusal(both.text, asked(user("now?"), max_handovers=0))
+    assert (now.code, now.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+    until(lambda: len(answer(both.text, asked(user("and now?"))).choices[0].token_ids) == 8, "an engine serves")
+
+
+@pytest.mark.parametrize("leaves", ["cancels", "aborts"])
+def test_a_caller_who_leaves_while_no_engine_serves_gives_everything_back(both: Pair, leaves: str) -> None:
+    file = pictures.encoded(pictures.noise(64, 64, 9_411))
+    asking = asked(about(file), greedy(4000), request_id="leaver")
+    until(lambda: len(answer(both.text, asked(user("hello"))).choices[0].token_ids) == 8, "an engine serves")
+    stream = both.text.generate(asking)
+    events = iter(stream)
+    assert next(events).HasField("started")
+    kill(both.llm)
+    until(lambda: not computes(both.text), "the engine is gone")
+    if leaves == "cancels":
+        stream.cancel()
+    else:
+        assert both.text.abort("leaver") == 1
+        with pytest.raises(TwinlensError) as error:
+            list(events)
+        assert error.value.reason == "ABORTED"
+    until(lambda: both_idle(both), "everything was given back")
+
+
+def both_idle(both: Pair) -> bool:
+    try:
+        return both.idle()
+    except TwinlensError:
+        return False
+
+
+def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpoint: Path) -> None:
+    """With every option as it comes: each answer may outlive two engines, and the third end is the deadly one's own."""
+    flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--overlap=yes", "--kv-cache-bytes=32MiB"]
+    deadly = drawn(logit_bias={DEADLY: -1.0}, presence_penalty=0.5)
+    asking = [asked(user(f"count {n}"), drawn(seed=n)) for n in range(6)]
+    with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
+        undisturbed = [said(client, request) for request in asking]
+        with ThreadPoolExecutor(len(asking)) as threads:
+            running = [client.generate(request) for request in asking]
+            answers = [threads.submit(heard, stream) for stream in running]
+            until(lambda: client.get_load().running > 2, "some are computed")
+            error = refusal(client, asked(user("die"), deadly))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+            assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
+        assert service.log.read_text().count("the engine has ended") == 3
+        until(lambda: idle(client), "nothing is held")
+
+
+def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:
+    """The tokens of a whole stream."""
+    return [token for event in stream for token in event.delta.token_ids]
+
+
+def test_the_real_model_goes_on_in_its_next_engine(checkpoint: Path) -> None:
+    with pair(checkpoint, light=False, max_handovers=100, spare_engine="yes") as both:
+        asking = [
+            asked(user("count"), greedy(200)),
+            asked(about(pictures.encoded(pictures.noise(64, 64, 9_512))), greedy(200)),
+        ]
+        undisturbed = [said(both.text, request) for request in asking]
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(said, both.text, request) for request in asking]
+            for _ in range(2):
+                until(lambda: computes(both.text) or all(each.done() for each in answers), "an engine computes")
+                for pid in both.llm.children(ENGINE):
+                    send(pid, signal.SIGKILL)
+            assert [each.result() for each in answers] == undisturbed

@@ -1,0 +1,128 @@
+"""Gated delta nets against transformers' operators, sequence by sequence, on any device and by any back end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # isort: skip
+
+from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
+
+SHAPES = (GdnShape(2, 4, 32, 16), GdnShape(3, 3, 16, 32))
+COUNTS = ((1, 1, 1), (64,), (1, 130, 1, 65, 7), (2, 63, 128))
+"""How many tokens of each sequence are in a batch."""
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Weights, and tokens of some sequences one after the other."""
+
+    shape: GdnShape
+    weights: GdnWeights
+    given: GdnInput
+
+    @classmethod
+    def drawn(cls, shape: GdnShape, tokens: int, dtype: torch.dtype, device: str = "cpu") -> Case:
+        random = torch.Generator().manual_seed(tokens)
+
+        def normal(*size: int, scale: float = 1.0) -> Tensor:
+            return (scale * torch.randn(size, generator=random)).to(device, dtype)
+
+        weights = GdnWeights(
+            conv=normal(shape.channels, shape.width, scale=0.5),
+            a_log=normal(shape.value_heads),
+            dt_bias=normal(shape.value_heads),
+            gain=1 + normal(shape.value_dim, scale=0.1),
+            eps=_EPS,
+        )
+        # Parts of wider products, as packed layers give them.
+        qkv, z = normal(tokens, shape.channels + shape.values).split([shape.channels, shape.values], dim=1)
+        a, b = normal(tokens, 2 * shape.value_heads).chunk(2, dim=1)
+        return cls(shape, weights, GdnInput(qkv, z, a, b))
+
+    def alike(self) -> None:
+        """Makes all tokens the same, and nothing fade: the system of a chunk is then as far from diagonal as it gets,
+        and its powers grow to 10^18."""
+        self.given.qkv.copy_(self.given.qkv[:1].expand_as(self.given.qkv))
+        self.given.b.fill_(9.0)
+        self.weights.a_log.fill_(-12.0)
+
+    def part(self, begin: int, end: int) -> GdnInput:
+        given = self.given
+        return GdnInput(given.qkv[begin:end], given.z[begin:end], given.a[begin:end], given.b[begin:end])
+
+    def states(self, slots: int) -> StateCache:
+        """In which nothing is a number, so that whoever reads a slot before it is written shows."""
+        cache = self.shape.state(self.given.qkv.dtype).new_cache(slots, self.given.qkv.device)
+        for each in cache.tensors:
+            each.fill_(torch.nan)
+        return cache
+
+
+def check(backend: GdnBackend, case: Case, counts: Sequence[int]) -> None:
+    """Sequences begin in a batch and go on in another, each in its slot; both give what transformers gives."""
+    slots, dtype = len(counts) + 2, case.given.qkv.dtype
+    cache = case.states(slots)
+    begins = [sum(counts[:index]) for index in range(len(counts))]
+    places = [(5 * index + 2) % slots for index in range(len(counts))] if slots % 5 else list(range(1, slots - 1))
+    states = {}
+    for fresh in (True, False):
+        segments = [
+            Segment(begin, begin + count, slot, fresh)
+            for begin, count, slot in zip(begins, counts, places, strict=True)
+        ]
+        out = backend.batch(segments).run(case.given, case.weights, cache)
+        for segment in segments:
+            part = case.part(segment.begin, segment.end)
+            expected, states[segment.slot] = by_transformers(case, part, states.get(segment.slot))
+            close(out[segment.begin : segment.end], expected, dtype)
+            for pool, state in zip(cache.tensors, states[segment.slot], strict=True):
+                close(pool[segment.slot], state, dtype)
+    untouched = set(range(slots)) - set(places)
+    assert all(pool[slot].isnan().all() for pool in cache.tensors for slot in untouched)
+
+
+def by_transformers(
+    case: Case, part: GdnInput, state: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """What Qwen3_5GatedDeltaNet does between its projections, for one sequence → its output and state."""
+    shape, weights, device = case.shape, case.weights, part.qkv.device
+    count, dtype = len(part.qkv), part.qkv.dtype
+    if state is None:
+        convolution = torch.zeros(shape.channels, shape.width - 1, dtype=dtype, device=device)
+        recurrent = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, device=device)
+    else:
+        convolution, recurrent = state[0].clone(), state[1]
+    mixed = theirs.causal_conv1d_update(part.qkv.t()[None], convolution[None], weights.conv, activation="silu")[0].t()
+    query, key, value = mixed.split([shape.keys, shape.keys, shape.values], dim=1)
+    rule = theirs.torch_recurrent_gated_delta_rule if count == 1 else theirs.torch_chunk_gated_delta_rule
+    read, recurrent = rule(
+        query.reshape(1, count, shape.key_heads, shape.key_dim),
+        key.reshape(1, count, shape.key_heads, shape.key_dim),
+        value.reshape(1, count, shape.value_heads, shape.value_dim),
+        g=-weights.a_log.float().exp() * torch.nn.functional.softplus(part.a.float() + weights.dt_bias)[None],
+        beta=part.b.sigmoid()[None],
+        initial_state=recurrent[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = theirs.Qwen3_5RMSNormGated(shape.value_dim, eps=weights.eps)
+    norm.weight.data = weights.gain
+    out = norm(read.reshape(-1, shape.value_dim), part.z.reshape(-1, shape.value_dim))
+    return out.view(count, -1), (convolution, recurrent[0])
+
+
+def close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """As near as a model of a type gets; states are float32 in all."""
+    assert given.shape == expected.shape
+    assert given.dtype == expected.dtype
+    near = NEAR[dtype]
+    torch.testing.assert_close(given, expected, rtol=near, atol=near)

@@ -1,0 +1,134 @@
+"""Quantised checkpoints against transformers on the weights that they are, in float32."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from common.checkpoint import Checkpoint, CheckpointError
+from encoder_service.families import config
+from encoder_service.models.tower import load_tower
+from llm_service.layers.experts import Experts
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.request import SamplingParams
+from tests import reference
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, make_prompt
+from tests.quantized import FORMATS, quantize_checkpoint
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+KINDS: list[tuple[Family, str]] = [
+    *(("qwen3_vl", form) for form in FORMATS),
+    ("qwen2_vl", "gptq of 8 bits"),
+    ("qwen2_5_vl", "gptq in order of importance"),
+    ("qwen3_vl_moe", "fp8 in blocks"),
+    ("qwen3_vl_moe", "pack-quantized, with zeros"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def folders(
+    request: pytest.FixtureRequest, checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A quantised checkpoint, and one of the weights that it is."""
+    family, form = request.param
+    return quantize_checkpoint(checkpoints(family), FORMATS[form], tmp_path_factory.mktemp("quantised"))
+
+
+def test_greedy_tokens_are_the_references(folders: tuple[Path, Path]) -> None:
+    quantized, wide = folders
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 120, 3), dtype=np.uint8))
+    prompts = [make_prompt(wide, parts) for parts in (["Tell me about circles."], [picture, "What is it?"])]
+    expected = [reference.reference_generate(wide, prompt.inputs) for prompt in prompts]
+    assert expected[0] != expected[1], "the prompts prove nothing"
+    outcomes = LocalEngine(quantized, step_tokens=48).run(prompts, GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
+    folders: tuple[Path, Path], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(ranks):
+        group = TensorGroup(rank, ranks)
+        ours = matrices(load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group))
+        with monkeypatch.context() as patch:
+            for kind in (PackedLinear, Experts):
+                patch.setattr(kind, "finalize", lambda self, **_: None)
+            theirs = matrices(load_decoder(Checkpoint(folders[1]), torch.float32, CPU, group))
+        assert ours.keys() == theirs.keys()
+        for name, weight in ours.items():
+            torch.testing.assert_close(weight, theirs[name], rtol=0, atol=0, msg=name)
+
+
+def matrices(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """The layers' weights [outputs, inputs] as they are computed with."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in decoder.layers.named_modules():
+        if isinstance(module, PackedLinear):
+            found[name] = module.weight.detach() if module.laid_out is None else wide(module.laid_out)
+            assert module.laid_out is None or not module.weight.numel(), "the long form is kept"
+        elif isinstance(module, Experts):
+            stacked = zip(module.gate_up_proj.detach(), module.down_proj.detach(), strict=True)
+            for number, both in enumerate(module.laid_out or stacked):
+                for kind, weight in zip(("gate_up", "down"), both, strict=True):
+                    path = f"{name}.{number}.{kind}"
+                    found[path] = weight if isinstance(weight, torch.Tensor) else wide(weight)
+    return found
+
+
+def wide(weight: object) -> torch.Tensor:
+    """A quantised weight in its long form."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([part.wide() for part in weight.parts])
+    assert isinstance(weight, QuantizedWeight)
+    return weight.wide()
+
+
+def test_a_weight_that_its_neighbours_are_quantised_without_is_refused(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = checkpoints("qwen3_vl")
+    form = FORMATS["fp8 in blocks"]
+    seen: list[int] = []
+
+    def some(weight: torch.Tensor) -> object:
+        seen.append(1)
+        made = form(weight)
+        return (made[0], {"weight": weight}, weight) if len(seen) == 3 else made
+
+    quantized, _ = quantize_checkpoint(plain, some, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="is not quantised"):
+        load_decoder(Checkpoint(quantized), torch.float32, CPU)
+
+
+def test_int8_beside_it_is_refused(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    quantized, _ = quantize_checkpoint(checkpoints("qwen3_vl"), FORMATS["awq"], tmp_path)
+    with pytest.raises(CheckpointError, match="--weight-dtype int8"):
+        load_decoder(Checkpoint(quantized), torch.float32, CPU, weight_dtype="int8")
+
+
+def test_quantised_vision_weights_are_refused(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("qwen3_vl"), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "visual.blocks.0.attn.qkv.weight" in name)
+    _, made, _ = FORMATS["fp8 in blocks"](tensors.pop(name))
+    save_file(tensors | {f"{name.removesuffix('weight')}{part}": each for part, each in made.items()}, file)
+    checkpoint = Checkpoint(folder)
+    with pytest.raises(CheckpointError, match="the vision weights are quantised"):
+        load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)

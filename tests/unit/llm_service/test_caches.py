@@ -1,0 +1,37 @@
+"""Layers whose keys and values have different shapes, over the same blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.cache_spec import PagedKV
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.plan import Chunk
+from llm_service.worker.caches import Caches
+
+CPU = torch.device("cpu")
+CHUNKS = [Chunk(0, 1, [4]), Chunk(0, 20, [3, 0]), Chunk(0, 7, [2])]
+TOKENS = sum(chunk.count for chunk in CHUNKS)
+
+
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+def test_each_layer_attends_in_its_own_shape(attention: str) -> None:
+    specs = [PagedKV(4, 2, 32), PagedKV(6, 1, 48), PagedKV(4, 2, 32)]
+    mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
+    caches = Caches(mixers, 5, 16, torch.float32, CPU, attention=attention)
+    assert [kind.shape.layers for kind in caches.paged.values()] == [2, 1]
+    first, second, third = batches = caches.batches(CHUNKS)
+    assert first is third
+    assert first is not second
+    noise = torch.Generator().manual_seed(0)
+    for spec, cache, batch in zip(specs, caches.layers, batches, strict=True):
+        shape = CacheShape(1, 5, 16, spec.heads, spec.kv_heads, spec.head_dim)
+        counts = (spec.heads, spec.kv_heads, spec.kv_heads)
+        given = [torch.randn(TOKENS, count, spec.head_dim, generator=noise) for count in counts]
+        alone = TorchBackend(shape, CPU).batch(CHUNKS).attend(*given, shape.new_cache(torch.float32, CPU)[0])
+        torch.testing.assert_close(batch.attend(*given, cache), alone, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,67 @@
+"""The gated delta net by torch's operators: transformers' numbers, whatever is beside a sequence or cuts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import GdnShape
+from llm_service.layers.gdn.torch_backend import TorchBackend
+from tests import gdn_cases
+from tests.gdn_cases import Case
+
+SHAPE = GdnShape(16, 32, 32, 16)
+"""Rows of whole vectors: the functions of torch give what is left over at the end of a tensor other last digits."""
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", gdn_cases.COUNTS, ids=str)
+@pytest.mark.parametrize("shape", gdn_cases.SHAPES, ids=str)
+def test_sequences_of_a_batch_are_transformers_one_by_one(
+    shape: GdnShape, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    gdn_cases.check(TorchBackend(shape, CPU), Case.drawn(shape, sum(counts), dtype), counts)
+
+
+@pytest.mark.parametrize("total", [65, 128, 200, 257])
+def test_a_sequence_cut_at_whole_chunks_has_the_same_bits(total: int) -> None:
+    case = Case.drawn(SHAPE, total, torch.float32)
+    whole = computed(case, [total])
+    for cuts in ([64, total], [*range(64, total, 64), total], [total // 64 * 64, total]):
+        assert all(torch.equal(one, other) for one, other in zip(computed(case, cuts), whole, strict=True))
+
+
+def test_a_sequence_has_the_same_bits_whoever_is_beside_it() -> None:
+    case = Case.drawn(SHAPE, 150, torch.float32)
+    backend, alone, beside = TorchBackend(SHAPE, CPU), case.states(6), case.states(6)
+    segments = [Segment(0, 1, 4, fresh=True), Segment(1, 80, 2, fresh=True), Segment(80, 150, 1, fresh=True)]
+    out = backend.batch(segments).run(case.given, case.weights, beside)
+    for segment in segments:
+        part, count = case.part(segment.begin, segment.end), segment.end - segment.begin
+        own = backend.batch([Segment(0, count, segment.slot, fresh=True)]).run(part, case.weights, alone)
+        assert torch.equal(own, out[segment.begin : segment.end])
+        assert all(torch.equal(*pools) for pools in zip(state(alone, segment), state(beside, segment), strict=True))
+
+
+def test_equal_keys_that_nothing_fades_are_exact_enough() -> None:
+    case = Case.drawn(SHAPE, 128, torch.float32)
+    case.alike()
+    gdn_cases.check(TorchBackend(SHAPE, CPU), case, [128])
+
+
+def computed(case: Case, cuts: list[int]) -> list[Tensor]:
+    """What comes out of a sequence that is cut there, and its state."""
+    backend, cache, begin, outs = TorchBackend(case.shape, CPU), case.states(1), 0, []
+    for end in cuts:
+        segment = Segment(0, end - begin, 0, fresh=begin == 0)
+        if end > begin:
+            outs.append(backend.batch([segment]).run(case.part(begin, end), case.weights, cache))
+        begin = end
+    return [torch.cat(outs), *(each[:1] for each in cache.tensors)]  # behind which is a slot for padding
+
+
+def state(cache: StateCache, segment: Segment) -> list[Tensor]:
+    return [pool[segment.slot] for pool in cache.tensors]

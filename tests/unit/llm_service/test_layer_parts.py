@@ -1,0 +1,202 @@
+"""Parts of decoder layers that some families have, each against transformers' own module with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llm_service.families.family import Family, Mixer
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.cache_spec import Segment
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.experts import SparseMLP
+from llm_service.layers.gated_delta_net import GatedDeltaNet
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.linear import Stored
+from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.layers.self_attention import SelfAttention, gates_last
+from llm_service.models.config import DeltaNetConfig, TextConfig
+from llm_service.models.loader import targets
+from llm_service.plan import Chunk
+from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+
+from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
+    Qwen3_5Attention,
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextConfig,
+    Qwen3_5TextRotaryEmbedding,
+)
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (  # isort: skip
+    Qwen3_5MoeSparseMoeBlock,
+    Qwen3_5MoeTextConfig,
+)
+
+CPU = torch.device("cpu")
+HIDDEN, HEADS, KV_HEADS, HEAD, TOKENS = 64, 4, 2, 32, 40
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+FAMILY = Family({}, qk_norm=True, output_gate=True, zero_centred_norms=True, rotary_share=0.25)
+
+
+def config() -> TextConfig:
+    return TextConfig(
+        family=FAMILY,
+        vocab_size=8,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        mixers=(Mixer.ATTENTION,),
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        rotary_dim=HEAD // 4,
+        mrope_sections=(2, 1, 1),
+        mrope_interleaved=True,
+        tied=False,
+        max_position=100,
+    )
+
+
+def drawn(module: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    return module.eval()
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class InMemory:
+    """A stored tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+
+def read(ours: nn.Module, theirs: nn.Module) -> None:
+    """All of their weights, by the names under which they are saved."""
+    stored: dict[str, Stored] = {name: InMemory(tensor) for name, tensor in theirs.state_dict().items()}
+    placed = {name: place for name, (_, place) in targets(ours)}
+    for name, tensor in stored.items():
+        placed.pop(name)(tensor)
+    assert all(".experts." in f".{name}" for name in placed), "all but the names of single experts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_zero_centred_norm(dtype: torch.dtype) -> None:
+    theirs = drawn(Qwen3_5RMSNorm(HIDDEN)).to(dtype)
+    holder = nn.Module()
+    holder.norm = RMSNorm(HIDDEN, 1e-6, dtype, zero_centred=True)
+    read(holder, nn.ModuleDict({"norm": theirs}))
+    x = 3 * noise(5, HIDDEN).to(dtype)
+    torch.testing.assert_close(holder.norm(x), theirs(x), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
+    settings = Qwen3_5TextConfig(**SIZES, attn_implementation="eager")
+    settings._attn_implementation = "eager"
+    theirs = drawn(Qwen3_5Attention(settings, 0))
+    ours = SelfAttention(config(), ALONE, torch.float32)
+    read(ours, theirs)
+    x = noise(TOKENS, HIDDEN)
+    positions = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) // 2, torch.arange(TOKENS) % 7])
+    angles = Qwen3_5TextRotaryEmbedding(settings)(x, positions.unsqueeze(1))
+    mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
+    expected = theirs(x.unsqueeze(0), angles, mask)[0][0]
+    rotary = MultimodalRotary(HEAD // 4, 10000.0, (2, 1, 1), interleaved=True, device=CPU).tables(positions, x.dtype)
+    torch.testing.assert_close(ours.join(attended(ours, x, rotary)), expected, rtol=1e-4, atol=1e-5)
+    ranks = [SelfAttention(config(), TensorGroup(rank, 2), torch.float32) for rank in range(2)]
+    for rank in ranks:
+        read(rank, theirs)
+    parts = [rank.o(attended(rank, x, rotary)) for rank in ranks]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+def attended(attention: SelfAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    shape = CacheShape(1, 3, 16, attention.heads, attention.kv_heads, HEAD)
+    batch = TorchBackend(shape, CPU).batch([Chunk(0, TOKENS, [0, 1, 2])])
+    return attention.mix(attention.project(x, rotary), shape.new_cache(torch.float32, CPU)[0], batch)
+
+
+@torch.inference_mode()
+def test_experts_with_a_shared_one_beside_them() -> None:
+    settings = Qwen3_5MoeTextConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=48,
+    )
+    theirs = drawn(Qwen3_5MoeSparseMoeBlock(settings))
+    ours = SparseMLP(6, 2, HIDDEN, 24, ALONE, torch.float32, shared_inner=48)
+    read(ours, theirs)
+    x = noise(9, HIDDEN)
+    expected = theirs(x.unsqueeze(0))[0]
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+    ranks = [SparseMLP(6, 2, HIDDEN, 24, TensorGroup(rank, 2), torch.float32, shared_inner=48) for rank in range(2)]
+    for rank in ranks:
+        read(rank, theirs)
+    torch.testing.assert_close(sum(rank(x) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_ranks_share_the_heads_of_a_gated_delta_net() -> None:
+    sizes = {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 32}
+    names = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    }
+    settings = Qwen3_5TextConfig(**{**SIZES, **names, "layer_types": ["linear_attention"]})
+    theirs = drawn(Qwen3_5GatedDeltaNet(settings, 0))
+    x = noise(TOKENS, HIDDEN)
+    expected = theirs(x.unsqueeze(0))[0]
+    shape = replace(config(), delta_net=DeltaNetConfig(**sizes, width=4))
+    for size in (1, 2, 4):
+        parts = []
+        for rank in range(size):
+            ours = GatedDeltaNet(shape, TensorGroup(rank, size), torch.float32)
+            read(ours, theirs)
+            batch = ours.state_backend().batch([Segment(0, TOKENS, 0, fresh=True)])
+            mixed = ours.mix(ours.project(x, (x, x)), ours.cache_spec().new_cache(1, CPU), batch)
+            parts.append(ours.out(mixed))
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gates_lie_behind_what_is_attended_with() -> None:
+    """Rows as a checkpoint has them: query and gate of each head, keys, values."""
+    rows = torch.tensor([10, 11, 50, 51, 20, 21, 60, 61, 1, 2, 3, 4])
+    placed = torch.empty_like(rows)
+    placed[gates_last(2, 1, 2)] = rows
+    assert placed.tolist() == [10, 11, 20, 21, 1, 2, 3, 4, 50, 51, 60, 61]

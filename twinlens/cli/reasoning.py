@@ -1,0 +1,66 @@
+"""Tells what a model thinks from what it says, as its text comes in."""
+
+from __future__ import annotations
+
+_BEGIN, _END = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """Splits one text, of which each piece has any length. `thinking`: it begins inside of the reasoning.
+
+    >>> splitter = ReasoningSplitter(thinking=False)
+    >>> [splitter.feed(piece) for piece in ("<thi", "nk>\\nHm.</th", "ink>\\n\\nYes", ".")]
+    [('', ''), ('Hm.', ''), ('', 'Yes'), ('', '.')]
+    """
+
+    def __init__(self, *, thinking: bool) -> None:
+        self._held = ""
+        self._state = "thinking" if thinking else "beginning"
+        self._trim = thinking
+        """White space at the beginning of what comes next is the marks'."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What is certain with this text: more of the reasoning, and more of the answer."""
+        return self._split(text, last=False)
+
+    def end(self) -> tuple[str, str]:
+        """What is left when there is no more."""
+        return self._split("", last=True)
+
+    def _split(self, text: str, *, last: bool) -> tuple[str, str]:
+        self._held += text
+        if self._state == "beginning":
+            said = self._held.lstrip()
+            if _BEGIN.startswith(said) and not last:
+                return "", ""
+            if said.startswith(_BEGIN):
+                self._held, self._state, self._trim = said[len(_BEGIN) :], "thinking", True
+            else:
+                self._state = "answering"
+        thought = ""
+        if self._state == "thinking":
+            thought, found = self._thought(last=last)
+            if not found:
+                return thought, ""
+            self._state, self._trim = "answering", True
+        return thought, self._taken(len(self._held))
+
+    def _thought(self, *, last: bool) -> tuple[str, bool]:
+        """More of the reasoning, and whether that was its end; white space before a mark is held back with it."""
+        before, mark, rest = self._held.partition(_END)
+        if mark:
+            self._held = before.rstrip()
+            thought = self._taken(len(self._held))
+            self._held = rest
+            return thought, True
+        sizes = range(min(len(_END) - 1, len(before)), 0, -1)
+        part = 0 if last else next((size for size in sizes if before.endswith(_END[:size])), 0)
+        return self._taken(len(before[: len(before) - part].rstrip())), False
+
+    def _taken(self, count: int) -> str:
+        """The first so many characters of what is held."""
+        taken, self._held = self._held[:count], self._held[count:]
+        if self._trim:
+            taken = taken.lstrip()
+            self._trim = not taken
+        return taken
