@@ -33,6 +33,7 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._in_head = True
         self._in_body = False
+        self._last = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes a place, or has none."""
@@ -121,7 +122,27 @@ class Connection(HttpToolsProtocol):
         if self._in_body:
             self._wait()
 
+    def shutdown(self) -> None:
+        """The request under way is the last one here; a connection without one stays for its last, until `hang_up`.
+
+        A proxy that finds a connection closed under a request that it has sent may not send it to another gateway.
+        """
+        self._last = True
+        if not self._idle:
+            self.cycle.keep_alive = False
+
+    def hang_up(self) -> None:
+        """Closes a connection on which no request is under way."""
+        if self._idle:
+            self.transport.close()
+
+    @property
+    def _idle(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or bool(cycle.response_complete)
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.keep_alive = cycle.keep_alive and not self._last
         if cycle.scope["http_version"] == "1.0":
             app = _until_closed(app, cycle)
         super()._start_asgi_task(cycle, app)

@@ -55,7 +55,8 @@ class RequestMiddleware:
         self._meters = meters
         self._requests: set[RequestContext] = set()
         self.body_budget = BodyBudget(config.max_inflight_bytes)
-        self.closed = False
+        self.draining = False
+        self._closed = False
 
     @property
     def open_requests(self) -> int:
@@ -63,7 +64,8 @@ class RequestMiddleware:
         return len(self._requests)
 
     def end_all(self, cause: TwinlensError) -> None:
-        """Ends every request under way."""
+        """Ends every request under way, and lets no other in."""
+        self._closed = True
         for context in list(self._requests):
             context.end(cause)
 
@@ -136,7 +138,7 @@ class RequestMiddleware:
             given = token.strip().encode("latin-1") if kind.lower() == "bearer" else b""
             if not sum(hmac.compare_digest(given, each) for each in self._tokens):  # all are compared
                 raise Unauthenticated("a bearer token is needed")
-        if self.closed:
+        if self._closed:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if self.open_requests > self._config.max_requests:
             raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")

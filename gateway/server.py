@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -37,6 +37,10 @@ _EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
 """Headers of answers that pages of other origins may read."""
 _KEEP_ALIVE_SECONDS = 65
 """A connection without a request is kept for as long: longer than proxies keep theirs, so that they close it."""
+_HANDSHAKE_SECONDS = 2.0
+"""For the TLS of connections that came at the very moment when the gateway stops listening."""
+_LAST_SECONDS = 0.5
+"""What a proxy sent on an idle connection, before it learned that the gateway stops, comes within this time."""
 _ENDING_SECONDS = 5.0
 """For requests that are ended after the grace time to say so."""
 
@@ -151,7 +155,10 @@ class _Server(uvicorn.Server):
         yield
 
     def _stop(self) -> None:
-        self.should_exit = True
+        self.should_exit = True  # uvicorn looks ten times a second
+        self._middleware.draining = True
+        for connection in self.server_state.connections:
+            connection.shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and says so on standard output."""
@@ -164,10 +171,51 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """New connections are refused, running requests get the grace time; then they are ended, each with an error."""
-        self._middleware.closed = True
         _log.info("draining", grace_seconds=self._grace, open_requests=self._middleware.open_requests)
         stopping = Unavailable("the gateway stops and has ended this request", reason="CALL_ENDED")
         ending = asyncio.get_running_loop().call_later(self._grace, self._middleware.end_all, stopping)
         self.config.timeout_graceful_shutdown = self._grace + _ENDING_SECONDS  # type: ignore[assignment]
+        await self._stop_listening(sockets or ())
+        hanging_up = asyncio.create_task(self._hang_up())
         await super().shutdown(sockets)
+        hanging_up.cancel()
         ending.cancel()
+
+    async def _hang_up(self) -> None:
+        """Closes idle connections, once no request is left and what was on its way has come."""
+        await asyncio.sleep(_LAST_SECONDS)
+        while True:
+            if not self._middleware.open_requests:
+                for connection in list(self.server_state.connections):
+                    assert isinstance(connection, Connection)
+                    connection.hang_up()
+            await asyncio.sleep(_LAST_SECONDS / 10)
+
+    async def _stop_listening(self, sockets: Sequence[socket.socket]) -> None:
+        """Takes the connections that the kernel has accepted for us: closing would reset them under their requests."""
+        accepted = []
+        for listening in sockets:
+            with suppress(BlockingIOError):  # there is none left
+                while True:
+                    accepted.append(listening.accept()[0])
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        context = self.config.ssl if self.config.is_ssl else None
+        seconds = _HANDSHAKE_SECONDS if context else None
+        for connection in accepted:
+            connection.setblocking(False)
+        await asyncio.gather(
+            *(
+                loop.connect_accepted_socket(self._connection, each, ssl=context, ssl_handshake_timeout=seconds)
+                for each in accepted
+            ),
+            return_exceptions=True,
+        )
+
+    def _connection(self) -> Connection:
+        connection: Connection = self.config.http_protocol_class(  # type: ignore[call-arg, assignment]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        connection.shutdown()
+        return connection

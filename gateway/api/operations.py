@@ -29,7 +29,7 @@ class Operations:
 
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
         """At least one LLM service can serve, and the gateway does not stop."""
-        if self.middleware.closed:
+        if self.middleware.draining:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if not self._services.usable:
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")

@@ -131,11 +131,31 @@ def test_a_killed_gateway_takes_its_own_connections_along_and_no_others(running:
 
 def test_a_gateway_that_drains_finishes_its_streams_and_is_given_no_more(running: Site) -> None:
     streams, threads = running.streams()
-    leaving = running.doors[0].gateway.process
-    leaving.send_signal(signal.SIGTERM)
+    leaving = running.doors[0].gateway
+    kept = http.client.HTTPConnection(leaving.address, timeout=60)
+    assert _version(kept) == (200, None)
+    leaving.process.send_signal(signal.SIGTERM)
     assert {running.ask() for _ in range(6)} == {200}
+    until(lambda: _refused(running.doors[0]), "no connection is accepted")
+    assert _version(kept) == (200, "close")  # whoever had sent it could not send it elsewhere
+    kept.close()
     running.go_on.set()
     for thread in threads:
         thread.join(60)
     assert all(map(ended_well, streams))
-    assert leaving.wait(60) == 0
+    assert leaving.process.wait(60) == 0
+
+
+def _version(connection: http.client.HTTPConnection) -> tuple[int, str | None]:
+    connection.request("GET", "/version")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status, answer.getheader("connection")
+
+
+def _refused(door: Door) -> bool:
+    try:
+        door.connect().close()
+    except ConnectionRefusedError:
+        return True
+    return False
