@@ -86,14 +86,16 @@ class RequestMeter:
         """Its prompt is laid out and computing has begun."""
         self._meters.prompt_tokens.observe(tokens)
 
-    def token(self, choice: int) -> None:
-        """A choice has a new token."""
+    def tokens(self, choice: int, count: int) -> None:
+        """A choice has so many new tokens, which its caller gets at once: nothing lies between them."""
         now = time.perf_counter()
         before = self._last.get(choice)
         if before is not None:
             self._meters.between_tokens.observe(now - before)
         elif not self._last:
             self._meters.first_token.observe(now - self._begun)
+        for _ in range(count - 1):
+            self._meters.between_tokens.observe(0.0)
         self._last[choice] = now
 
     def choice(self, reason: str, tokens: int) -> None:

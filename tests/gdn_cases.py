@@ -11,7 +11,7 @@ from torch import Tensor
 from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # isort: skip
 
-from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
 
 SHAPES = (GdnShape(2, 4, 32, 16), GdnShape(3, 3, 16, 32))

@@ -1,8 +1,6 @@
-"""Structured output: what a request wants its answer to look like, and which tokens may come next.
-
-The work is llguidance's: a grammar is compiled lazily, in bounded time and memory, and a matcher gives the tokens that
-it allows as a bit mask. The front checks a grammar before the request is admitted; the engine matches.
-"""
+"""Structured output: what an answer must look like, and which tokens may come next. llguidance compiles a grammar
+lazily, in bounded time and memory, and gives the tokens that it allows as a bit mask. It lies with the engine, whose
+process matches answers token for token; `llm_service/grammar` only tries beforehand what will be done here."""
 
 from __future__ import annotations
 

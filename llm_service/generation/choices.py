@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from common.errors import InvalidInput
-from llm_service.engine.messages import Resumed
+from llm_service.engine.engine_request import Event
+from llm_service.engine.messages import Complete, Prefilled, Resumed, Scored, Started, Token
+from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.request import Request
+
+_MOST = 64
+"""Tokens of one delta: with twenty likely ones beside each it is still far from what a gRPC message may hold."""
 
 
 @dataclass(slots=True)
@@ -32,19 +38,42 @@ class Choice:
             self.text.push(token)
         self.tokens = self.resumed = len(token_ids)
 
-    def add(self, token: int, ended: str) -> tuple[str, str]:
-        """Takes a new token, with which the engine says that it has `ended`: the text that is certain now, and why it
-        ends; empty where it goes on."""
-        self.tokens += 1
-        text = self.text.push(token)
-        if ended:
-            text += self.text.finish()
-        return text, "stop" if self.text.stopped is not None else ended
+    def add(self, tokens: Sequence[Token]) -> tuple[Delta, str]:
+        """Takes new tokens, at least one, up to the one that ends it: what its caller is told of them, and why it ends;
+        empty where it goes on."""
+        delta, ended = Delta(self.index), ""
+        for token in tokens:
+            self.tokens += 1
+            text, ended = self.text.push(token.token), token.ended
+            if ended:
+                text += self.text.finish()
+            delta.add(text, token.token, token.logprobs)
+            if self.text.stopped is not None:
+                return delta, "stop"
+        return delta, ended
 
     def complete(self, ended: str) -> str:
         """Why it ends, where the engine finds that it `ended` with what it came with."""
         self.text.finish()
         return "stop" if self.text.stopped is not None else ended
+
+
+def together(
+    events: Iterable[Event], most: int = _MOST
+) -> Iterator[Started | Prefilled | Scored | Complete | list[Token]]:
+    """The same events, with the tokens of each choice as lists of up to `most`: where its caller has not taken what
+    came before, one message has all that has come since. What is no token comes first: it was said before the tokens,
+    or is about another choice."""
+    waiting: dict[int, list[Token]] = {}
+    for event in events:
+        if not isinstance(event, Token):
+            yield event
+            continue
+        tokens = waiting.setdefault(event.choice, [])
+        tokens.append(event)
+        if len(tokens) == most:
+            yield waiting.pop(event.choice)
+    yield from waiting.values()
 
 
 def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.stages import Stage
 from llm_service.plan import TokenLogprobs
@@ -26,14 +26,21 @@ class PromptScores:
     logprobs: list[TokenLogprobs]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens of one choice and the text that is certain by now."""
+    """New tokens of one choice and the text that is certain by now; `logprobs` has one for each token, or none."""
 
     choice: int
-    text: str
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, text: str, token: int, logprobs: TokenLogprobs | None) -> None:
+        """One more token, with which so much more text is certain."""
+        self.text += text
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
 
 @dataclass(frozen=True, slots=True)

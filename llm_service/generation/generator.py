@@ -18,9 +18,9 @@ from common.stages import Stage, add, seconds_of
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Add, Complete, ItemRows, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine.messages import Add, Complete, ItemRows, Prefilled, Resumed, Scored, Started
 from llm_service.generation.admission import Admission, AdmissionTicket
-from llm_service.generation.choices import Choice, open_choices, resumed_for_engine
+from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
 from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
 from llm_service.generation.media_rows import MediaRows
 from llm_service.generation.prefixes import Prefixes
@@ -89,7 +89,7 @@ class Job:
                 self.admission.start()
                 meter.prompt(len(event.layout.ids))
             case Delta():
-                meter.token(event.choice)
+                meter.tokens(event.choice, len(event.tokens))
             case Ended():
                 meter.choice(event.reason, event.completion_tokens)
 
@@ -284,7 +284,7 @@ class Generator:
         ends = {index: "stop" for index, choice in choices.items() if choice.text.stopped is not None}
         begun = False
         while len(ends) < len(choices):
-            for event in await engine_request.next():
+            for event in together(await engine_request.next()):
                 match event:
                     case Started():
                         stages.mark("queue")
@@ -297,16 +297,16 @@ class Generator:
                         yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
                     case Complete():
                         ends[event.choice] = choices[event.choice].complete(event.ended)
-                    case Token() if choice := choices.get(event.choice):
+                    case list() as tokens if choice := choices.get(tokens[0].choice):
                         if choice.tokens == choice.resumed:
                             stages.mark("first_token")
                             self._prefixes.remember(layout, request.salt)
-                        text, ended = choice.add(event.token, event.ended)
-                        yield Delta(event.choice, text, [event.token], [event.logprobs] if event.logprobs else [])
-                        if ended and not event.ended:
-                            self._engine.abort(engine_request.id, event.choice)
+                        delta, ended = choice.add(tokens)
+                        yield delta
+                        if ended and not tokens[-1].ended:
+                            self._engine.abort(engine_request.id, choice.index)
                         if ended:
-                            ends[event.choice] = ended
+                            ends[choice.index] = ended
                 while begun and ends:  # choices end one after the other
                     index, ended = ends.popitem()
                     stages.extend("decode_tokens")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from llm_service.layers.attention.cache_spec import SequenceState, StateCache
+from llm_service.layers.cache_spec import SequenceState, StateCache
 from llm_service.layers.gdn.backend import GdnBackend, GdnBatch, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
 from llm_service.layers.group import TensorGroup

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from llm_service.layers.attention.cache_spec import CacheSpec, Segment
+from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, [n, 1, rotary_dim] each."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.attention.backend import AttentionBatch
-from llm_service.layers.attention.cache_spec import PagedKV
+from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.linear import Linear
 from llm_service.layers.attention.backend import NumbaCompiled
-from llm_service.layers.attention.cache_spec import LayerCache
+from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts import Experts

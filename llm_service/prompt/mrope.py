@@ -1,6 +1,6 @@
-"""Where each prompt token is in time, height and width (multimodal rotary positions), as transformers' `get_rope_index`
-has it: text counts on in all three; a run of rows that starts at p has time p + t, height p + row, width p + column
-over its merged grid, and what follows goes on at p + max(rows, columns)."""
+"""Where each prompt token is in time, height and width (multimodal rotary positions). It lies with the prompt, and not
+with the layers whose rotary tables are made of it: the front works positions out once, as soon as the prompt is laid
+out, and the engine is handed numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class MediaLayout:
 
 
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
-    """int32 [3, length] and the mrope_delta that turns a later token's index into its position.
+    """int32 [3, length] and the mrope_delta that turns a later token's index into its position, as transformers'
+    `get_rope_index` has it: text counts on in all three; a run of rows that starts at p has time p + t, height p + row,
+    width p + column over its merged grid, and what follows goes on at p + max(rows, columns).
 
     >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)

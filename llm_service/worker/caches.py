@@ -16,7 +16,9 @@ from llm_service.layers.attention.backend import (
     NumbaCompiled,
     WarmBackend,
 )
-from llm_service.layers.attention.cache_spec import (
+from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.cache_spec import (
     CacheSpec,
     LayerCache,
     PagedKV,
@@ -26,8 +28,6 @@ from llm_service.layers.attention.cache_spec import (
     cache_shapes,
     slot_bytes,
 )
-from llm_service.layers.attention.choose import choose
-from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.mixer import MixerPart, StateBackend
 from llm_service.plan import Chunk
 

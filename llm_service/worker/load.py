@@ -13,7 +13,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
-from llm_service.layers.attention.cache_spec import block_elements, slot_bytes
+from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from llm_service.layers.attention.cache_spec import Segment
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn import fla_rule
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.choose import choose

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.cpu import gdn_step, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnShape, GdnWeights

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 
 CHUNK = 64
 """Tokens of a sequence that are computed at once. A sequence that is cut at multiples of these gives the same bits."""

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from common import log
-from llm_service.layers.attention.cache_spec import Segment
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.torch_backend import TorchBackend
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
 
 _EPS = 1e-6

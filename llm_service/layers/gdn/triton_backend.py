@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.fla_rule import Rule
 from llm_service.layers.gdn.metadata import GdnMetadata

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.cache_spec import PagedKV
 from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.cache_spec import PagedKV
 from llm_service.plan import Chunk
 from llm_service.worker.caches import Caches
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.cache_spec import Segment, StateCache
+from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.torch_backend import TorchBackend
 from tests import gdn_cases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_service.layers.attention.cache_spec import Segment
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.cpu import gdn_backend, selection
 from llm_service.layers.cpu.gdn_backend import NumbaBackend
 from llm_service.layers.gdn.backend import GdnBackend, GdnShape

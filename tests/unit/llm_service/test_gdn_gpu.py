@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from llm_service.layers.attention.cache_spec import Segment
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn import fla_rule
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.metadata import NOBODY, GdnMetadata

@@ -20,6 +20,7 @@ from llm_service.engine.messages import (
     Abort,
     Add,
     Beat,
+    Complete,
     Released,
     RowsNeeded,
     RowsPlaced,
@@ -29,12 +30,14 @@ from llm_service.engine.messages import (
     Tokens,
 )
 from llm_service.generation.admission import Admission
-from llm_service.generation.events import Begun
+from llm_service.generation.choices import together
+from llm_service.generation.events import Begun, Delta
 from llm_service.generation.generator import Generator
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
+from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import MediaItem, PromptLayout, Request, Run, SamplingParams, Span
 from tests.unit.llm_service.scripted import (
@@ -66,7 +69,9 @@ class Prompts:
         return PromptLayout([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
 
-def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10) -> Generator:
+def generator(
+    b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10, meters: Meters | None = None
+) -> Generator:
     return Generator(
         cast(PromptBuilder, Prompts(tokens, tokenizer)),
         cast(Compiler, None),
@@ -75,7 +80,7 @@ def generator(b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: i
         Prefixes(lambda: 16),
         Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
-        Meters(Metrics("test")),
+        meters or Meters(Metrics("test")),
     )
 
 
@@ -195,9 +200,47 @@ async def test_a_stop_text_ends_nothing_before_the_least_tokens(
         child.says(Started(add.id, 0))
         child.says(Tokens([Token(add.id, 0, letter, "") for _ in range(5)]))
         *deltas, ended = (await ends)[1:]
-        assert [delta.text for delta in deltas] == ["a", "a", ""]
+        assert "".join(delta.text for delta in deltas) == "aa"
+        assert sum(len(delta.tokens) for delta in deltas) == 3
         assert (ended.reason, ended.stop_text, ended.completion_tokens) == ("stop", "a", 3)
         assert child.told(Abort)[0] == Abort(add.id, 0)
+
+
+async def test_a_caller_who_is_behind_gets_what_has_come_since_as_one_delta_of_each_choice(
+    monkeypatch: pytest.MonkeyPatch, builder: PromptBuilder
+) -> None:
+    async with served(monkeypatch) as (b, (child, front)):
+        metrics = Metrics("test")
+        made = generator(b, front, builder.tokenizer, meters=Meters(metrics))
+        events = made.generate(replace(asked(), sampling=SamplingParams(max_tokens=9, n=2, logprobs=0), stop=("!",)))
+        reading = asyncio.ensure_future(anext(events))
+        await eventually(lambda: child.told(Add))
+        (add,) = child.told(Add)
+        child.says(Started(add.id, 0))
+        assert isinstance(await reading, Begun)
+        first, second = ([builder.encode(letter)[0] for letter in text] for text in ("ab!cd", "xyz"))
+        for number, token in enumerate(first):
+            likely = TokenLogprobs(-float(number), [])
+            child.says(Tokens([Token(add.id, 0, token, "length" if number == 4 else "", likely)]))
+        ends = ("", "", "length")
+        child.says(Tokens([Token(add.id, 1, token, end) for token, end in zip(second, ends, strict=True)]))
+        child.says(last := Beat(State()))
+        await eventually(lambda: front.latest is last.state)
+        scores = [TokenLogprobs(-float(number), []) for number in range(3)]
+        said = [event async for event in events]
+        assert said[0] == Delta(0, "ab", first[:3], scores)
+        assert (said[1].choice, said[1].reason, said[1].stop_text, said[1].completion_tokens) == (0, "stop", "!", 3)
+        assert said[2] == Delta(1, "xyz", second)
+        assert (said[3].choice, said[3].reason, said[3].completion_tokens) == (1, "length", 3)
+        assert child.told(Abort)[:-1] == [], "both have ended by themselves; what is left is said at the end"
+        assert b"test_inter_token_latency_seconds_count 4.0\n" in await metrics.exposition()
+
+
+def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
+    events = [Started(1, 0), *(Token(1, number % 2, number, "") for number in range(10)), Complete(1, 2, "stop")]
+    started, *runs, complete, first, second = together(events, most=3)
+    assert (started, complete) == (events[0], events[-1])
+    assert [[token.token for token in run] for run in (*runs, first, second)] == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
 
 
 async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own_request(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from llm_service.families.family import Family, Mixer
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.cache_spec import Segment
 from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import ALONE, TensorGroup

@@ -18,7 +18,7 @@ from llm_service.engine.batch import Step, uniform
 from llm_service.engine.block_manager import BlockManager, BlockTable
 from llm_service.engine.messages import Add
 from llm_service.engine.scheduler import Limits, Scheduler
-from llm_service.layers.attention.cache_spec import (
+from llm_service.layers.cache_spec import (
     PagedKV,
     Segment,
     SequenceState,
