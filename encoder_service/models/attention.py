@@ -33,15 +33,19 @@ class Segments(Protocol):
 
 
 class StableSegments(Segments, Protocol):
-    """Segments in memory that never moves, filled anew before each replay of a CUDA graph. Rows behind the last segment
-    come out undefined."""
+    """Segments in a table that never moves, filled anew before each replay of a CUDA graph. Rows behind the last
+    segment come out undefined."""
 
     def holds(self, lengths: Lengths) -> bool:
         """Whether there is room for these segments."""
         ...
 
-    def fill(self, lengths: Lengths) -> None:
-        """From now on, and in every replay, these are the segments."""
+    def table(self, lengths: Lengths) -> Tensor:
+        """The table of these segments, on the device: a copy that waits for the host."""
+        ...
+
+    def fill(self, table: Tensor) -> None:
+        """From now on, and in every replay, these are the segments. It waits for nobody."""
         ...
 
 
@@ -97,7 +101,7 @@ class Triton:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _TritonSegments(sum(lengths), max(lengths), len(lengths), device)
-        segments.fill(lengths)
+        segments.fill(segments.table(lengths))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
@@ -117,10 +121,13 @@ class _TritonSegments:
     def holds(self, lengths: Lengths) -> bool:
         return sum(-(-length // self._rows) for length in lengths) <= len(self._table)
 
-    def fill(self, lengths: Lengths) -> None:
+    def table(self, lengths: Lengths) -> Tensor:
         """The rest is zeros: tiles that are empty."""
         tiles = torch.tensor(self._kernel.tiles(lengths, self._rows), dtype=torch.int32)
-        self._table.copy_(F.pad(tiles, (0, 0, 0, len(self._table) - len(tiles))))
+        return F.pad(tiles, (0, 0, 0, len(self._table) - len(tiles))).to(self._table.device)
+
+    def fill(self, table: Tensor) -> None:
+        self._table.copy_(table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._kernel.varlen_attention(q, k, v, self._table, self._rows)
@@ -136,7 +143,7 @@ class Flash:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _FlashSegments(self._run, max(lengths), len(lengths), device)
-        segments.fill(lengths)
+        segments.fill(segments.table(lengths))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
@@ -156,11 +163,14 @@ class _FlashSegments:
     def holds(self, lengths: Lengths) -> bool:
         return len(lengths) < len(self._bounds) and max(lengths) <= self._longest
 
-    def fill(self, lengths: Lengths) -> None:
+    def table(self, lengths: Lengths) -> Tensor:
         """The rest repeats the end: segments that are empty."""
         bounds = [0, *itertools.accumulate(lengths)]
         bounds += [bounds[-1]] * (len(self._bounds) - len(bounds))
-        self._bounds.copy_(torch.tensor(bounds, dtype=torch.int32))
+        return torch.tensor(bounds, dtype=torch.int32, device=self._bounds.device)
+
+    def fill(self, table: Tensor) -> None:
+        self._bounds.copy_(table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._run(q, k, v, self._bounds, self._bounds, self._longest, self._longest)

@@ -90,7 +90,7 @@ class Qwen25VLTower(PackedTower):
         rotary = Rotary(self._reorder(came.rotary.cos, order), self._reorder(came.rotary.sin, order))
         return Packing((*came.lengths, local.lengths), rotary, order)
 
-    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+    def embed(self, patches: Tensor, packing: Packing) -> Tensor:
         assert packing.order is not None
         return self._reorder(self.patch_embed(patches), packing.order)
 

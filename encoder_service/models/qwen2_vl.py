@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.linear import Linear
-from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import PackedTower, Packing, Rotary
@@ -48,7 +47,7 @@ class Qwen2VLTower(PackedTower):
         )
         self.merger = blocks.Merger(width, self.out, self.merge, blocks.layer_norm(width))
 
-    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+    def embed(self, patches: Tensor, packing: Packing) -> Tensor:  # noqa: ARG002
         hidden: Tensor = self.patch_embed(patches)
         return hidden
 

@@ -7,6 +7,7 @@ names of parameters are the published checkpoints'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,9 +76,13 @@ class Qwen3VLTower(PackedTower):
             Merger(width, out, self.merge, norm_joined=True) for _ in self.level_of
         )
 
-    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:  # noqa: ARG002
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        entries, shares = (part.to(device) for part in corners(grids, self.merge, self.side))
+        return replace(super().pack(grids, device), corners=(entries, shares))
+
+    def embed(self, patches: Tensor, packing: Packing) -> Tensor:
         hidden: Tensor = self.patch_embed(patches)
-        return hidden + self._table(grids, patches.device).to(hidden.dtype)
+        return hidden + self._table(packing).to(hidden.dtype)
 
     def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
         deep = []
@@ -87,12 +92,13 @@ class Qwen3VLTower(PackedTower):
                 deep.append(self.deepstack_merger_list[self.level_of[index]](x))
         return torch.stack([self.merger(x), *deep], dim=1)
 
-    def _table(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
+    def _table(self, packing: Packing) -> Tensor:
         """The position table [side², width], stretched to each grid: [N, width] float32."""
-        entries, weights = (part.to(device) for part in corners(grids, self.merge, self.side))
-        total: Tensor = self.pos_embed(entries[0]) * weights[0]
-        for entry, weight in zip(entries[1:], weights[1:], strict=True):
-            total += self.pos_embed(entry) * weight
+        assert packing.corners is not None
+        entries, shares = packing.corners
+        total: Tensor = self.pos_embed(entries[0]) * shares[0]
+        for entry, share in zip(entries[1:], shares[1:], strict=True):
+            total += self.pos_embed(entry) * share
         return total
 
 

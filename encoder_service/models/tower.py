@@ -56,11 +56,27 @@ class Packing:
 
     `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows). `order`
     [N / merge²] int64 says which square stands at which place of the packed sequence; None: each where it came.
+    `corners` are the entries [4, N] int64 of a learned table of positions, and the shares [4, N, 1] float32 of each;
+    None: the tower has no such table.
     """
 
     lengths: tuple[Lengths, ...]
     rotary: Rotary
     order: Tensor | None = None
+    corners: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def patches(self) -> int:
+        """Patches of the batch."""
+        return sum(self.lengths[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All that an eager pass needs besides its patches."""
+
+    packing: Packing
+    segments: tuple[Segments, ...]
 
 
 def patch_positions(grid: Grid, merge: int) -> Tensor:
@@ -94,8 +110,8 @@ class PackedTower(nn.Module):
 
     There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
     everything that is heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes
-    into a CUDA graph. `width` is that of hidden states, `out` that of rows, `longest` the most patches that a segment
-    of each kind can have (None: no bound but the batch).
+    into a CUDA graph, and `pack` alone waits for the device. `width` is that of hidden states, `out` that of rows,
+    `longest` the most patches that a segment of each kind can have (None: no bound but the batch).
     """
 
     width: int
@@ -123,12 +139,12 @@ class PackedTower(nn.Module):
         return Packing((frame_groups(grids),), rotary(grids, self.merge, self.head_dim, self.theta, device))
 
     @abstractmethod
-    def embed(self, patches: Tensor, grids: Sequence[Grid], packing: Packing) -> Tensor:
+    def embed(self, patches: Tensor, packing: Packing) -> Tensor:
         """Hidden states [N, width] in packed order."""
 
     @abstractmethod
     def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
-        """Hidden states [N, width] → rows [N / merge², levels, out], in packed order. It never waits for the device."""
+        """Hidden states [N, width] → rows [N / merge², levels, out], in packed order."""
 
     def unpack(self, rows: Tensor, packing: Packing) -> Tensor:
         """Rows in the order in which the items came."""
@@ -138,13 +154,21 @@ class PackedTower(nn.Module):
         ordered[packing.order] = rows
         return ordered
 
-    def encode_eagerly(self, x: Tensor, packing: Packing) -> Tensor:
-        """`encode`, with segments made for this batch."""
-        return self.encode(x, packing.rotary, [self.backend.over(lengths, x.device) for lengths in packing.lengths])
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> Pass:
+        """What an eager pass needs besides its patches."""
+        return self.eagerly(self.pack(grids, device), device)
+
+    def eagerly(self, packing: Packing, device: torch.device) -> Pass:
+        """As `prepare`, where the batch is packed."""
+        return Pass(packing, tuple(self.backend.over(lengths, device) for lengths in packing.lengths))
+
+    def run(self, patches: Tensor, ready: Pass) -> Tensor:
+        """Patches [N, dim] of the batch that was prepared → rows [tokens, levels, out]."""
+        packing = ready.packing
+        return self.unpack(self.encode(self.embed(patches, packing), packing.rotary, ready.segments), packing)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        packing = self.pack(grids, patches.device)
-        return self.unpack(self.encode_eagerly(self.embed(patches, grids, packing), packing), packing)
+        return self.run(patches, self.prepare(grids, patches.device))
 
 
 _SCALES = ("weight_scale", "weight_scale_inv", ".scales")

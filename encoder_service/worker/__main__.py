@@ -17,7 +17,7 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
 
 if TYPE_CHECKING:
-    from encoder_service.worker.runner import PreparedBatch, Runner
+    from encoder_service.worker.runner import BegunBatch, Runner
 
 JobT = TypeVar("JobT")
 ReadyT = TypeVar("ReadyT")
@@ -51,16 +51,17 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     gc.freeze()
     gc.enable()
     # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
-    # its patches on a stream of its own, behind the tower of the one before. On a CPU both would want the same cores.
+    # its patches on a stream of its own, and starts its tower behind the one before, whose rows leave meanwhile. On a
+    # CPU all of that would want the same cores.
     take = ahead if runner.device.type == "cuda" else one_by_one
-    for prepared in take(_batches(link), runner.prepare):
-        link.send(_answer(runner, prepared))
+    for begun in take(_batches(link), runner.start):
+        link.send(_answer(runner, begun))
 
 
-def _answer(runner: Runner, prepared: Future[PreparedBatch]) -> BatchDone | BatchFailed:
+def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFailed:
     """What came of a batch. Raises RuntimeError where the device computes nothing more in this process."""
     try:
-        return runner.compute(prepared.result())
+        return runner.finish(begun.result())
     except RuntimeError as error:  # out of memory, or a kernel that failed
         if not runner.is_usable():
             raise

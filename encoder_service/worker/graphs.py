@@ -17,7 +17,7 @@ from common import log
 from common.gpu import Capture
 from common.media.item import Grid
 from encoder_service.models.attention import StableSegments
-from encoder_service.models.tower import PackedTower, Packing, Rotary
+from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 
 LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Budgets where none are given: at most half is padding, and above the last one launches no longer matter."""
@@ -60,11 +60,20 @@ class Graph:
     segments: tuple[StableSegments, ...]
     replay: Callable[[], None]
 
-    def holds(self, packing: Packing, patches: int) -> bool:
+    def holds(self, packing: Packing) -> bool:
         """Whether it can do this batch."""
-        return patches <= self.patches and all(
+        return packing.patches <= self.patches and all(
             segments.holds(lengths) for segments, lengths in zip(self.segments, packing.lengths, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """All that a replay needs besides its patches: the graph, and the tables of its segments."""
+
+    packing: Packing
+    graph: Graph
+    tables: tuple[Tensor, ...]
 
 
 class GraphedTower:
@@ -105,40 +114,39 @@ class GraphedTower:
         """Patches of each graph, the smallest first."""
         return [graph.patches for graph in self._graphs]
 
-    def can_replay(self, packing: Packing, patches: int) -> bool:
-        """Whether a graph fits this batch."""
-        return self._fitting(packing, patches) is not None
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> Replay | Pass:
+        """What a pass needs besides its patches: the smallest graph that fits the batch, or no graph."""
+        packing = self._tower.pack(grids, device)
+        for graph in self._graphs:
+            if graph.holds(packing):
+                each = zip(graph.segments, packing.lengths, strict=True)
+                return Replay(packing, graph, tuple(segments.table(lengths) for segments, lengths in each))
+        return self._tower.eagerly(packing, device)
 
-    def pad(self, packing: Packing, patches: int) -> int:
-        """Patches that are computed for this batch: the budget that it is padded to, or its own number."""
-        graph = self._fitting(packing, patches)
-        return graph.patches if graph else patches
-
-    def replay(self, x: Tensor, packing: Packing) -> Tensor:
-        """Rows [N / merge², levels, out] of hidden states [N, width]; valid until the next replay."""
-        graph, buffers = self._fitting(packing, len(x)), self._buffers
-        assert graph is not None, "no graph fits"
-        buffers.x[: len(x)].copy_(x)
-        buffers.cos[: len(x)].copy_(packing.rotary.cos)
-        buffers.sin[: len(x)].copy_(packing.rotary.sin)
-        for segments, lengths in zip(graph.segments, packing.lengths, strict=True):
-            segments.fill(lengths)
-        graph.replay()
-        self.replays += 1
-        return buffers.rows[: len(x) // self._tower.merge**2]
+    def run(self, patches: Tensor, ready: Replay | Pass) -> Tensor:
+        """Patches of the batch that was prepared → rows [tokens, levels, width], which no later pass changes."""
+        tower = self._tower
+        if isinstance(ready, Pass):
+            self.eager += 1
+            return tower.run(patches, ready)
+        return tower.unpack(self._replay(tower.embed(patches, ready.packing), ready), ready.packing)
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Patches of a packed batch → rows [tokens, levels, width], valid until the next call."""
-        tower = self._tower
-        packing = tower.pack(grids, patches.device)
-        x = tower.embed(patches, grids, packing)
-        if self.can_replay(packing, len(x)):
-            return tower.unpack(self.replay(x, packing), packing)
-        self.eager += 1
-        return tower.unpack(tower.encode_eagerly(x, packing), packing)
+        """Patches of a packed batch → rows [tokens, levels, width]."""
+        return self.run(patches, self.prepare(grids, patches.device))
 
-    def _fitting(self, packing: Packing, patches: int) -> Graph | None:
-        return next((graph for graph in self._graphs if graph.holds(packing, patches)), None)
+    def _replay(self, x: Tensor, ready: Replay) -> Tensor:
+        """Rows [N / merge², levels, out] of hidden states [N, width]. They are copied out, which takes a hundredth of a
+        copy to the host: the next replay need not wait until the host has them."""
+        buffers, rotary = self._buffers, ready.packing.rotary
+        buffers.x[: len(x)].copy_(x)
+        buffers.cos[: len(x)].copy_(rotary.cos)
+        buffers.sin[: len(x)].copy_(rotary.sin)
+        for segments, table in zip(ready.graph.segments, ready.tables, strict=True):
+            segments.fill(table)
+        ready.graph.replay()
+        self.replays += 1
+        return buffers.rows[: len(x) // self._tower.merge**2].clone()
 
     def _capture(self, patches: int, capture: Capture, device: torch.device) -> Graph:
         tower, buffers, square = self._tower, self._buffers, self._tower.merge**2
@@ -149,7 +157,7 @@ class GraphedTower:
             length = min(longest or patches, patches)
             if (stable := tower.captured.stable(patches, length, device)) is None:
                 raise GraphsUnavailable(f"graphs do not go with --attention {tower.captured.name}")
-            stable.fill([length] * (patches // length) + [patches % length] * (patches % length > 0))
+            stable.fill(stable.table([length] * (patches // length) + [patches % length] * (patches % length > 0)))
             tables.append(stable)
         rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
 

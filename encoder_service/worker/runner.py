@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from common.gpu import CudaCapture, use_gpu
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection
-from encoder_service.models.tower import PackedTower, load_tower
+from encoder_service.models.tower import PackedTower, Tower, load_tower
 from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import Preprocess
+from encoder_service.worker.row_ring import Event, Exit, exit_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,21 +34,66 @@ _log = log.get("runner")
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch whose patches [N, dim] are on the device, and how long that took."""
+    """A batch whose patches [N, dim] are on the device, with what else its pass needs, and how long that took."""
 
     batch: Batch
     patches: Tensor
+    ready: Any
     seconds: float
 
 
-class Runner:
-    """One tower on one device. `prepare` may be called by one thread while another is in `compute`.
+@dataclass(frozen=True, slots=True)
+class BegunBatch:
+    """A batch that the device computes, with what it reads and writes meanwhile.
 
-    Raises CheckpointError where the checkpoint cannot be served, AttentionUnavailable, GraphsUnavailable and
-    DeviceMemoryError where the device cannot do what was asked for.
+    `rows` [tokens, levels, width]; `finite` [tokens] bool; `sums` [pieces] int64, of rows in the pool, else 0. They are
+    there once `computed` has happened.
     """
 
-    def __init__(self, settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer) -> None:
+    prepared: PreparedBatch
+    rows: Tensor
+    finite: Tensor
+    sums: Tensor
+    computed: Event
+    replayed: bool
+    began: float
+
+
+class StagedTower(Protocol):
+    """A tower that works out beforehand what a pass needs besides patches: the pass itself never waits for the host."""
+
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> Any:
+        """What `run` wants, on the device; on any stream."""
+        ...
+
+    def run(self, patches: Tensor, ready: Any) -> Tensor:
+        """Patches [N, dim] → rows [tokens, levels, width], which no later pass changes."""
+        ...
+
+
+class _InOnePiece:
+    """A tower that is not built from blocks."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> Sequence[Grid]:  # noqa: ARG002
+        return grids
+
+    def run(self, patches: Tensor, ready: Sequence[Grid]) -> Tensor:
+        return self._tower(patches, ready)
+
+
+class Runner:
+    """One tower on one device. One thread may `start` batches while another is in `finish`, in the same order.
+
+    `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
+    AttentionUnavailable, GraphsUnavailable and DeviceMemoryError where the device cannot do what was asked for.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer, *, way_out: Exit | None = None
+    ) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.device = torch.device(settings.device)
@@ -58,6 +106,11 @@ class Runner:
         self._pool = self._make_pool(settings.pool_bytes) if settings.pool_bytes else None
         self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
         self._graphed = self._graphs(settings)
+        self._staged: StagedTower = self._graphed or (
+            self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower)
+        )
+        self._way_out = way_out or exit_of(self.device)
+        self._last_end = 0.0
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
@@ -74,39 +127,58 @@ class Runner:
             shape = (len(plan.frames), plan.height, plan.width, 3)
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
-            self._tower(inputs, [plan.grid]).isfinite().all().item()
+            self._staged.run(inputs, self._staged.prepare([plan.grid], self.device)).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
         made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
         return WorkerReady(attention, self._graphed.budgets if self._graphed else [], made)
 
     def run(self, batch: Batch) -> BatchDone:
         """Computes a batch and writes its rows, row-major, one piece after the other."""
+        return self.finish(self.start(batch))
+
+    def start(self, batch: Batch) -> BegunBatch:
+        """Has the device compute a batch, behind those that were started before."""
         return self.compute(self.prepare(batch))
 
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Makes patches of a batch's pixels. On a GPU that has a stream of its own, which is waited for here, so that
-        whoever computes with the patches need not know of it."""
+        """Makes patches of a batch's pixels, and tables of its pass. On a GPU that has a stream of its own, which is
+        waited for here, so that whoever computes with them need not know of it."""
         started = time.perf_counter()
         with self._beside():
             patches = torch.cat([self._patches(piece) for piece in batch.pieces])
+            ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
             if self._side is not None:
                 self._side.synchronize()
-        return PreparedBatch(batch, patches, time.perf_counter() - started)
+        return PreparedBatch(batch, patches, ready, time.perf_counter() - started)
 
     @torch.inference_mode()
-    def compute(self, prepared: PreparedBatch) -> BatchDone:
-        """Runs the tower and writes the rows of a batch; they are there, and its patches no longer read, on return."""
-        started, pieces = time.perf_counter(), prepared.batch.pieces
-        replays = self._graphed.replays if self._graphed else 0
-        rows = (self._graphed or self._tower)(prepared.patches, [Grid(*piece.grid) for piece in pieces])
-        bad, sums = self._write(rows, pieces)
+    def compute(self, prepared: PreparedBatch) -> BegunBatch:
+        """Begins the tower's pass, and what is to be known of its rows; waits for neither."""
+        began, replays = time.perf_counter(), self._graphed.replays if self._graphed else 0
+        rows = self._staged.run(prepared.patches, prepared.ready).contiguous()
+        finite = rows.isfinite().flatten(1).all(dim=1)
+        sums = self._share(rows, prepared.batch.pieces)
+        replayed = self._graphed is not None and self._graphed.replays > replays
+        return BegunBatch(prepared, rows, finite, sums, self._way_out.mark(), replayed, began)
+
+    @torch.inference_mode()
+    def finish(self, begun: BegunBatch) -> BatchDone:
+        """Writes a batch's rows into the store, but for the pieces whose rows are not finite. All is there on return,
+        in the pool as well, and the device needs nothing of the batch any more."""
+        pieces = begun.prepared.batch.pieces
+        finite, sums = (torch.empty_like(each, device="cpu") for each in (begun.finite, begun.sums))
+        verdict = [(begun.finite, finite), (begun.sums, sums)]
+        self._way_out.fetch([(_bytes(source), _bytes(target)) for source, target in verdict], begun.computed)
+        good = [bool(part.all()) for part in finite.split([piece.tokens for piece in pieces])]
+        self._way_out.fetch(self._places(begun.rows, pieces, good), begun.computed)
+        began, self._last_end = max(begun.began, self._last_end), time.perf_counter()
         return BatchDone(
-            not_finite=bad,
-            preprocess_seconds=prepared.seconds,
-            vit_seconds=time.perf_counter() - started,
-            replayed=self._graphed is not None and self._graphed.replays > replays,
-            row_sums=sums,
+            not_finite=[index for index, fine in enumerate(good) if not fine],
+            preprocess_seconds=begun.prepared.seconds,
+            vit_seconds=self._last_end - began,
+            replayed=begun.replayed,
+            row_sums=[as_unsigned(each) for each in sums.tolist()] if self._pool is not None else [],
         )
 
     def is_usable(self) -> bool:
@@ -156,27 +228,33 @@ class Runner:
         modality = Modality(piece.modality)
         return self._preprocess[modality](pixels, piece.resized, self._config.processors[modality]).to(self.dtype)
 
-    def _write(self, rows: Tensor, pieces: list[Piece]) -> tuple[list[int], list[int]]:
-        """Copies rows [tokens, levels, width] to where each piece's belong; returns the pieces that are not finite, and
-        the sums of those in the pool.
+    def _share(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Copies rows into the pool where they have a place there; the sums [pieces] int64 of those, 0 for the rest.
 
-        Whether rows are finite is found out for all at once, and so are the sums: on a GPU each answer is a wait. The
-        last one is also what makes sure that the pool is written when its rows are announced.
-        """
-        finite = rows.isfinite().flatten(1).all(dim=1).cpu()
-        bad, sums, start = [], torch.zeros(len(pieces), dtype=torch.int64, device=rows.device), 0
-        for index, piece in enumerate(pieces):
-            end = start + piece.tokens
-            if bool(finite[start:end].all()):
-                data = rows[start:end].contiguous().view(-1).view(torch.uint8)
-                if self._pool is not None and piece.pool >= 0:
-                    self._pool.write(piece.pool, data)
-                    sums[index] = row_sum(data, len(data) // piece.tokens)
-                self._store[piece.rows : piece.rows + len(data)].copy_(data)
-            else:
-                bad.append(index)
-            start = end
-        return bad, [as_unsigned(each) for each in sums.tolist()] if self._pool is not None else []
+        What is not finite is copied as well: nobody is told of it, and to find it out first would be a wait."""
+        sums = torch.zeros(len(pieces), dtype=torch.int64, device=rows.device)
+        if self._pool is not None:
+            for index, (piece, part) in enumerate(_each(pieces, rows)):
+                if piece.pool >= 0:
+                    self._pool.write(piece.pool, _bytes(part))
+                    sums[index] = row_sum(_bytes(part), part[0].nbytes)
+        return sums
+
+    def _places(self, rows: Tensor, pieces: Sequence[Piece], good: Sequence[bool]) -> Iterator[tuple[Tensor, Tensor]]:
+        """From and to where rows of good pieces are copied."""
+        for (piece, part), fine in zip(_each(pieces, rows), good, strict=True):
+            if fine:
+                yield _bytes(part), self._store[piece.rows : piece.rows + part.nbytes]
+
+
+def _each(pieces: Sequence[Piece], rows: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with its rows."""
+    return zip(pieces, rows.split([piece.tokens for piece in pieces]), strict=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """What lies there, uint8 [n]; the tensor is contiguous."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _function(name: str) -> Preprocess:

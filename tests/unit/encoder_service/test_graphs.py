@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ class Bounds:
 
     def over(self, lengths, device):
         made = self.stable(sum(lengths), max(lengths), device, len(lengths))
-        made.fill(lengths)
+        made.fill(made.table(lengths))
         return made
 
     def stable(self, patches, longest, device, most=0):
@@ -59,20 +60,21 @@ class Bounds:
 
 class StableBounds:
     def __init__(self, most: int) -> None:
-        self.table = torch.zeros(most, dtype=torch.int64)
+        self.ends = torch.zeros(most, dtype=torch.int64)
 
     def holds(self, lengths):
-        return len(lengths) <= len(self.table)
+        return len(lengths) <= len(self.ends)
 
-    def fill(self, lengths):
-        ends = torch.tensor(lengths).cumsum(0)
-        self.table[: len(ends)] = ends
-        self.table[len(ends) :] = ends[-1]
+    def table(self, lengths):
+        return torch.tensor([*accumulate(lengths)] + [sum(lengths)] * (len(self.ends) - len(lengths)))
+
+    def fill(self, table):
+        self.ends.copy_(table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = torch.arange(len(q))
-        segment = torch.searchsorted(self.table, places, right=True)
-        inside = places < self.table[-1]
+        segment = torch.searchsorted(self.ends, places, right=True)
+        inside = places < self.ends[-1]
         seen = (segment[:, None] == segment[None, :]) & inside[None, :]
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
@@ -134,7 +136,7 @@ def test_buffers_and_tables_never_move(tower):
     graphs = graphed(tower, 64, 256)
 
     def addresses() -> list[int]:
-        tables = [segments.table for graph in graphs._graphs for segments in graph.segments]
+        tables = [segments.ends for graph in graphs._graphs for segments in graph.segments]
         buffers = graphs._buffers
         return [each.data_ptr() for each in (buffers.x, buffers.cos, buffers.sin, buffers.rows, *tables)]
 
@@ -144,6 +146,18 @@ def test_buffers_and_tables_never_move(tower):
         assert rows.isfinite().all()
     assert addresses() == before
     assert graphs.replays == 3
+
+
+@torch.inference_mode()
+def test_batches_are_prepared_ahead_and_rows_outlive_the_next_replay(tower):
+    graphs = graphed(tower, 64)
+    mixes = [[Grid(1, 4, 8)], [Grid(2, 4, 4)], [Grid(1, 2, 4), Grid(1, 6, 6)]]
+    inputs = [patches_of(tower, grids, seed) for seed, grids in enumerate(mixes)]
+    ready = [graphs.prepare(grids, CPU) for grids in mixes]
+    rows = [graphs.run(patches, each) for patches, each in zip(inputs, ready, strict=True)]
+    assert graphs.replays == 3
+    for patches, grids, found in zip(inputs, mixes, rows, strict=True):
+        torch.testing.assert_close(found, tower(patches, grids), **NEAR)
 
 
 @torch.inference_mode()
@@ -161,10 +175,7 @@ def test_a_batch_is_padded_to_the_smallest_budget_that_fits(tower):
     graphs = graphed(tower, 64, 16, 256)
     assert graphs.budgets == [16, 64, 256]
     for grids, budget in (([Grid(1, 4, 4)], 16), ([Grid(1, 4, 6)], 64), ([Grid(1, 10, 12)], 256)):
-        packing = tower.pack(grids, CPU)
-        patches = sum(grid.patches for grid in grids)
-        assert graphs.can_replay(packing, patches)
-        assert graphs.pad(packing, patches) == budget
+        assert graphs.prepare(grids, CPU).graph.patches == budget
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ class Broken:
     def __init__(self, *, usable: bool) -> None:
         self._usable = usable
 
-    def compute(self, prepared: object) -> object:
+    def finish(self, begun: object) -> object:
         raise RuntimeError("a kernel failed")
 
     def is_usable(self) -> bool:
@@ -31,18 +31,18 @@ def failed() -> Future[object]:
     return future
 
 
-def prepared() -> Future[object]:
+def begun() -> Future[object]:
     future: Future[object] = Future()
     future.set_result(None)
     return future
 
 
 def test_a_batch_that_failed_is_told_and_the_worker_goes_on() -> None:
-    assert _answer(Broken(usable=True), prepared()) == BatchFailed(why="RuntimeError: a kernel failed")
+    assert _answer(Broken(usable=True), begun()) == BatchFailed(why="RuntimeError: a kernel failed")
     assert _answer(Broken(usable=True), failed()) == BatchFailed(why="RuntimeError: no memory for patches")
 
 
-@pytest.mark.parametrize("make", [prepared, failed])
+@pytest.mark.parametrize("make", [begun, failed])
 def test_a_worker_whose_gpu_computes_nothing_more_ends_so_that_another_takes_its_place(make) -> None:
     with pytest.raises(RuntimeError):
         _answer(Broken(usable=False), make())
