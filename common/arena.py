@@ -205,6 +205,22 @@ class RangeAllocator:
             self._starts.insert(index, start)
             self._sizes[start] = size
 
+    def trim(self, span: Range, size: int) -> Range:
+        """The first `size` bytes of a range, above 0, which go on belonging to its owner; takes back the rest.
+
+        >>> ranges = RangeAllocator(256)
+        >>> span = ranges.trim(ranges.allocate(200), 60)
+        >>> (span, ranges.used, ranges.largest_free)
+        (Range(offset=0, size=60), 64, 192)
+        """
+        need = -(-size // ALIGNMENT) * ALIGNMENT
+        rest = self._owned[span.offset] - need
+        if rest:
+            self._owned[span.offset] = need
+            self._owned[span.offset + need] = rest
+            self.free(Range(span.offset + need, rest))
+        return Range(span.offset, size)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless gaps and owned ranges tile the arena exactly, with no two gaps side by side."""
         pieces = sorted(

@@ -42,8 +42,8 @@ def framed(*fields: bytes) -> bytes:
 
 
 def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    """JSON with sorted keys and no spaces; bytes in hex."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=bytes.hex).encode()
 
 
 def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from common.errors import InvalidInput, TwinlensError, Unsupported
+from common.errors import InvalidInput, TwinlensError
 from common.grpc_status import plain_status
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
 from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
@@ -154,12 +154,6 @@ def _check(media: Media, field: str) -> None:
     source, options = media.source, media.options
     if media.mime_type and not isinstance(source, Encoded | Url):
         raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
-    if options.video_pruning_rate is not None:
-        raise Unsupported(
-            "pruning of video tokens is not in this release",
-            reason="NO_PRUNING",
-            field=f"{field}.options.video_pruning_rate",
-        )
     if options.fps is not None and not math.isfinite(options.fps):
         raise InvalidInput("fps must be a number", reason="BAD_OPTION", field=f"{field}.options.fps")
     match source:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from common import tracing
 from common.errors import TwinlensError
 from common.media.convert import add_checksum, write_header, write_stages
+from common.media.item import Header
 from common.stages import Stage, seconds_of
 from encoder_service import convert
 from encoder_service.engine.encode import EncoderEngine
@@ -70,11 +71,14 @@ class Delivery:
             async for event in events:
                 yield event
         header = await ticket.header()
-        yield encoder_pb2.EncodeResponse(
-            header=write_header(self.index, header, self.encoder.pipeline.layout, cached=ticket.cached)
-        )
+        yield self._header(header, ticket)
         stages = ticket.stages
         if not self.request.header_only:
+            if header.awaits_kept_rows:
+                async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
+                    async for event in events:
+                        yield event
+                yield self._header(ticket.entry.header, ticket)
             async with aclosing(self._rows(ticket, header.tokens)) as events:
                 async for event in events:
                     yield event
@@ -83,6 +87,10 @@ class Delivery:
         told = {name: stage.since(self.began) for name, stage in stages.items()}
         done = encoder_pb2.EncodeDone(item=self.index, timings=write_stages(told))
         yield encoder_pb2.EncodeResponse(done=done)
+
+    def _header(self, header: Header, ticket: Ticket) -> encoder_pb2.EncodeResponse:
+        layout = self.encoder.pipeline.layout
+        return encoder_pb2.EncodeResponse(header=write_header(self.index, header, layout, cached=ticket.cached))
 
     async def _rows(self, ticket: Ticket, tokens: int) -> Events:
         """Every row that the caller wants; the first ones while a worker may still be computing the last."""

@@ -35,11 +35,21 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
+class Pruning:
+    """How many of a video's rows are kept, and which, as bits (`common.media.kept_rows`); empty: those that change most
+    from one frame group to the next."""
+
+    count: int
+    kept_rows: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How an item is going to be computed.
 
-    `frames` are the frame numbers to decode, padded to whole frame groups (one for a picture); `height` and `width` are
-    what the decoder gives; `resized` is the (height, width) that patches are cut from.
+    `tokens` are the rows that the tower makes of it. `frames` are the frame numbers to decode, padded to whole frame
+    groups (one for a picture); `height` and `width` are what the decoder gives; `resized` is the (height, width) that
+    patches are cut from. `pruning` says which rows stay; None: all.
     """
 
     grid: Grid
@@ -50,6 +60,12 @@ class Plan:
     resized: tuple[int, int]
     timestamps: tuple[float, ...] = ()
     seconds_per_grid: float = 0.0
+    pruning: Pruning | None = None
+
+    @property
+    def kept(self) -> int:
+        """How many rows stay."""
+        return self.tokens if self.pruning is None else self.pruning.count
 
     @property
     def pixel_bytes(self) -> int:

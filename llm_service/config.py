@@ -149,6 +149,11 @@ class LlmConfig(ServerConfig):
     )
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
     max_parts: int = option(4096, "messages of one conversation, and parts of all of them", minimum=1)
+    video_pruning_rate: float = option(
+        0.0,
+        "share of a video's rows to drop where a request does not say: those that change least from frame to frame",
+        minimum=0.0,
+    )
     max_images: int = option(16, "pictures in one request", minimum=0)
     max_videos: int = option(2, "videos in one request", minimum=0)
     max_choices: int = option(8, "n of one request", minimum=1)
@@ -198,6 +203,8 @@ class LlmConfig(ServerConfig):
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""
         self.check_server()
+        if not self.video_pruning_rate < 1:
+            raise ValueError("--video-pruning-rate must be below 1")
         if not self.model:
             raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
         for address in self.encoders:

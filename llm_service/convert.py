@@ -6,12 +6,14 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
+from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
 from llm_service.request import (
     ChatPrompt,
@@ -133,7 +135,15 @@ class RequestReader:
 
     def _media(self, message: media_pb2.Media, index: int, field: str) -> MediaItem:
         media = read_media(message, field, self._config.max_items)
-        return MediaItem(media.modality, media.source, media.options, media.mime_type, field, index)
+        return MediaItem(media.modality, media.source, self._options(media), media.mime_type, field, index)
+
+    def _options(self, media: Media) -> Options:
+        """With this service's pruning of videos, where a video is to be encoded and nothing is said of that."""
+        given, rate = media.options, self._config.video_pruning_rate
+        is_made = media.modality is Modality.VIDEO and not isinstance(media.source, Key | Embedding)
+        if not (rate and is_made and given.video_pruning_rate is None and given.kept_rows is None):
+            return given
+        return replace(given, video_pruning_rate=rate)
 
     def _check_media(self, media: list[MediaItem]) -> None:
         for kind, limit in self._config.max_items.items():

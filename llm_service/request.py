@@ -145,11 +145,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item."""
+    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item. Of a pruned video,
+    they are those that are kept of its grid's next `grid_rows`."""
 
     start: int
     first_row: int
     count: int
+    grid_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

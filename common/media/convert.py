@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from common.errors import DataLoss, InvalidInput, Unsupported
+from common.media import kept_rows
 from common.media.item import Embedding, Grid, Header, Key, Media, Modality, Options, Pixels, Source, Url
 from common.stages import Stage
 from common.wire import DType, RowLayout, crc32c
@@ -27,7 +28,9 @@ DTYPES: Final = {
     DType.BFLOAT16: media_pb2.DATA_TYPE_BFLOAT16,
     DType.FLOAT16: media_pb2.DATA_TYPE_FLOAT16,
 }
-_OPTIONS: Final = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate")
+_OPTIONS: Final = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")
+_MAX_KEPT_BYTES: Final = 1 << 17
+"""Of a million rows. They are part of a key as well."""
 _MODALITY_OF: Final[dict[int, Modality]] = {number: modality for modality, number in MODALITIES.items()}
 _DTYPE_OF: Final[dict[int, DType]] = {number: dtype for dtype, number in DTYPES.items()}
 
@@ -44,6 +47,8 @@ def read_media(message: media_pb2.Media, field: str, served: Container[Modality]
     if message.known_key and not isinstance(source, Url):
         raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
     given = message.options
+    if len(given.kept_rows) > _MAX_KEPT_BYTES:
+        raise InvalidInput("kept_rows is too long", reason="BAD_OPTION", field=f"{field}.options.kept_rows")
     options = Options(**{name: getattr(given, name) for name in _OPTIONS if given.HasField(name)})
     return Media(modality, source, options, message.mime_type, field)
 
@@ -62,6 +67,8 @@ def _read_source(message: media_pb2.Media, field: str) -> Source:
             return Pixels(block.data, block.frames, block.height, block.width, times)
         case "embedding":
             rows = message.embedding
+            if len(rows.kept_rows) > _MAX_KEPT_BYTES:
+                raise InvalidInput("kept_rows is too long", reason="BAD_EMBEDDING", field=f"{field}.embedding")
             return Embedding(
                 data=rows.data,
                 dtype=_DTYPE_OF.get(rows.dtype),
@@ -71,6 +78,7 @@ def _read_source(message: media_pb2.Media, field: str) -> Source:
                 grid=_read_grid(rows.grid),
                 timestamps=_read_times(rows.timestamps, f"{field}.embedding"),
                 seconds_per_grid=rows.seconds_per_grid,
+                kept_rows=rows.kept_rows,
             )
         case _:
             raise InvalidInput("the media has no source", reason="NO_SOURCE", field=field)
@@ -116,6 +124,7 @@ def _write_embedding(rows: Embedding) -> media_pb2.EmbeddingBlock:
         grid=_write_grid(rows.grid),
         timestamps=rows.timestamps,
         seconds_per_grid=rows.seconds_per_grid,
+        kept_rows=rows.kept_rows,
     )
 
 
@@ -137,6 +146,8 @@ def write_header(index: int, found: Header, layout: RowLayout, *, cached: bool) 
         timestamps=found.timestamps,
         cached=cached,
         seconds_per_grid=found.seconds_per_grid,
+        grid_rows=found.grid_rows,
+        kept_rows=found.kept_rows,
     )
     add_checksum(message)
     return message
@@ -149,8 +160,22 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
     numbers = (grid.t, grid.h, grid.w, message.tokens, message.width, message.levels)
     if modality is None or dtype is None or len(message.key) != KEY_BYTES or min(numbers) < 1:
         raise DataLoss("an encoder sent a header that makes no sense")
-    times = tuple(message.timestamps)
-    found = Header(message.key, modality, grid, message.tokens, times, message.seconds_per_grid, message.cached)
+    kept = message.kept_rows
+    if message.grid_rows and not message.tokens < message.grid_rows:
+        raise DataLoss("an encoder's header keeps more rows than there are")
+    if kept and not (kept_rows.fits(kept, message.grid_rows) and kept_rows.count(kept) == message.tokens):
+        raise DataLoss("an encoder's header says of other rows that they are kept")
+    found = Header(
+        message.key,
+        modality,
+        grid,
+        message.tokens,
+        timestamps=tuple(message.timestamps),
+        seconds_per_grid=message.seconds_per_grid,
+        cached=message.cached,
+        grid_rows=message.grid_rows,
+        kept_rows=kept,
+    )
     return found, RowLayout(message.levels, message.width, dtype)
 
 

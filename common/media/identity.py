@@ -37,9 +37,10 @@ def _about(content: Content) -> dict[str, Any]:
     match content:
         case Pixels(_, frames, height, width, seconds):
             return {"pixels": [frames, height, width], "seconds": list(seconds)}
-        case Embedding(_, dtype, count, levels, width, grid, seconds, apart):
+        case Embedding(_, dtype, count, levels, width, grid, seconds, apart, kept):
             shape = [count, levels, width, str(dtype or "")]
-            return {"rows": [grid.t, grid.h, grid.w], "shape": shape, "seconds": list(seconds), "apart": apart}
+            about = {"rows": [grid.t, grid.h, grid.w], "shape": shape, "seconds": list(seconds), "apart": apart}
+            return about | ({"kept": kept} if kept else {})
         case _:
             return {}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass
+import hashlib
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.wire import DType
@@ -20,17 +21,21 @@ class Modality(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a caller may change about preprocessing; None is the model's own setting. Pixels are counted after
-    resizing."""
+    resizing. `kept_rows` are bits as in `common.media.kept_rows`."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     fps: float | None = None
     max_frames: int | None = None
     video_pruning_rate: float | None = None
+    kept_rows: bytes | None = None
 
     def stated(self) -> dict[str, Any]:
-        """The options that were given, for the content key."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The options that were given and change something, for the content key: a rate of 0 prunes nothing."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.video_pruning_rate == 0:
+            del given["video_pruning_rate"]
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class Pixels:
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """Rows that were computed elsewhere: row-major [count, levels, width] in `dtype`, None where none was stated. The
-    times are as in `Header`."""
+    times and the rows kept of a pruned video are as in `Header`."""
 
     data: bytes
     dtype: DType | None
@@ -89,6 +94,7 @@ class Embedding:
     grid: Grid
     timestamps: tuple[float, ...] = ()
     seconds_per_grid: float = 0.0
+    kept_rows: bytes = b""
 
 
 Content = Encoded | Pixels | Embedding
@@ -128,6 +134,9 @@ class Header:
 
     `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
     empty for a picture. `cached` says that the encoder which sent it had the rows.
+
+    Of a video that is pruned, `tokens` of the `grid_rows` that its grid has are kept (0: none is dropped), and
+    `kept_rows` says which (`common.media.kept_rows`); empty until all rows are computed, which decides it.
     """
 
     key: bytes
@@ -137,3 +146,26 @@ class Header:
     timestamps: tuple[float, ...] = ()
     seconds_per_grid: float = 0.0
     cached: bool = False
+    grid_rows: int = 0
+    kept_rows: bytes = b""
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the whole grid."""
+        return self.grid_rows or self.tokens
+
+    @property
+    def awaits_kept_rows(self) -> bool:
+        """Which rows are kept is not known yet."""
+        return bool(self.grid_rows) and not self.kept_rows
+
+    @property
+    def rows_key(self) -> bytes:
+        """Names its rows: the key and, of a pruned video, which they are. Two encoders may choose differently, where
+        what they compute differs by rounding."""
+        return hashlib.sha256(self.key + self.kept_rows).digest() if self.kept_rows else self.key
+
+    def agrees(self, other: Header) -> bool:
+        """Whether both speak of the same item and, as far as both know, of the same rows of it."""
+        one = replace(self, cached=False, kept_rows=self.kept_rows or other.kept_rows)
+        return one == replace(other, cached=False, kept_rows=other.kept_rows or self.kept_rows)

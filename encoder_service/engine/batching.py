@@ -22,7 +22,7 @@ class Unit:
     worker first got it, 0 before; `preprocess` the seconds that its batch's pixels took to become patches; `passed` how
     often others went while it waited. One that is `alone` shares a batch with nothing: it was there when a worker died.
     `copy` is where its rows are, or are being written, in the worker's own memory; None where they are in the arena
-    alone.
+    alone, as those are that are not `pooled`.
     """
 
     key: bytes
@@ -32,6 +32,7 @@ class Unit:
     number: int
     done: asyncio.Future[None]
     first_group: int = 0
+    pooled: bool = True
     alone: bool = False
     started_at: float = 0.0
     preprocess: float = 0.0

@@ -120,8 +120,11 @@ class Dispatcher:
         if not self.alive:
             raise _no_worker()
 
-    def submit(self, key: bytes, piece: Piece, patches: int, priority: int, first_group: int = 0) -> Unit:
-        """Queues a unit: the frame groups of an item from `first_group` on.
+    def submit(
+        self, key: bytes, piece: Piece, patches: int, priority: int, first_group: int = 0, *, pooled: bool = True
+    ) -> Unit:
+        """Queues a unit: the frame groups of an item from `first_group` on; its rows go to the worker's pool as well,
+        where it has one, if they are `pooled`.
 
         `done` raises Unavailable where every worker died, Internal where it cannot be computed.
         """
@@ -129,7 +132,9 @@ class Dispatcher:
         self._number += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         alone = self._suspects.has(key)
-        unit = Unit(key, piece, patches, priority, self._number, done, first_group=first_group, alone=alone)
+        unit = Unit(
+            key, piece, patches, priority, self._number, done, first_group=first_group, pooled=pooled, alone=alone
+        )
         self._waiting.append(unit)
         self._pump_soon()
         return unit
@@ -178,7 +183,7 @@ class Dispatcher:
         for unit in batch:
             self._waiting.remove(unit)
             unit.started_at = unit.started_at or time.perf_counter()
-            unit.copy = slot.pool.allocate(unit.piece.tokens) if slot.pool is not None else None
+            unit.copy = slot.pool.allocate(unit.piece.tokens) if slot.pool is not None and unit.pooled else None
             unit.piece.pool = unit.copy.span.offset if unit.copy is not None else -1
         slot.child.send(Batch([unit.piece for unit in batch]))
 

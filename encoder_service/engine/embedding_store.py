@@ -151,6 +151,13 @@ class EmbeddingStore:
             self._serve()
             raise
 
+    def trim(self, allocation: Allocation, tokens: int) -> None:
+        """Gives back what an allocation has behind its first `tokens` rows, before it is committed or read."""
+        assert allocation.pins == 1, "somebody reads this allocation"
+        assert not allocation.kept, "an entry has this allocation"
+        allocation.span = self._ranges.trim(allocation.span, tokens * self._row_bytes)
+        self._serve()
+
     def commit(self, allocation: Allocation, header: Header, salt: str) -> Entry:
         """Turns an allocation whose rows are written into an entry; the caller's pin stays on it."""
         assert header.key not in self._entries, "an entry is written once"

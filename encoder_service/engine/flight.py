@@ -171,13 +171,15 @@ class Flight:
         if isinstance(self.item.source, Key) and not isinstance(item.source, Key):
             self.item = item
 
-    def header_known(self, header: Header, *, from_tier: bool = False) -> None:
-        """What it is, is known. Raises Unavailable where callers were told otherwise, as another replica had it."""
+    def header_known(self, header: Header, *, from_tier: bool = False) -> Header:
+        """What it is, is known; returns what callers are told, who may know more from another replica that had it.
+        Raises Unavailable where they were told otherwise."""
         self.from_tier = from_tier
         if not self.header.done():
             self.header.set_result(header)
-        elif self.header.result() != header:
+        elif not self.header.result().agrees(header):
             raise Unavailable("the rows that were told of are lost, and ours are others", reason=MEDIA_CHANGED)
+        return self.header.result()
 
     def allocated(self, allocation: Allocation) -> None:
         """Its rows are written there from now on."""

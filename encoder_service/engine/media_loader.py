@@ -14,9 +14,10 @@ from common.media.item import Embedding, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.flight import Flight, Progress
+from encoder_service.engine.pruning import pruned
 from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.families.family import ModelConfig
-from encoder_service.item import Inspection, Item, Plan
+from encoder_service.item import Inspection, Item, Plan, Pruning
 from encoder_service.media import checks, limits
 from encoder_service.media.decoder import DecoderPool, TimeBudget
 from encoder_service.media.modalities import SPECS
@@ -65,7 +66,7 @@ class MediaLoader:
             case Embedding() as rows:
                 checks.check_rows(rows, item, self.layout, processor.merge, self._max_patches, self._limits)
                 await in_thread(checks.check_finite, rows, f"{item.field}.embedding")
-                return Plan(rows.grid, rows.count, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid)
+                return _plan_of_rows(rows, processor.merge)
             case Pixels() as pixels:
                 plan = processor.plan_pixels(pixels, item.options)
             case _:
@@ -73,7 +74,7 @@ class MediaLoader:
                 spec.check(seen, item.field, self._limits)
                 plan = processor.plan(seen, item.options)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
-        return plan
+        return pruned(plan, item.options, processor.merge, item.field)
 
     async def _inspect(self, flight: Flight, time_budget: TimeBudget) -> Inspection:
         source = flight.item.source
@@ -140,6 +141,13 @@ class MediaLoader:
             with flight.times.timed("room"):
                 lease = await held.enter_async_context(self.staging.lease(*sizes))
             yield lease
+
+
+def _plan_of_rows(rows: Embedding, merge: int) -> Plan:
+    """The plan of rows that are computed already, and pruned where they are said to be."""
+    squares = rows.grid.patches // merge**2
+    pruning = Pruning(rows.count, rows.kept_rows) if rows.count < squares else None
+    return Plan(rows.grid, squares, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid, pruning)
 
 
 def _frames(source: Pixels, plan: Plan) -> list[memoryview]:

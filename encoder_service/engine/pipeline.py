@@ -14,7 +14,8 @@ from common.arena import Range
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Header, Key
 from common.stages import Stage
-from common.tasks import wait_until_done
+from common.tasks import in_thread, wait_until_done
+from encoder_service.engine import pruning
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
@@ -72,8 +73,7 @@ class Pipeline:
         plan = await self.media.plan(flight, time_budget)
         self.store.check_size(plan.tokens)
         self.media.check_size(flight.item, plan)
-        header = _header(flight, plan)
-        flight.header_known(header)
+        header = flight.header_known(_header(flight, plan))
         # 4. Nothing is computed for callers who want the header alone.
         await flight.wanted.wait()
         if tier is None:
@@ -82,7 +82,8 @@ class Pipeline:
         async with AsyncExitStack() as held:
             with flight.times.timed("shared"):
                 lock = await held.enter_async_context(tier.lock(flight.key, flight.item.salt))
-            if lock.found == header and (entry := await self._load(flight, tier, header)) is not None:
+            found = lock.found
+            if found is not None and found.agrees(header) and (entry := await self._load(flight, tier, found)):
                 return entry
             lock.entry = await self.compute(flight, plan, header, time_budget)
             return lock.entry
@@ -98,7 +99,7 @@ class Pipeline:
 
     async def _load(self, flight: Flight, tier: SharedTier, header: Header) -> Entry | None:
         try:
-            async with self._allocated(flight, header) as allocation:
+            async with self._allocated(flight, header.tokens) as allocation:
                 with flight.times.timed("shared"):
                     await tier.load(header, self.store.buffer.slice(allocation.span))
                 entry = self.store.commit(allocation, header, flight.item.salt)
@@ -131,7 +132,7 @@ class Pipeline:
         nothing out."""
         source, salt = flight.item.source, flight.item.salt
         if isinstance(source, Embedding):  # of which nothing is left to be computed
-            async with self._allocated(flight, header) as rows:
+            async with self._allocated(flight, header.tokens) as rows:
                 await fill(self.store.buffer, rows.span, source.data)
                 return self.store.commit(rows, header, salt)
         self.counts["misses"] += 1
@@ -139,9 +140,11 @@ class Pipeline:
         try:
             async with (
                 self.media.decoded(flight, plan, time_budget) as (pixels, frames),
-                self._allocated(flight, header) as rows,
+                self._allocated(flight, plan.tokens) as rows,
             ):
                 await self._run_units(flight, plan, pixels, frames, rows.span)
+                if plan.pruning is not None:
+                    header = await self._prune(flight, plan, header, rows)
                 entry = self.store.commit(rows, header, salt)
         except BaseException:
             if entry is not None:  # cancelled while the decode process was at its end: the rows stay, the pin does not
@@ -152,10 +155,10 @@ class Pipeline:
         return entry
 
     @asynccontextmanager
-    async def _allocated(self, flight: Flight, header: Header) -> AsyncIterator[Allocation]:
+    async def _allocated(self, flight: Flight, tokens: int) -> AsyncIterator[Allocation]:
         """Room in the store, which the block commits once rows are written there."""
         with flight.times.timed("room"):
-            allocation = await self.store.allocate(header.tokens)
+            allocation = await self.store.allocate(tokens)
         flight.allocated(allocation)
         try:
             yield allocation
@@ -163,6 +166,18 @@ class Pipeline:
             flight.rows_lost()
             self.store.abandon(allocation)
             raise
+
+    async def _prune(self, flight: Flight, plan: Plan, header: Header, rows: Allocation) -> Header:
+        """Has the rows dropped that are not kept, and their room given back; returns the header with those that are.
+        Callers may have been told of them already, by a shared tier that has lost them since."""
+        assert plan.pruning is not None
+        data = self.store.buffer.slice(rows.span)
+        with flight.times.timed("prune"):
+            kept = plan.pruning.kept_rows or header.kept_rows
+            kept = kept or await in_thread(pruning.choose, data, plan.grid.t, plan.kept, self.layout)
+            await in_thread(pruning.compact, data, kept, self.layout.row_bytes)
+        self.store.trim(rows, plan.kept)
+        return dataclasses.replace(header, kept_rows=kept)
 
     async def _run_units(self, flight: Flight, plan: Plan, pixels: Range, frames: Progress, rows: Range) -> None:
         """Has the workers compute the rows; returns or raises when no worker can write them any more."""
@@ -235,7 +250,9 @@ class _ItemWork:
         """Has a worker compute frame groups [first, end). Cancelled, it waits for one that has begun."""
         flight, grid = self.flight, self.plan.grid
         patches = (end - first) * grid.h * grid.w
-        unit = self.dispatcher.submit(flight.key, self._piece(first, end), patches, flight.priority, first)
+        whole = self.plan.pruning is None
+        piece = self._piece(first, end)
+        unit = self.dispatcher.submit(flight.key, piece, patches, flight.priority, first, pooled=whole)
         flight.submitted(unit)
         try:
             await asyncio.wait({unit.done})
@@ -244,7 +261,8 @@ class _ItemWork:
                 await wait_until_done(asyncio.gather(unit.done, return_exceptions=True))
             raise
         unit.done.result()
-        flight.unit_done(unit, first * self.plan.tokens // grid.t)
+        if whole:  # else no row is read before those that are kept are in their place
+            flight.unit_done(unit, first * self.plan.tokens // grid.t)
 
     def _piece(self, first: int, end: int) -> Piece:
         """Frame groups [first, end)."""
@@ -274,7 +292,9 @@ def _header(flight: Flight, plan: Plan) -> Header:
         key=flight.key,
         modality=flight.item.modality,
         grid=plan.grid,
-        tokens=plan.tokens,
+        tokens=plan.kept,
         timestamps=plan.timestamps,
         seconds_per_grid=plan.seconds_per_grid,
+        grid_rows=plan.tokens if plan.pruning else 0,
+        kept_rows=plan.pruning.kept_rows if plan.pruning else b"",
     )

@@ -13,10 +13,11 @@ import struct
 import google_crc32c
 import msgspec
 
+from common.media import kept_rows
 from common.media.item import Grid, Header, Modality
 from common.wire import RowLayout
 
-MAGIC = b"TLR1"
+MAGIC = b"TLR2"
 _CRC = struct.Struct("<I")
 
 
@@ -37,6 +38,8 @@ class _Stored(msgspec.Struct, array_like=True):
     levels: int
     width: int
     dtype: str
+    grid_rows: int
+    kept_rows: bytes
 
 
 def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
@@ -52,6 +55,8 @@ def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
         levels=layout.levels,
         width=layout.width,
         dtype=layout.dtype.value,
+        grid_rows=header.grid_rows,
+        kept_rows=header.kept_rows,
     )
     body = MAGIC + msgspec.msgpack.encode(stored)
     return body + _CRC.pack(google_crc32c.value(body))
@@ -70,9 +75,20 @@ def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header
         raise Garbage("a header is another item's, or another model's")
     if min(*stored.grid, stored.tokens) < 1:
         raise Garbage("a header makes no sense")
+    if stored.grid_rows and not kept_rows.fits(stored.kept_rows, stored.grid_rows):
+        raise Garbage("a header says of other rows that they are kept")
     if not hmac.compare_digest(stored.owner, owner(key, salt)):
         return None
-    return Header(key, stored.modality, Grid(*stored.grid), stored.tokens, stored.timestamps, stored.seconds_per_grid)
+    return Header(
+        key,
+        stored.modality,
+        Grid(*stored.grid),
+        stored.tokens,
+        stored.timestamps,
+        stored.seconds_per_grid,
+        grid_rows=stored.grid_rows,
+        kept_rows=stored.kept_rows,
+    )
 
 
 def owner(key: bytes, salt: str) -> bytes:

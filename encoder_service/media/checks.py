@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.errors import InvalidInput
+from common.media import kept_rows
 from common.media.item import Embedding, Key, Options, Pixels, Url
 from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
@@ -64,13 +65,17 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
             raise refuse(name, f"must be from 1 to {limits.max_video_area}")
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise refuse("min_pixels", "must not be above max_pixels")
-    for name in ("fps", "max_frames"):
+    for name in ("fps", "max_frames", "video_pruning_rate", "kept_rows"):
         if name not in spec.options and getattr(options, name) is not None:
             raise refuse(name, "is an option of videos alone")
     if options.fps is not None and not (math.isfinite(options.fps) and 0 < options.fps <= 1000):
         raise refuse("fps", "must be above 0 and at most 1000")
     if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
         raise refuse("max_frames", f"must be from 1 to {limits.max_frames}")
+    if options.video_pruning_rate is not None and not 0 <= options.video_pruning_rate < 1:  # nor a NaN
+        raise refuse("video_pruning_rate", "must be at least 0 and below 1")
+    if options.video_pruning_rate and options.kept_rows is not None:
+        raise refuse("video_pruning_rate", "does not go with kept_rows")
 
 
 def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
@@ -108,8 +113,11 @@ def check_rows(
     if grid.h * grid.w > max_patches:
         raise _bad_rows(f"the grid has more than {max_patches} patches", field)
     _check_times(rows, field, has_times=spec.has_times)
-    if rows.count != grid.patches // merge**2:
-        raise _bad_rows("there must be one row for each square of the grid", field)
+    squares = grid.patches // merge**2
+    if rows.kept_rows and not ("kept_rows" in spec.options and kept_rows.fits(rows.kept_rows, squares)):
+        raise _bad_rows("kept_rows are not those of the video's grid", field)
+    if rows.count != (kept_rows.count(rows.kept_rows) if rows.kept_rows else squares):
+        raise _bad_rows("there must be one row for each square of the grid that is kept", field)
     if len(rows.data) != rows.count * layout.row_bytes:
         raise _bad_rows("the data is not count · levels · width elements", field)
 

@@ -58,7 +58,7 @@ SPECS: dict[Modality, ModalitySpec] = {
     ),
     Modality.VIDEO: ModalitySpec(
         formats=sniff.VIDEOS,
-        options=frozenset(("fps", "max_frames")),
+        options=frozenset(("fps", "max_frames", "video_pruning_rate", "kept_rows")),
         has_times=True,
         is_slow=True,
         max_items=lambda limits: limits.max_videos,

@@ -34,9 +34,8 @@ class Tower(Protocol):
     This is all that the worker asks of a model. The rows of an item must not depend on its neighbours in the batch, nor
     those of one frame group on another's: `engine.batching.cut` gives them to different workers.
 
-    Of a tower that cuts pictures into tiles, a grid counts tiles in time, and patches in a tile. Should tokens of
-    videos be pruned, rows are dropped between tower and store: `Piece.tokens` says how many are kept, which must be
-    known from the header on, before anything is computed.
+    Of a tower that cuts pictures into tiles, a grid counts tiles in time, and patches in a tile. Of a video that is
+    pruned, all rows are computed as of any other, and some dropped afterwards (`engine.pruning`).
     """
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...

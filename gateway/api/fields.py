@@ -61,6 +61,7 @@ class MediaSettings(Model):
     max_pixels: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     fps: float | None = None
     max_frames: Int | None = None
+    video_pruning_rate: float | None = None
 
 
 VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {

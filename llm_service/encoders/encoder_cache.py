@@ -70,9 +70,9 @@ class CacheCounters:
 class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
 
-    An entry holds all rows of one item, under its content key, as long as a request refers to it, and after that until
-    the space is needed: least recently used first, whole entries, those that `retained` names last. `on_place` is told
-    of each place that is given to new rows, before anybody else is.
+    An entry holds all rows of one item, under its `Header.rows_key`, as long as a request refers to it, and after that
+    until the space is needed: least recently used first, whole entries, those that `retained` names last. `on_place` is
+    told of each place that is given to new rows, before anybody else is.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class EncoderCache:
         return self._ranges.capacity
 
     def knows(self, key: bytes) -> bool:
-        """Whether the rows of an item are here or on their way."""
+        """Whether the rows of an item are here or on their way, by its `Header.rows_key`."""
         return key in self._entries
 
     def row_bytes(self, header: Header) -> int:
@@ -135,7 +135,7 @@ class EncoderCache:
 
     def check_size(self, headers: Sequence[Header]) -> None:
         """Raises InvalidInput where these could never be here together: no waiting can help."""
-        sizes = {header.key: self._size(header) for header in headers}
+        sizes = {header.rows_key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
             raise InvalidInput(
                 "the request's media need more embedding memory than there is",
@@ -146,11 +146,11 @@ class EncoderCache:
     def _try_acquire(self, headers: Sequence[Header]) -> list[CacheEntry] | None:
         taken: list[CacheEntry] = []
         for header in headers:
-            entry = self._entries.get(header.key)
+            entry = self._entries.get(header.rows_key)
             if entry is not None:
-                self._idle.pop(header.key, None)
+                self._idle.pop(header.rows_key, None)
             elif place := self._make_room(self._size(header)):
-                entry = self._entries[header.key] = CacheEntry(header, place)
+                entry = self._entries[header.rows_key] = CacheEntry(header, place)
                 self._on_place(place)
             else:
                 for earlier in taken:
@@ -185,7 +185,7 @@ class EncoderCache:
         if entry.refs:
             return
         if entry.complete and entry.error is None:
-            self._idle[entry.header.key] = None
+            self._idle[entry.header.rows_key] = None
         else:
             if entry.filler is not None:
                 entry.filler.cancel()
@@ -194,12 +194,12 @@ class EncoderCache:
 
     def forget(self, entry: CacheEntry) -> None:
         """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
-        if self._entries.get(entry.header.key) is entry:
-            del self._entries[entry.header.key]
+        if self._entries.get(entry.header.rows_key) is entry:
+            del self._entries[entry.header.rows_key]
 
     def _drop(self, entry: CacheEntry) -> None:
-        if self._entries.get(entry.header.key) is entry:
-            self._idle.pop(entry.header.key, None)
+        if self._entries.get(entry.header.rows_key) is entry:
+            self._idle.pop(entry.header.rows_key, None)
             self.forget(entry)
         if entry.filler is None or entry.filler.done() or entry.complete:
             self._ranges.free(entry.place)

@@ -80,6 +80,8 @@ class Fetch:
         self._replica: Replica | None = None
         self._stream: EncodeStream | ParallelStreams | None = None
         self._opened = 0.0
+        self._key_there = b""
+        self._states_rows = False
         self._holds = ExitStack()
         self._waiter = Waiter(links.pool.wait_queue, request.priority)
 
@@ -170,6 +172,15 @@ class Fetch:
             self._stream = self._holds.enter_context(replica.encode(self._item(), asking))
             header = await self._stream.header()
         self._waiter.leave()
+        self._key_there = header.key
+        if self._keeps_others(header):
+            self._hang_up()
+            self._tried.pop()
+            self._states_rows = True
+            await self._open(first)
+            return
+        if self._states_rows and self.header is not None:
+            header = dataclasses.replace(header, key=self.header.key)  # there, they have one of their own
         self._compare(header)
         self.header = header
         links.header_cache.remember(self._names(header), header, self._salt, affinity)
@@ -180,7 +191,8 @@ class Fetch:
         assert self.header is not None
         with ExitStack() as parts:
             asking = dataclasses.replace(self._asking, first=first, broke=self._failures > 0)
-            opened = await open_parallel(self._replica, self.item, asking, self.header, row_bytes, parts)
+            there = dataclasses.replace(self.header, key=self._key_there)
+            opened = await open_parallel(self._replica, self.item, asking, there, row_bytes, parts)
             if opened is not None:
                 self._holds.close()
                 self._stream, self._holds = opened, parts.pop_all()
@@ -195,9 +207,28 @@ class Fetch:
 
     def _item(self) -> MediaItem:
         """What an encoder is asked for: once it is known what an address gives, it need not be fetched again."""
-        if self.header is None or not isinstance(self.item.source, Url):
+        if self.header is None:
+            return self.item
+        if self._states_rows:
+            options = dataclasses.replace(self.item.options, video_pruning_rate=None, kept_rows=self.header.kept_rows)
+            source = Url(self.item.source.address) if isinstance(self.item.source, Url) else self.item.source
+            return dataclasses.replace(self.item, source=source, options=options)
+        if not isinstance(self.item.source, Url):
             return self.item
         return dataclasses.replace(self.item, source=Url(self.item.source.address, self.header.key))
+
+    def _keeps_others(self, header: Header) -> bool:
+        """Of a pruned video, the encoder has kept other rows than those that we know: where two differ by rounding, so
+        may what they choose. It is then told which. Of an item by its key alone, it cannot be."""
+        known = self.header
+        return (
+            known is not None
+            and bool(known.kept_rows)
+            and not self._states_rows
+            and not isinstance(self.item.source, Key)
+            and known.key == header.key
+            and known.kept_rows != header.kept_rows
+        )
 
     def _compare(self, header: Header) -> None:
         """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""

@@ -112,7 +112,7 @@ async def open_parallel(
         if failures.split(TwinlensError)[1] is not None:
             raise
         return None
-    if any(each.result().tokens != header.tokens for each in found):
+    if not all(each.result().agrees(header) for each in found):
         return None
     return ParallelStreams(streams, stretches)
 

@@ -106,7 +106,7 @@ class RowReceiver:
         this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
         give something else by then."""
         known = self._links.header_cache.find(identity.recalled, salt, item.modality)
-        if known is None or (identity.key is None and not self.cache.knows(known.header.key)):
+        if known is None or (identity.key is None and not self.cache.knows(known.header.rows_key)):
             return None
         return known
 

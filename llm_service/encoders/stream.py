@@ -78,14 +78,20 @@ class EncodeStream:
         self._called = time.perf_counter()
 
     async def header(self) -> Header:
-        """Waits for the header; raises the encoder's error, Unavailable, or DataLoss where it fits no row of ours."""
+        """Waits for the header, of a pruned video for the one that says which rows are kept; raises the encoder's
+        error, Unavailable, or DataLoss where it fits no row of ours."""
+        told: Header | None = None
         async with aclosing(self._events()) as events:
             async for event in events:
                 if isinstance(event, encoder_pb2.EncodeResponse) and event.WhichOneof("event") == "header":
                     header, layout = read_header(event.header)
                     self._check(header, layout)
+                    if told is not None and not told.agrees(header):
+                        raise DataLoss("the encoder's second header contradicts the first")
                     self.announced = None if header.cached else header
-                    return header
+                    if not header.awaits_kept_rows:
+                        return header
+                    told = header
         raise Unavailable("the encoder ended the stream before the header")
 
     def _check(self, header: Header, layout: RowLayout) -> None:
@@ -93,7 +99,7 @@ class EncodeStream:
             raise DataLoss("the encoder's rows do not fit this model")
         grid, merge = header.grid, self._merge
         groups = len(header.timestamps) + (header.modality is Modality.IMAGE)  # only a picture has no times
-        if grid.h % merge or grid.w % merge or header.tokens * merge**2 != grid.patches or groups != grid.t:
+        if grid.h % merge or grid.w % merge or header.all_rows * merge**2 != grid.patches or groups != grid.t:
             raise DataLoss("the encoder's header contradicts itself")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
             raise DataLoss("the encoder's header has times that are no numbers")

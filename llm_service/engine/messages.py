@@ -13,7 +13,8 @@ NOWHERE = -1
 
 
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):
-    """An item of a prompt: its content key, where its rows are (or will land) in the row arena or NOWHERE, its runs.
+    """An item of a prompt: its `Header.rows_key`, where its rows are (or will land) in the row arena or NOWHERE, its
+    runs.
 
     A run is (first prompt position, first row, count).
     """

@@ -34,7 +34,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run of an item's rows, its next `count`: as many placeholders."""
+    """A run of an item's rows, its next `count`: as many placeholders, less those of rows that are pruned."""
 
     count: int
 
@@ -48,7 +48,7 @@ class SpecialToken:
 
 def in_one_run(header: Header) -> Iterable[str | SpecialToken | Rows]:
     """All rows one after the other, and nothing besides."""
-    return (Rows(header.tokens),)
+    return (Rows(header.all_rows),)
 
 
 @dataclass(frozen=True, slots=True)

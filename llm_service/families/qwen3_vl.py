@@ -17,7 +17,7 @@ def _frames_apart(header: Header) -> Iterator[str | SpecialToken | Rows]:
         yield from (
             f"<{seconds:.1f} seconds>",
             SpecialToken(_START),
-            Rows(header.tokens // header.grid.t),
+            Rows(header.all_rows // header.grid.t),
             SpecialToken(_END),
         )
 

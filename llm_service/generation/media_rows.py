@@ -65,13 +65,13 @@ class MediaRows:
         self._layout = layout
         headers = headers_of(self._fetches)
         self._cache.check_size(headers)
-        covered = {item for item in covered if not self._cache.knows(headers[item].key)}
+        covered = {item for item in covered if not self._cache.knows(headers[item].rows_key)}
         self._receiver.close([self._fetches[item] for item in covered])
         self._receiver.counters.covered += len(covered)
         self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
         return [
-            ItemRows(span.header.key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
+            ItemRows(span.header.rows_key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
             for span, (place, landed) in zip(layout.spans, self._places(), strict=True)
         ]
 

@@ -54,6 +54,6 @@ def _prefixes(layout: PromptLayout, salt: str) -> Iterator[tuple[Span, bytes]]:
     digest, begin = hashlib.sha256(framed(salt.encode())), 0
     for span in layout.spans:
         tokens = array("i", layout.ids[begin : span.end]).tobytes()
-        digest.update(framed(tokens, span.header.key))
+        digest.update(framed(tokens, span.header.rows_key))
         begin = span.end
         yield span, digest.digest()

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import Rows, SpecialToken
 from llm_service.prompt.chat_template import ChatTemplate
@@ -23,12 +24,14 @@ from llm_service.request import ChatPrompt, PromptLayout, Run, Span, TextPrompt,
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`."""
+    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`; of a pruned video,
+    those that are kept of its grid's next `grid_rows`."""
 
     item: int
     modality: Modality
     token: int
     rows: int = 0
+    grid_rows: int = 0
 
 
 Piece: TypeAlias = str | int | Slot | list[int]
@@ -115,13 +118,14 @@ class PromptBuilder:
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text) if text else ())
         where, mrope_delta = positions(len(ids), spans, self._media_layout)
+        spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends an item's next run of rows."""
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         first = earlier[-1].first_row + earlier[-1].count if earlier else 0
-        run = Run(len(ids), first, slot.rows)
+        run = Run(len(ids), first, slot.rows, slot.grid_rows)
         spans.append(Span(slot.item, header, (*earlier, run)))
         ids.extend([slot.token] * slot.rows)
 
@@ -131,8 +135,13 @@ class PromptBuilder:
             if not isinstance(piece, Slot):
                 yield piece
                 continue
-            for part in self._media_layout.modalities[piece.modality].expand(headers[piece.item]):
+            header, at = headers[piece.item], 0
+            kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
+            for part in self._media_layout.modalities[piece.modality].expand(header):
                 match part:
+                    case Rows(count) if kept is not None:
+                        yield replace(piece, rows=int(kept[at : at + count].sum()), grid_rows=count)
+                        at += count
                     case Rows(count):
                         yield replace(piece, rows=count)
                     case SpecialToken(name):

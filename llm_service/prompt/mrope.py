@@ -4,12 +4,13 @@ out, and the engine is handed numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import InPrompt
 from llm_service.families.registry import family_of
@@ -39,7 +40,8 @@ class MediaLayout:
 def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
     """int32 [3, length] and the mrope_delta that turns a later token's index into its position, as transformers'
     `get_rope_index` has it: text counts on in all three; a run of rows that starts at p has time p + t, height p + row,
-    width p + column over its merged grid, and what follows goes on at p + max(rows, columns).
+    width p + column over its merged grid, and what follows goes on at p + max(rows, columns). Where rows are
+    pruned, those that are kept and what follows stand where they would without.
 
     >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
@@ -49,12 +51,12 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
     """
     out = np.empty((3, length), np.int32)
     at, position = 0, 0
-    runs = sorted(((run, span.header) for span in spans for run in span.runs), key=lambda pair: pair[0].start)
-    for run, header in runs:
+    runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].start)
+    for run, header, kept in runs:
         text = run.start - at
         out[:, at : run.start] = np.arange(position, position + text)
         position += text
-        block = _run_positions(run, header, layout)
+        block = _grid_positions(run.grid_rows or run.count, header, layout)[:, kept]
         out[:, run.start : run.start + run.count] = position + block
         position += max(header.grid.h, header.grid.w) // layout.merge
         at = run.start + run.count
@@ -62,10 +64,19 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
     return out, int(out.max(initial=-1)) + 1 - length
 
 
-def _run_positions(run: Run, header: Header, layout: MediaLayout) -> np.ndarray:
-    """int32 [3, run.count], relative to where the run begins."""
+def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:
+    """Each run, and which of its grid's rows it has, [grid_rows] of bool; all of them where none is pruned."""
+    header, at = span.header, 0
+    kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
+    for run in span.runs:
+        yield run, header, slice(None) if kept is None else kept[at : at + run.grid_rows]
+        at += run.grid_rows
+
+
+def _grid_positions(rows: int, header: Header, layout: MediaLayout) -> np.ndarray:
+    """int32 [3, rows] of whole frame groups, relative to where their run begins."""
     height, width = header.grid.h // layout.merge, header.grid.w // layout.merge
-    time = np.arange(run.count // (height * width), dtype=np.int32)
+    time = np.arange(rows // (height * width), dtype=np.int32)
     if layout.modalities[header.modality].timed_frames:
         # transformers multiplies in float32 and cuts off, which decides the last bit of some positions.
         interval = np.float32(layout.tokens_per_second) * np.float32(header.seconds_per_grid)

@@ -174,7 +174,7 @@ def test_fields_that_go_together(door: Scripted) -> None:
 
 def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scripted) -> None:
     parts = [PICTURE, {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]
-    settings = {"min_pixels": 4096, "max_pixels": 8192, "fps": 1.5, "max_frames": 8}
+    settings = {"min_pixels": 4096, "max_pixels": 8192, "fps": 1.5, "max_frames": 8, "video_pruning_rate": 0.5}
     outcome = post(door, messages=[{"role": "user", "content": parts}], mm_processor_kwargs=settings)
     picture, video = (part.media for part in outcome.asked.chat.messages[0].parts)
     assert {field.name: value for field, value in video.options.ListFields()} == settings

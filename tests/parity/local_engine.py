@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
@@ -52,8 +54,15 @@ class Outcome:
     prompt: list[TokenLogprobs] = field(default_factory=list)
 
 
-def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder | None = None) -> Prompt:
-    """One user message with these parts, laid out by us, with rows and inputs from the reference."""
+def make_prompt(
+    directory: Path,
+    parts: Sequence[Part],
+    builder: PromptBuilder | None = None,
+    *,
+    prune: Callable[[Header], np.ndarray] | None = None,
+) -> Prompt:
+    """One user message with these parts, laid out by us, with rows and inputs from the reference. Of a video, those
+    rows are kept that `prune` says, [tokens] of bool; the inputs have all."""
     builder = builder or PromptBuilder(Checkpoint(directory))
     images = [part for part in parts if isinstance(part, Image.Image)]
     videos = [part for part in parts if isinstance(part, reference.Video)]
@@ -65,6 +74,11 @@ def make_prompt(directory: Path, parts: Sequence[Part], builder: PromptBuilder |
         if isinstance(part, str):
             continue
         header, block = _image(directory, part) if isinstance(part, Image.Image) else _video(directory, part)
+        if prune is not None and header.modality is Modality.VIDEO:
+            mask = prune(header)
+            bits = kept_rows.pack(mask)
+            header = dataclasses.replace(header, tokens=int(mask.sum()), grid_rows=len(mask), kept_rows=bits)
+            block = block[torch.from_numpy(mask)].contiguous()
         headers.append(header)
         rows.append(block)
     items = iter(MediaItem(header.modality, Key(b""), index=n) for n, header in enumerate(headers))

@@ -63,6 +63,7 @@ class Encoded:
     done: encoder_pb2.EncodeDone | None = None
     error: media_pb2.Status | None = None
     progress: list[str] = field(default_factory=list)
+    headers: int = 0
 
     @property
     def rows(self) -> np.ndarray:
@@ -71,8 +72,7 @@ class Encoded:
     def add(self, event: encoder_pb2.EncodeResponse) -> None:
         match event.WhichOneof("event"):
             case "header":
-                assert self.header is None, "a second header"
-                self.header = event.header
+                self._add_header(event.header)
             case "rows":
                 assert self.header is not None, "rows before the header"
                 assert event.rows.first_row == sum(map(len, self.pieces)), "rows out of order"
@@ -85,6 +85,18 @@ class Encoded:
                 self.error = event.error.status
             case "progress":
                 self.progress.append(event.progress.stage)
+
+    def _add_header(self, header: encoder_pb2.EncodeHeader) -> None:
+        """Of a pruned video there may be a second one: the first, and which rows are kept."""
+        if self.header is not None:
+            assert self.header.grid_rows > 0, "a second header"
+            assert not self.header.kept_rows, "a second header with rows"
+            plain = encoder_pb2.EncodeHeader()
+            plain.CopyFrom(header)
+            plain.kept_rows, plain.crc32c = b"", self.header.crc32c
+            assert plain == self.header, "it says something else"
+        self.headers += 1
+        self.header = header
 
 
 def follow(stream: Any, event: str, found: Encoded | None = None) -> Encoded:

@@ -46,12 +46,24 @@ ITEMS = {
     **{
         f"pruning by {share}": Bad(
             lambda share=share: video(pictures.video(pictures.frames(8)), video_pruning_rate=share),
-            "NO_PRUNING",
+            "BAD_OPTION",
             "options.video_pruning_rate",
-            UNIMPLEMENTED,
         )
-        for share in (0.5, -1.0, INFINITY)
+        for share in (1.0, -1.0, INFINITY)
     },
+    "pruning of a picture": Bad(lambda: head(video_pruning_rate=0.5), "BAD_OPTION", "options.video_pruning_rate"),
+    "rows of a picture": Bad(lambda: head(kept_rows=b"\1"), "BAD_OPTION", "options.kept_rows"),
+    "rows that no video has": Bad(
+        lambda: video(pictures.video(pictures.frames(8)), kept_rows=b"\1"), "BAD_OPTION", "options.kept_rows"
+    ),
+    "rows without end": Bad(
+        lambda: video(pictures.video(pictures.frames(8)), kept_rows=bytes(1 << 18)), "BAD_OPTION", "options.kept_rows"
+    ),
+    "a rate and rows": Bad(
+        lambda: video(pictures.video(pictures.frames(8)), video_pruning_rate=0.5, kept_rows=b"\1"),
+        "BAD_OPTION",
+        "options.video_pruning_rate",
+    ),
 }
 
 

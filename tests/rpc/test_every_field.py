@@ -194,8 +194,9 @@ OPTIONS: dict[str, tuple[media_pb2.Media, media_pb2.Media]] = {
     "max_pixels": (image(PICTURE), image(PICTURE, max_pixels=20_000)),
     "fps": (video(FILM), video(FILM, fps=5.0)),
     "max_frames": (video(FILM), video(FILM, max_frames=4)),
+    "video_pruning_rate": (video(FILM), video(FILM, video_pruning_rate=0.5)),
+    "kept_rows": (video(FILM), video(FILM, kept_rows=bytes([1, *bytes(9)]))),
 }
-REFUSED = {"video_pruning_rate"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -207,4 +208,4 @@ def test_every_media_option_acts_and_is_part_of_the_key(client: Client, name: st
 
 
 def test_these_are_all_media_options() -> None:
-    assert {field.name for field in media_pb2.MediaOptions.DESCRIPTOR.fields} == {*OPTIONS, *REFUSED}
+    assert {field.name for field in media_pb2.MediaOptions.DESCRIPTOR.fields} == {*OPTIONS}

@@ -207,10 +207,10 @@ CASES: dict[str, Case] = {
         "BAD_OPTION",
         f"{MEDIA}.options.fps",
     ),
-    "pruning": (
-        pictured(modality=v1.MODALITY_VIDEO, data=FILM, options=v1.MediaOptions(video_pruning_rate=0.5)),
-        UNIMPLEMENTED,
-        "NO_PRUNING",
+    "pruning of everything": (
+        pictured(modality=v1.MODALITY_VIDEO, data=FILM, options=v1.MediaOptions(video_pruning_rate=1.0)),
+        INVALID,
+        "BAD_OPTION",
         f"{MEDIA}.options.video_pruning_rate",
     ),
     "half a video": (

@@ -73,6 +73,18 @@ def test_a_video_that_one_encoder_computed_is_whole_at_the_other(pair):
     assert np.array_equal(first.rows, second.rows)
 
 
+def test_of_a_pruned_video_both_encoders_keep_the_rows_that_one_has_chosen(pair):
+    one, two = pair
+    clip = video(pictures.video(pictures.frames(20, seed=8), fps=8), video_pruning_rate=0.6)
+    written = one.load().shared.written
+    first, before = one.one(clip), passes(*pair)
+    until(lambda: one.load().shared.written == written + 1, "the rows are shared")
+    second = two.one(clip)
+    assert (second.header.cached, second.headers, passes(*pair)) == (True, 1, before)
+    assert (second.header.kept_rows, second.header.grid_rows) == (first.header.kept_rows, first.header.grid_rows)
+    assert np.array_equal(first.rows, second.rows)
+
+
 def test_a_key_is_found_in_the_shared_store_by_its_own_tenant_alone(pair):
     one, two = pair
     written = one.load().shared.written

@@ -44,6 +44,12 @@ _SAMPLING = (
     "prompt_logprobs",
 )
 
+_PREPROCESSING = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": ("fps", "max_frames", "video_pruning_rate"),
+}
+"""What may be asked of items of each kind."""
+
 _ANY_OBJECT = '{"type": "object"}'
 
 _PENALTIES = {
@@ -113,6 +119,8 @@ def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing")
     group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")
     group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
+    pruning = "share of a video's rows to drop, 0 to below 1: those that change least from frame to frame"
+    group.add_argument("--video-pruning-rate", type=float, metavar="R", help=pruning)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,7 +176,7 @@ def _read_question() -> str:
 def _check_preprocessing(arguments: argparse.Namespace) -> None:
     """Raises ValueError for an option that nothing given could obey."""
     kinds = {kind for kind, _ in arguments.media}
-    for kind, names in (("image", ("min_pixels", "max_pixels")), ("video", ("fps", "max_frames"))):
+    for kind, names in _PREPROCESSING.items():
         for name in names:
             if getattr(arguments, name) is not None and kind not in kinds:
                 raise ValueError(f"--{name.replace('_', '-')} needs --{kind}")
@@ -177,7 +185,12 @@ def _check_preprocessing(arguments: argparse.Namespace) -> None:
 def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
     if kind == "image":
         return image(source, min_pixels=arguments.min_pixels, max_pixels=arguments.max_pixels)
-    return video(source, fps=arguments.fps, max_frames=arguments.max_frames)
+    return video(
+        source,
+        fps=arguments.fps,
+        max_frames=arguments.max_frames,
+        pruning_rate=arguments.video_pruning_rate,
+    )
 
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:

@@ -52,18 +52,20 @@ class Media(_message.Message):
     def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., key: _Optional[bytes] = ..., pixels: _Optional[_Union[PixelBlock, _Mapping]] = ..., embedding: _Optional[_Union[EmbeddingBlock, _Mapping]] = ..., options: _Optional[_Union[MediaOptions, _Mapping]] = ..., mime_type: _Optional[str] = ..., known_key: _Optional[bytes] = ...) -> None: ...
 
 class MediaOptions(_message.Message):
-    __slots__ = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate")
+    __slots__ = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")
     MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     FPS_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAMES_FIELD_NUMBER: _ClassVar[int]
     VIDEO_PRUNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     min_pixels: int
     max_pixels: int
     fps: float
     max_frames: int
     video_pruning_rate: float
-    def __init__(self, min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., video_pruning_rate: _Optional[float] = ...) -> None: ...
+    kept_rows: bytes
+    def __init__(self, min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., video_pruning_rate: _Optional[float] = ..., kept_rows: _Optional[bytes] = ...) -> None: ...
 
 class PixelBlock(_message.Message):
     __slots__ = ("data", "frames", "height", "width", "timestamps")
@@ -80,7 +82,7 @@ class PixelBlock(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., frames: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., timestamps: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EmbeddingBlock(_message.Message):
-    __slots__ = ("data", "dtype", "count", "levels", "width", "grid", "timestamps", "seconds_per_grid")
+    __slots__ = ("data", "dtype", "count", "levels", "width", "grid", "timestamps", "seconds_per_grid", "kept_rows")
     DATA_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class EmbeddingBlock(_message.Message):
     GRID_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_GRID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     dtype: DataType
     count: int
@@ -97,7 +100,8 @@ class EmbeddingBlock(_message.Message):
     grid: Grid
     timestamps: _containers.RepeatedScalarFieldContainer[float]
     seconds_per_grid: float
-    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., count: _Optional[int] = ..., levels: _Optional[int] = ..., width: _Optional[int] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., seconds_per_grid: _Optional[float] = ...) -> None: ...
+    kept_rows: bytes
+    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., count: _Optional[int] = ..., levels: _Optional[int] = ..., width: _Optional[int] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., seconds_per_grid: _Optional[float] = ..., kept_rows: _Optional[bytes] = ...) -> None: ...
 
 class Grid(_message.Message):
     __slots__ = ("t", "h", "w")

@@ -225,6 +225,25 @@ def test_every_source_is_carried_on(source: dict[str, Any], kind: type) -> None:
     assert item.mime_type == "video/mp4"
 
 
+@pytest.mark.parametrize(
+    ("media", "rate"),
+    [
+        (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film"), 0.75),
+        (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film", options=v1.MediaOptions(video_pruning_rate=0.0)), 0.0),
+        (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film", options=v1.MediaOptions(kept_rows=b"\1")), None),
+        (v1.Media(modality=v1.MODALITY_VIDEO, key=b"k" * 32), None),
+        (v1.Media(modality=v1.MODALITY_VIDEO, embedding=v1.EmbeddingBlock(count=1)), None),
+        (v1.Media(modality=v1.MODALITY_IMAGE, data=b"picture"), None),
+    ],
+    ids=["unset", "none", "rows", "a key", "ready-made", "a picture"],
+)
+def test_videos_are_pruned_as_the_service_is_told_where_a_request_says_nothing(
+    media: v1.Media, rate: float | None
+) -> None:
+    (item,) = requests(video_pruning_rate=0.75).read(chat(v1.ChatPart(media=media)), None, CONTEXT).media
+    assert item.options.video_pruning_rate == rate
+
+
 def test_unset_sampling_is_the_checkpoints_and_what_is_given_wins() -> None:
     reader = requests({"temperature": 0.6, "top_k": 20, "top_p": None, "repetition_penalty": 1.05, "do_sample": True})
     unset = reader.read(message(), None, CONTEXT).sampling

@@ -67,11 +67,11 @@ class TestAsk:
         assert llm.requests[0].sampling == expected
 
     def test_preprocessing_flags_go_to_the_media_that_they_mean(self, llm: FakeLlm, llm_address: str, picture) -> None:
-        flags = ["--max-pixels", "100", "--fps", "1", "--max-frames", "4"]
+        flags = ["--max-pixels", "100", "--fps", "1", "--max-frames", "4", "--video-pruning-rate", "0.5"]
         assert ask(llm_address, "what?", "--image", picture, "--video", picture, *flags) == 0
         image, video, _ = llm.requests[0].chat.messages[0].parts
         assert image.media.options == v1.MediaOptions(max_pixels=100)
-        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4)
+        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4, video_pruning_rate=0.5)
 
     def test_a_flag_that_nothing_could_obey_is_refused(self, llm: FakeLlm, llm_address: str, capsys) -> None:
         assert ask(llm_address, "what?", "--fps", "1") == 2
