@@ -22,6 +22,10 @@ class TooLarge(InvalidInput):
     """The body, or what becomes of it, is larger than is taken."""
 
 
+class Stalled(TwinlensError):
+    """The rest of the request does not come. The connection is closed: what may still come is no request."""
+
+
 class NoRoute(TwinlensError):
     """There is nothing at this path, or not by this method."""
 
@@ -38,6 +42,8 @@ def status_of(error: TwinlensError) -> int:
     match error:
         case TooLarge():
             return 413
+        case Stalled():
+            return 408
         case NoRoute(status=status):
             return status
         case _:
@@ -52,6 +58,8 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
     if isinstance(error, NoRoute) and error.allowed:
         headers.append((b"allow", error.allowed.encode()))
+    if isinstance(error, Stalled):
+        headers.append((b"connection", b"close"))
     if status_of(error) == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

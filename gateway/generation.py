@@ -80,8 +80,9 @@ class Generations:
                     if one.answer.complete:
                         return
                     failure = error_of(error, begun=one.answer.begun)
-                except _OtherPrompt:
+                except _OtherAnswer as other:
                     failure = None
+                    _log.info("a service does not go on with an answer", address=service.address, why=str(other))
                 finally:
                     service.in_flight -= 1
                     call.cancel()
@@ -90,8 +91,8 @@ class Generations:
             one.close()
 
 
-class _OtherPrompt(Exception):
-    """A service that was to go on has laid out another prompt than the one before it."""
+class _OtherAnswer(Exception):
+    """A service that was to go on has begun on another answer than the one before it; its text says why."""
 
 
 @dataclass(slots=True)
@@ -175,6 +176,7 @@ class _Generation:
             self._most = min(self._most, request.max_handovers)
         self._kept = 0
         self._handovers = 0
+        self._resumed = 0  # choices that the service which has it now was told of
         self._gets_on = False  # whether anything came from the service that has it now
         self._offered: list[LlmService] = []  # before it began
         self._left: list[LlmService] = []  # where it was broken off: others are preferred
@@ -203,6 +205,7 @@ class _Generation:
                 self._request.max_handovers = left
             del self._request.resume[:]
             self._request.resume.extend(self.answer.resumed())
+            self._resumed = len(self._request.resume)
         else:
             self._offered.append(service)
         stated = (STATED, str(self._request.ByteSize()))
@@ -213,7 +216,7 @@ class _Generation:
         return call
 
     def takes(self, service: LlmService, event: Event) -> bool:
-        """Takes in what a service has said; whether the caller is told. Raises _OtherPrompt."""
+        """Takes in what a service has said; whether the caller is told. Raises _OtherAnswer."""
         if not self.answer.begun:
             self.answer.begun = True
             self.answer.model = service.model
@@ -221,7 +224,9 @@ class _Generation:
             self._keep()
         elif self._pause is not None:
             if not self.answer.is_of(event.started):
-                raise _OtherPrompt
+                raise _OtherAnswer("OTHER_PROMPT")
+            if event.started.resumed_choices != self._resumed:
+                raise _OtherAnswer("BEGINS_ANEW")
             self._taken_over(self._pause, service)
             return False
         else:
@@ -240,7 +245,7 @@ class _Generation:
             self._request = None
 
     async def next_service(self, service: LlmService, failure: TwinlensError | None) -> LlmService:
-        """Where it is asked next, after this one failed it, or laid out another prompt (no failure). Raises
+        """Where it is asked next, after this one failed it, or has begun on another answer (no failure). Raises
         TwinlensError where it is asked nowhere."""
         if self._pause is None:
             assert failure is not None
@@ -285,8 +290,8 @@ class _Generation:
             case _:
                 self._unfit.append(service)
                 self._handovers += 1
-        why = failure.reason if failure else "OTHER_PROMPT"
-        _log.info("a service does not go on with an answer", address=service.address, why=why)
+        if failure:
+            _log.info("a service does not go on with an answer", address=service.address, why=failure.reason)
 
     async def _successor(self, pause: _Pause) -> LlmService:
         """A service that can go on, as it has just said; it is waited for."""

@@ -29,7 +29,7 @@ from common.errors import (
 )
 from gateway.config import GatewayConfig
 from gateway.connection import ABORT
-from gateway.errors import NoRoute, TooLarge, body_of, headers_of, status_of
+from gateway.errors import NoRoute, Stalled, TooLarge, body_of, headers_of, status_of
 from gateway.meters import Meters
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from gateway.stream import EVENTS
@@ -153,7 +153,8 @@ class RequestMiddleware:
                 async with asyncio.timeout(self._config.request_stall_seconds):
                     message = await receive()
             except TimeoutError:
-                raise Exhausted("nothing of the request came for too long", reason="REQUEST_TOO_SLOW") from None
+                why = "nothing of the request came for too long"
+                raise Stalled(why, reason="REQUEST_TOO_SLOW", retry_after=1.0) from None
             if message["type"] == "http.disconnect":
                 raise Cancelled("the caller has left")
             part = message.get("body", b"")

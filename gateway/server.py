@@ -16,6 +16,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from common import log, stderr_capture, tracing
+from common.allocator import freeze_objects
 from common.errors import Unavailable
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
@@ -165,6 +166,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         address = f"{self._host}:{sockets[0].getsockname()[1]}"
+        freeze_objects()
         sys.stdout.write(f"ready http={address}\n")
         sys.stdout.flush()
         _log.info("ready", address=address)

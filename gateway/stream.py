@@ -42,6 +42,10 @@ class Chunks:
         return self._head + to_json(rest)[1:] + b"\n\n"
 
 
+class Last(bytes):
+    """The last events of a stream, which goes out with its end: to send is most of what a short part costs."""
+
+
 class EventStream(Response):
     """Events as they are made. The first is waited for, since what is wrong before it is an ordinary error."""
 
@@ -58,5 +62,8 @@ class EventStream(Response):
                     begun = True
                     headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
+                if isinstance(each, Last):
+                    await send({"type": "http.response.body", "body": each})
+                    return
                 await send({"type": "http.response.body", "body": each, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -23,7 +23,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import MediaItem
+from llm_service.request import MediaItem, Request
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -84,7 +84,7 @@ class LlmServicer(LlmServiceServicer):
                 match event:
                     case Begun():
                         begun = event
-                        yield llm_pb2.GenerateResponse(started=_started(read.id, event, components.prompts))
+                        yield llm_pb2.GenerateResponse(started=_started(read, event, components.prompts))
                     case PromptScores():
                         yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
@@ -228,7 +228,7 @@ class LlmServicer(LlmServiceServicer):
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
 
 
-def _started(request_id: str, event: Begun, prompts: PromptBuilder) -> llm_pb2.GenerateStarted:
+def _started(request: Request, event: Begun, prompts: PromptBuilder) -> llm_pb2.GenerateStarted:
     spans = [
         llm_pb2.MediaSpan(
             item=span.item,
@@ -244,8 +244,9 @@ def _started(request_id: str, event: Begun, prompts: PromptBuilder) -> llm_pb2.G
         prompt_tokens=len(event.layout.ids),
         cached_tokens=event.cached,
         spans=spans,
-        request_id=request_id,
+        request_id=request.id,
         thinking=prompts.ends_in_thinking(event.layout.ids),
+        resumed_choices=len(request.resume),
     )
 
 

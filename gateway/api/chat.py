@@ -18,7 +18,7 @@ from gateway.generation import Generations
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta, ToolFormat
 from gateway.request_context import context_of
 from gateway.services import LlmServices
-from gateway.stream import DONE, Chunks, EventStream, json_answer
+from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
 from gateway.tools import functions_of, tool_format
 from twinlens.v1 import llm_pb2
 
@@ -138,7 +138,8 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
     chunks = Chunks({**asked.head, "object": "chat.completion.chunk"})
     more: dict[str, Any] = {"usage": None} if asked.with_usage else {}
     choices: list[_Choice] = []
-    tokens = 0
+    tokens, still = 0, asked.n
+    ending = b""  # of the choice that ends last: the end of the stream follows at once
     started, finished = llm_pb2.GenerateStarted(), llm_pb2.GenerateFinished()
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> bytes:
@@ -168,9 +169,12 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "finished":
                     index, choice = said.finished.index, choices[said.finished.index]
                     finished = choice.finished = said.finished
-                    for piece in choice.parser.end():
-                        yield chunk(index, choice.add(piece))
-                    yield chunk(index, {}, **choice.finish())
+                    rest = [chunk(index, choice.add(piece)) for piece in choice.parser.end()]
+                    ending = b"".join((*rest, chunk(index, {}, **choice.finish())))
+                    still -= 1
+                    if still:
+                        yield ending
+                        ending = b""
                 case _:  # an event of a newer service
                     continue
     last: dict[str, Any] = {}
@@ -178,7 +182,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
         last["usage"] = convert.usage([[choice.finished for choice in choices]])
     if asked.with_timings:
         last["timings"] = measured.timings(started, finished)
-    yield (chunks.chunk({"choices": [], **last}) if last else b"") + DONE
+    yield Last(ending + (chunks.chunk({"choices": [], **last}) if last else b"") + DONE)
 
 
 async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gateway.api.fields import VLLM_DEFAULTS, Int, SamplingFields, StreamOptions
 from gateway.generation import Generations
 from gateway.request_context import context_of
 from gateway.services import LlmServices
-from gateway.stream import DONE, Chunks, EventStream, json_answer
+from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
 from twinlens.v1 import llm_pb2
 
 Event = llm_pb2.GenerateResponse
@@ -207,7 +207,7 @@ async def _chunks(
                 case _:
                     continue
     last = {"choices": [], "usage": _usage(choices, n)}
-    yield (chunks.chunk(last) if options.include_usage else b"") + DONE
+    yield Last((chunks.chunk(last) if options.include_usage else b"") + DONE)
 
 
 async def _whole(events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, *, scored: bool) -> dict[str, Any]:

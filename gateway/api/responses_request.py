@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.api.fields import Count, Int, Metadata, Model, kind_of, text_or_list
 
@@ -134,6 +134,17 @@ ToolChoice = Annotated[
 ]
 
 
+class StreamSettings(Model):
+    """What a stream has beside its events. Usage is told at its end whether it is asked for, as some clients do, or
+    not."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "include_obfuscation": (False,),
+        "include_usage": (True,),
+        "continuous_usage_stats": (False,),
+    }
+
+
 class ResponsesRequest(Model):
     """The body of a request."""
 
@@ -156,6 +167,7 @@ class ResponsesRequest(Model):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: StreamSettings | None = None
     text: TextSettings | None = None
     tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
@@ -165,3 +177,9 @@ class ResponsesRequest(Model):
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_go_with_a_stream(self) -> ResponsesRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options go with stream alone")
+        return self

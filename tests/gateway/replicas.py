@@ -61,7 +61,12 @@ class Script:
     def events(self, request: v1.GenerateRequest, prompt_tokens: int, cached: int) -> Iterator[v1.GenerateResponse]:
         """An answer's events, from where it is resumed on."""
         yield v1.GenerateResponse(
-            started=v1.GenerateStarted(prompt_tokens=prompt_tokens, cached_tokens=cached, thinking=self.thinking)
+            started=v1.GenerateStarted(
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached,
+                thinking=self.thinking,
+                resumed_choices=len(request.resume),
+            )
         )
         there = {each.index: each for each in request.resume}
         done = [there[n].finished if n in there else False for n in range(len(self.words))]
@@ -86,7 +91,8 @@ class Script:
 
 
 class Player(FakeLlm):
-    """An LLM service that plays the script. `usable` is what it says of itself."""
+    """An LLM service that plays the script. `usable` is what it says of itself; one that is `old` does not know of
+    `resume`."""
 
     def __init__(self, script: Script, prompt_tokens: int = 9, cached: int = 4) -> None:
         super().__init__()
@@ -94,10 +100,13 @@ class Player(FakeLlm):
         self.prompt_tokens = prompt_tokens
         self.cached = cached
         self.usable = True
+        self.old = False
 
     def Generate(self, request, context):
         self.requests.append(request)
         self.script.asked.append(request)
+        if self.old:
+            request = v1.GenerateRequest(chat=request.chat, sampling=request.sampling)
         cut, end = self.script.cuts.pop(0) if self.script.cuts else (-1, lose)
         for number, event in enumerate(self.script.events(request, self.prompt_tokens, self.cached)):
             if number == cut:

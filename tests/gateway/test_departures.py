@@ -47,6 +47,16 @@ def test_a_caller_who_leaves_ends_the_generation(door: Trio, stream: bool) -> No
     assert door.metric('requests_total{status="499",surface="chat"}') >= 1
 
 
+def test_a_client_that_will_send_no_more_is_gone(door: Trio) -> None:
+    """Its FIN is all that is seen of a client that has left: to wait for more would be to compute for nobody."""
+    before = door.services.text.get_load().cancelled_requests
+    with door.connect() as connection:
+        connection.sendall(request(False))
+        until(lambda: door.services.text.get_load().running == 1, "it is computed")
+        connection.shutdown(socket.SHUT_WR)
+        until(lambda: door.services.text.get_load().cancelled_requests == before + 1, "it is cancelled")
+
+
 def test_a_client_that_closes_its_stream_ends_the_generation(door: Trio) -> None:
     before = door.services.text.get_load().cancelled_requests
     with door.client.chat.completions.create(
@@ -84,7 +94,8 @@ def test_a_stream_whose_llm_service_dies_ends_with_an_error() -> None:
     with scripted() as door:
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
-            yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+            started = v1.GenerateStarted(prompt_tokens=9, resumed_choices=len(request.resume))
+            yield v1.GenerateResponse(started=started)
             if not request.resume:
                 yield v1.GenerateResponse(delta=v1.GenerateDelta(text="A", token_ids=[5]))
 

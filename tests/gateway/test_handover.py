@@ -306,6 +306,26 @@ def test_a_service_that_lays_out_another_prompt_does_not_go_on() -> None:
         assert [len(each.requests) for each in (home, other)] == [4, 2]
 
 
+def test_a_service_that_begins_the_answer_anew_does_not_go_on() -> None:
+    """One of an older release, which does not know of `resume`: its words would be there twice."""
+    script = Script([["a", "b"], ["c", "d", "e", "f"]])
+    services = [Player(script), Player(script)]
+    with replicas(services) as door:
+        undisturbed = plain(ask(door, n=2))
+        home = next(each for each in services if each.requests)
+        other = next(each for each in services if each is not home)
+        other.old = True
+        for cut in (3, 8):  # two words; of one choice the end, and words of the other
+            script.cuts = [(cut, lose)]
+            assert plain(ask(door, n=2)) == undisturbed
+            assert len(script.asked[-2].resume) == len(script.asked[-1].resume) == 2
+        assert [len(each.requests) for each in (home, other)] == [5, 2]
+        assert "BEGINS_ANEW" in door.gateway.log.read_text()
+        script.cuts = [(1, lose)]  # of which nothing is there
+        assert plain(ask(door, n=2)) == undisturbed
+        assert [len(each.requests) for each in (home, other)] == [6, 3]
+
+
 def test_a_request_for_which_there_was_no_room_ends_with_its_service() -> None:
     script = Script([WORDS], [(2, lose)])
     with replicas([Player(script), Player(script)], max_kept_bytes=10) as door:

@@ -148,7 +148,6 @@ REFUSED: dict[str, Any] = {
     "top_logprobs": 3,
     "max_tool_calls": 3,
     "prompt": {"id": "x"},
-    "stream_options": {"include_obfuscation": True},
 }
 
 
@@ -156,6 +155,23 @@ REFUSED: dict[str, Any] = {
 def test_a_field_that_is_not_served_is_refused_by_name(scripted_door: Scripted, field: str) -> None:
     reply = scripted_door.post("/v1/responses", {"input": "x", field: REFUSED[field]})
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "FIELD_NOT_SERVED", field)
+
+
+@pytest.mark.parametrize("options", [{}, {"include_obfuscation": False}, {"include_usage": True}])
+def test_options_of_a_stream_that_change_nothing_are_taken(scripted_door: Scripted, options: dict[str, Any]) -> None:
+    says(scripted_door, "Four.", v1.FINISH_REASON_STOP)
+    reply = scripted_door.post("/v1/responses", {"input": "x", "stream": True, "stream_options": options})
+    assert reply.status == 200
+    assert b'"usage":{"input_tokens":' in reply.body
+    reply = scripted_door.post("/v1/responses", {"input": "x", "stream_options": options})
+    assert (reply.status, reply.error["code"]) == (400, "BAD_FIELD")
+
+
+def test_options_of_a_stream_that_change_something_are_refused(scripted_door: Scripted) -> None:
+    asked = {"input": "x", "stream": True, "stream_options": {"include_obfuscation": True}}
+    reply = scripted_door.post("/v1/responses", asked)
+    assert (reply.status, reply.error["code"]) == (400, "FIELD_NOT_SERVED")
+    assert reply.error["param"] == "stream_options.include_obfuscation"
 
 
 def test_every_field_of_openais_is_served_accepted_or_refused(scripted_door: Scripted) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
+from llm_service.prompt.detokenizer import Detokenizer
 from tests import pictures
 from tests.rpc.pairs import Pair, about, asked, greedy, pair, refusal
 from twinlens import LlmClient, user, v1
@@ -94,9 +96,31 @@ def both(checkpoint: Path) -> Iterator[Pair]:
         yield running
 
 
-def whole_of(client: LlmClient, request: v1.GenerateRequest) -> list[v1.GenerateResponse]:
-    with client.generate(request, timeout=60) as stream:
-        return list(stream)
+def whole_of(pair: Pair, request: v1.GenerateRequest) -> list[v1.GenerateResponse]:
+    """What is said, as a caller hears it who is never behind: one event for each token."""
+    sampling = request.sampling
+    tokenizer = Tokenizer.from_file(str(pair.checkpoint / "tokenizer.json"))
+    texts = {n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens) for n in range(sampling.n or 1)}
+    with pair.text.generate(request, timeout=60) as stream:
+        return [each for event in stream for each in one_by_one(event, texts)]
+
+
+def one_by_one(event: v1.GenerateResponse, texts: dict[int, Detokenizer]) -> Iterator[v1.GenerateResponse]:
+    """A delta's tokens as deltas of their own; what is told when a choice ends comes with its last one."""
+    *before, last = event.delta.token_ids or [None]
+    if last is None:
+        yield event
+        return
+    index, left, scores = event.delta.index, event.delta.text, event.delta.logprobs
+    for number, token in enumerate(before):
+        text = texts[index].push(token)
+        assert left.startswith(text)
+        left = left[len(text) :]
+        delta = v1.GenerateDelta(index=index, text=text, token_ids=[token], logprobs=scores[number : number + 1])
+        yield v1.GenerateResponse(delta=delta)
+    texts[index].push(last)
+    delta = v1.GenerateDelta(index=index, text=left, token_ids=[last], logprobs=scores[len(before) :])
+    yield v1.GenerateResponse(delta=delta)
 
 
 def drawn(**more: Any) -> v1.SamplingParams:
@@ -120,8 +144,8 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_behind_every_event_an_answer_goes_on_as_if_it_had_not_stopped(both: Pair, name: str) -> None:
-    events = whole_of(both.text, REQUESTS[name])
+def test_behind_every_token_an_answer_goes_on_as_if_it_had_not_stopped(both: Pair, name: str) -> None:
+    events = whole_of(both, REQUESTS[name])
     assert len(events) > 4
     for cut in range(1, len(events) + 1):
         check_cut(both.text, REQUESTS[name], events, cut)
@@ -129,10 +153,10 @@ def test_behind_every_event_an_answer_goes_on_as_if_it_had_not_stopped(both: Pai
 
 @pytest.mark.parametrize("length", [2, 3, 6])
 def test_a_stop_text_is_found_across_every_cut(both: Pair, length: int) -> None:
-    text = heard(whole_of(both.text, asked(COUNT, drawn())), 1)[0].text
+    text = heard(whole_of(both, asked(COUNT, drawn())), 1)[0].text
     stop = text[len(text) // 2 :][:length]
     request = asked(COUNT, drawn(stop=[stop, "never said at all"]))
-    events = whole_of(both.text, request)
+    events = whole_of(both, request)
     assert events[-1].finished.stop_text == stop
     assert any(not event.delta.text for event in events[1:-1]), "nothing is held back, so nothing is tested"
     for cut in range(1, len(events) + 1):
@@ -141,7 +165,7 @@ def test_a_stop_text_is_found_across_every_cut(both: Pair, length: int) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "penalised", "json", "a picture"])
 def test_the_real_model_goes_on_as_well(qwen3: Pair, name: str) -> None:
-    events = whole_of(qwen3.text, REQUESTS[name])
+    events = whole_of(qwen3, REQUESTS[name])
     for cut in (1, 2, len(events) // 2, len(events) - 1, len(events)):
         check_cut(qwen3.text, REQUESTS[name], events, cut)
 
@@ -151,7 +175,7 @@ def test_where_all_choices_are_finished_nothing_is_computed(both: Pair) -> None:
     request = asked(
         about(PICTURE), drawn(n=2, stop=["a"]), resume=[v1.ResumedChoice(index=n, finished=True) for n in (0, 1)]
     )
-    (only,) = whole_of(both.text, request)
+    (only,) = whole_of(both, request)
     assert only.HasField("started")
     assert both.text.get_load().steps == steps
     assert both.text.get_load().finished_requests > 0
@@ -159,7 +183,7 @@ def test_where_all_choices_are_finished_nothing_is_computed(both: Pair) -> None:
 
 def test_resumed_tokens_come_from_the_prefix_cache_as_a_prompt_does(both: Pair) -> None:
     request = asked(user("Tell me a story " * 20), greedy(64))
-    events = whole_of(both.text, request)
+    events = whole_of(both, request)
     before = both.text.get_load()
     check_cut(both.text, request, events, 50)
     load = both.text.get_load()

@@ -202,18 +202,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking")
+    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     spans: _containers.RepeatedCompositeFieldContainer[MediaSpan]
     request_id: str
     thinking: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ...) -> None: ...
+    resumed_choices: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("item", "start", "length", "rows", "key", "cached")
