@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Final
 
 from common.checkpoint import Checkpoint
@@ -18,7 +19,8 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class EncoderParts:
-    """What of a checkpoint computes rows: tensors, by how their names begin; a section of config.json; whole files.
+    """What computes rows: of a checkpoint, tensors, by how their names begin, a section of config.json, and whole
+    files; and a package, where its release decides.
 
     A family says it in both services, and alike, or their digests differ.
     """
@@ -26,6 +28,7 @@ class EncoderParts:
     tensors: tuple[str, ...]
     section: str
     files: tuple[str, ...]
+    package: str = ""
 
 
 VISION: Final = EncoderParts(
@@ -55,6 +58,8 @@ def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) ->
     digest = hashlib.sha256(framed(SCHEMA, dtype.value.encode()))
     digest.update(framed(canonical(checkpoint.config.get(parts.section, {}))))
     digest.update(framed(*(canonical(checkpoint.json(name)) for name in parts.files)))
+    if parts.package:
+        digest.update(framed(parts.package.encode(), version(parts.package).encode()))
     for name, info in sorted(checkpoint.tensors.items()):
         if not name.startswith(parts.tensors):
             continue

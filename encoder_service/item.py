@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.media.item import Grid, Media
+from common.media.item import Grid, Media, PromptPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Plan:
 
     `tokens` are the rows that the tower makes of it. `frames` are the frame numbers to decode, padded to whole frame
     groups (one for a picture); `height` and `width` are what the decoder gives; `resized` is the (height, width) that
-    patches are cut from. `pruning` says which rows stay; None: all.
+    patches are cut from. `pruning` says which rows stay; None: all. `replacement` is as in `Header`.
     """
 
     grid: Grid
@@ -61,6 +61,7 @@ class Plan:
     timestamps: tuple[float, ...] = ()
     seconds_per_grid: float = 0.0
     pruning: Pruning | None = None
+    replacement: tuple[PromptPart, ...] = ()
 
     @property
     def kept(self) -> int:

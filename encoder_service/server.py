@@ -12,6 +12,7 @@ from common.checkpoint import Checkpoint
 from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
 from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
+from common.library import LibraryModel
 from common.metrics import Metrics
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
@@ -27,8 +28,10 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.families import config as model_config
+from encoder_service.families.family import ModelConfig
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
+from encoder_service.media.planner import LibraryPlanner, PlannerTimes
 from encoder_service.meters import Meters
 from encoder_service.servicer import EncoderServicer, ServedModel
 from encoder_service.transports.link import Link
@@ -54,7 +57,8 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     stderr_capture.start()
     tracing.start("twinlens-encoder")
     checkpoint = Checkpoint.resolve(config.model)
-    model = model_config.read(checkpoint)
+    model = await asyncio.to_thread(model_config.served, checkpoint)
+    library = None if isinstance(model, ModelConfig) else model.library
     device = default_device() if config.device == "auto" else config.device
     dtype = DType(default_dtype(device) if config.dtype == "auto" else config.dtype)
     layout = RowLayout(model.levels, model.width, dtype)
@@ -91,7 +95,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         )
         pools = DevicePools(layout.row_bytes)
         dispatcher = Dispatcher(
-            _worker_settings(config, checkpoint, device, dtype),
+            _worker_settings(config, checkpoint, device, dtype, library),
             (staging.fd, store.fd),
             budget=config.batch_patches,
             max_units=config.batch_items,
@@ -105,14 +109,21 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         )
         running.push_async_callback(decoders.processes.stop)
         running.push_async_callback(dispatcher.stop)
-        starting = asyncio.create_task(_start(decoders, dispatcher))
+        planner = None
+        if library is not None:
+            times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
+            planner = LibraryPlanner(str(checkpoint.folder), times)
+            running.push_async_callback(planner.stop)
+        starting = asyncio.create_task(_start(decoders, dispatcher, planner))
         if not await _started(frame, starting):
             await frame.drain()
             return
-        digest = await asyncio.to_thread(encoder_digest, checkpoint, dtype, model.family.parts)
+        digest = await asyncio.to_thread(encoder_digest, checkpoint, dtype, model.parts)
         rows = EmbeddingStore(store, layout.row_bytes)
         tier = _tier(config, rows, layout)
-        media = MediaLoader(model, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
+        plans = model if isinstance(model, ModelConfig) else planner
+        assert plans is not None, "it is made where the library computes"
+        media = MediaLoader(plans, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
         contents = Contents(Fetcher(config), config, digest)
         pipeline = Pipeline(media, rows, dispatcher, contents, tier, batch_patches=config.batch_patches)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
@@ -169,8 +180,10 @@ def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> Sh
     return tier
 
 
-async def _start(decoders: DecoderPool, dispatcher: Dispatcher) -> None:
+async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: LibraryPlanner | None) -> None:
     async with asyncio.TaskGroup() as group:
+        if planner is not None:
+            group.create_task(planner.start())
         group.create_task(decoders.processes.start())
         group.create_task(dispatcher.start())
 
@@ -191,7 +204,9 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
     return True
 
 
-def _worker_settings(config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType) -> list[WorkerSettings]:
+def _worker_settings(
+    config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType, library: LibraryModel | None
+) -> list[WorkerSettings]:
     """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
     in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
     threads = config.threads or max(1, usable_cores() // config.workers)
@@ -209,6 +224,7 @@ def _worker_settings(config: EncoderConfig, checkpoint: Checkpoint, device: str,
             batch_patches=config.batch_patches,
             pool_bytes=config.device_pool_bytes,
             log_level=config.log_level,
+            library=library,
         )
         for index in range(config.workers)
     ]

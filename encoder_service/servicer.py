@@ -18,7 +18,7 @@ from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery, merged
 from encoder_service.engine.encode import EncoderEngine
-from encoder_service.families.family import ModelConfig
+from encoder_service.families.family import ServedConfig
 from encoder_service.meters import Meters
 from encoder_service.transports.link import Link
 from twinlens import __version__
@@ -36,7 +36,7 @@ class ServedModel:
 
     config: EncoderConfig
     name: str
-    model: ModelConfig
+    model: ServedConfig
     encoder: EncoderEngine
     link: Link
     meters: Meters
@@ -44,7 +44,7 @@ class ServedModel:
     @property
     def modalities(self) -> Collection[Modality]:
         """What the model takes."""
-        return self.model.processors.keys()
+        return self.model.modalities
 
 
 class EncoderServicer(EncoderServiceServicer):

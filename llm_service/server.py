@@ -30,7 +30,7 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
-from llm_service.models.config import TextConfig
+from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import end_tokens
@@ -54,11 +54,11 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     stderr_capture.start()
     tracing.start("twinlens-llm")
     checkpoint = Checkpoint.resolve(config.model)
-    text = TextConfig.of(checkpoint.config)
-    settings = _engine_settings(config, checkpoint)
-    layout = RowLayout(settings.row_levels, text.hidden_size, DType(settings.dtype))
-    digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, text.family.encoder)
-    prompts = await asyncio.to_thread(PromptBuilder, checkpoint)
+    served = await asyncio.to_thread(ServedModel.of, checkpoint)
+    settings = _engine_settings(config, checkpoint, served)
+    layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
+    digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
+    prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
     vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
 
@@ -87,7 +87,8 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         engine.mirrors.on_lost = encoder_cache.lose_mirrors
         mirrors = engine.mirrors if config.row_mirror else None
         pool = EncoderPool(
-            config.encoders, _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config).merge, mirrors)
+            config.encoders,
+            _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config, served.family), mirrors),
         )
         receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
         prefixes = Prefixes(lambda: engine.prefix_block)
@@ -119,7 +120,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             model,
             checkpoint.architecture,
             digest,
-            text.longest(config.max_context),
+            served.longest(config.max_context),
             requests,
             prompts,
             generator,
@@ -165,12 +166,13 @@ async def _prove_idle(generator: Generator, encoder_cache: EncoderCache) -> None
 
 
 def _link_settings(
-    config: LlmConfig, digest: str, layout: RowLayout, merge: int, mirrors: Mirrors | None
+    config: LlmConfig, digest: str, layout: RowLayout, media: MediaLayout, mirrors: Mirrors | None
 ) -> LinkSettings:
     return LinkSettings(
         digest=digest,
         layout=layout,
-        merge=merge,
+        merge=media.merge,
+        replaced=media.replaced,
         security=config.link(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,
@@ -214,10 +216,9 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
     )
 
 
-def _engine_settings(config: LlmConfig, checkpoint: Checkpoint) -> EngineSettings:
+def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
     device = config.device or default_device()
     meeting = config.meeting()
-    vision = checkpoint.config.get("vision_config", {})
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
@@ -247,7 +248,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint) -> EngineSetting
         snapshot_share=config.snapshot_share,
         structure_cache_bytes=config.structure_cache_bytes,
         row_bytes=config.row_cache_bytes,
-        row_levels=1 + len(vision.get("deepstack_visual_indexes") or ()),
+        row_levels=served.levels,
         row_mirror=config.row_mirror,
         log_level=config.log_level,
+        library=served.library,
     )

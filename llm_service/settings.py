@@ -1,14 +1,17 @@
-"""What an engine is told before anything else. A noun: it imports nobody."""
+"""What an engine is told before anything else."""
 
 from __future__ import annotations
 
 import msgspec
 
+from common.library import LibraryModel
+
 
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.
 
-    `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device.
+    `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `library`: what it said
+    of a model that it computes.
     """
 
     model: str
@@ -42,6 +45,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     row_levels: int
     row_mirror: bool
     log_level: str
+    library: LibraryModel | None = None
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "triton"}
 
 # What computes, and what starts it; everything else of a service is control plane.
 COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
-TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config")
+TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config", "*.models.served")
 
 # Where message classes may be seen.
 WIRE = (
@@ -113,7 +113,15 @@ def room_of(name: str) -> str:
     ('nouns', 'engine', 'front')
     """
     parts = name.split(".")[1:]
-    if parts in (["item"], ["request"], ["plan"], ["settings"], ["prompt", "tokens"], ["models", "config"]):
+    if parts in (
+        ["item"],
+        ["request"],
+        ["plan"],
+        ["settings"],
+        ["prompt", "tokens"],
+        ["models", "config"],
+        ["models", "served"],
+    ):
         return "nouns"
     if parts[:1] == ["families"]:
         return "nouns"

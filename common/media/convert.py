@@ -9,7 +9,19 @@ from typing import Final
 
 from common.errors import DataLoss, InvalidInput, Unsupported
 from common.media import kept_rows
-from common.media.item import Embedding, Grid, Header, Key, Media, Modality, Options, Pixels, Source, Url
+from common.media.item import (
+    Embedding,
+    Grid,
+    Header,
+    Key,
+    Media,
+    Modality,
+    Options,
+    Pixels,
+    PromptPart,
+    Source,
+    Url,
+)
 from common.stages import Stage
 from common.wire import DType, RowLayout, crc32c
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -17,6 +29,11 @@ from twinlens.v1 import encoder_pb2, media_pb2
 KEY_BYTES: Final = 32
 MAX_TIMES: Final = 16_384
 """Times of one item at most. They are part of its key, and a message holds millions, which would take seconds."""
+
+MAX_PARTS: Final = 16_384
+"""Parts at most of what stands in a prompt for an item."""
+MAX_REPLACEMENT: Final = 1 << 20
+"""Characters of all of them at most."""
 
 MODALITIES: Final = {
     Modality.IMAGE: media_pb2.MODALITY_IMAGE,
@@ -148,6 +165,9 @@ def write_header(index: int, found: Header, layout: RowLayout, *, cached: bool) 
         seconds_per_grid=found.seconds_per_grid,
         grid_rows=found.grid_rows,
         kept_rows=found.kept_rows,
+        replacement=[
+            encoder_pb2.PromptPart(text=part.text, rows=part.rows, token=part.token) for part in found.replacement
+        ],
     )
     add_checksum(message)
     return message
@@ -175,8 +195,15 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
         cached=message.cached,
         grid_rows=message.grid_rows,
         kept_rows=kept,
+        replacement=_read_replacement(message.replacement),
     )
     return found, RowLayout(message.levels, message.width, dtype)
+
+
+def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPart, ...]:
+    if len(given) > MAX_PARTS or sum(len(part.text) for part in given) > MAX_REPLACEMENT:
+        raise DataLoss("an encoder sent more than can stand for an item in a prompt")
+    return tuple(PromptPart(part.text, part.rows, part.token) for part in given)
 
 
 Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows

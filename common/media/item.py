@@ -129,11 +129,22 @@ class Media:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A stretch of what stands in a prompt for an item: a text, with special tokens by their names, and behind it the
+    item's next `rows` rows, each at a place of the token with this id."""
+
+    text: str = ""
+    rows: int = 0
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What is known of an item before its rows exist.
 
     `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
-    empty for a picture. `cached` says that the encoder which sent it had the rows.
+    empty for a picture. `replacement` is what stands in a prompt for the item, where the encoder says that; it is empty
+    where it follows from the grid. `cached` says that the encoder which sent it had the rows.
 
     Of a video that is pruned, `tokens` of the `grid_rows` that its grid has are kept (0: none is dropped), and
     `kept_rows` says which (`common.media.kept_rows`); empty until all rows are computed, which decides it.
@@ -148,6 +159,7 @@ class Header:
     cached: bool = False
     grid_rows: int = 0
     kept_rows: bytes = b""
+    replacement: tuple[PromptPart, ...] = ()
 
     @property
     def all_rows(self) -> int:

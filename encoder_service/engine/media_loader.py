@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
 
 from common.arena import Range, SharedBuffer
+from common.errors import Unsupported
 from common.media.item import Embedding, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
@@ -26,12 +28,20 @@ _COPY = 4 << 20
 """Bytes copied at a time, so that a large copy in a thread does not keep the event loop from running."""
 
 
+class Planner(Protocol):
+    """What computes plans where they follow from no family of ours (`media.planner`)."""
+
+    async def plan(self, item: Item, seen: Inspection) -> Plan:
+        """The plan of an item of that size. Raises InvalidInput where it is not taken."""
+        ...
+
+
 class MediaLoader:
     """Asks decode processes what items are, and has them decoded. All jobs of an item share one `time_budget`."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        plans: ModelConfig | Planner,
         media_limits: limits.MediaLimits,
         layout: RowLayout,
         staging: Staging,
@@ -39,7 +49,7 @@ class MediaLoader:
         *,
         max_patches: int,
     ) -> None:
-        self.config = config
+        self._plans = plans
         self.layout = layout
         self.staging = staging
         self._limits = media_limits
@@ -61,7 +71,9 @@ class MediaLoader:
     async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
         """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
         item, spec = flight.item, SPECS[flight.item.modality]
-        processor = self.config.processors[item.modality]
+        if not isinstance(self._plans, ModelConfig):
+            return await self._plan_by_library(flight, self._plans, time_budget)
+        processor = self._plans.processors[item.modality]
         match item.source:
             case Embedding() as rows:
                 checks.check_rows(rows, item, self.layout, processor.merge, self._max_patches, self._limits)
@@ -75,6 +87,21 @@ class MediaLoader:
                 plan = processor.plan(seen, item.options)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return pruned(plan, item.options, processor.merge, item.field)
+
+    async def _plan_by_library(self, flight: Flight, planner: Planner, time_budget: TimeBudget) -> Plan:
+        item = flight.item
+        match item.source:
+            case Embedding():
+                why = "rows that were computed elsewhere do not say what stands for them in this model's prompts"
+                raise Unsupported(why, reason="NO_EMBEDDINGS", field=f"{item.field}.embedding")
+            case Pixels() as pixels:
+                seen = Inspection(pixels.width, pixels.height)
+            case _:
+                seen = await self._inspect(flight, time_budget)
+                SPECS[item.modality].check(seen, item.field, self._limits)
+        plan = await planner.plan(item, seen)
+        limits.check_plan(plan, item.field, self._limits, self._max_patches)
+        return plan
 
     async def _inspect(self, flight: Flight, time_budget: TimeBudget) -> Inspection:
         source = flight.item.source

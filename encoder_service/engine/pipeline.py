@@ -297,4 +297,5 @@ def _header(flight: Flight, plan: Plan) -> Header:
         seconds_per_grid=plan.seconds_per_grid,
         grid_rows=plan.tokens if plan.pruning else 0,
         kept_rows=plan.pruning.kept_rows if plan.pruning else b"",
+        replacement=plan.replacement,
     )

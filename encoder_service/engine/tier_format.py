@@ -14,7 +14,7 @@ import google_crc32c
 import msgspec
 
 from common.media import kept_rows
-from common.media.item import Grid, Header, Modality
+from common.media.item import Grid, Header, Modality, PromptPart
 from common.wire import RowLayout
 
 MAGIC = b"TLR2"
@@ -40,6 +40,7 @@ class _Stored(msgspec.Struct, array_like=True):
     dtype: str
     grid_rows: int
     kept_rows: bytes
+    replacement: tuple[PromptPart, ...] = ()
 
 
 def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
@@ -57,6 +58,7 @@ def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
         dtype=layout.dtype.value,
         grid_rows=header.grid_rows,
         kept_rows=header.kept_rows,
+        replacement=header.replacement,
     )
     body = MAGIC + msgspec.msgpack.encode(stored)
     return body + _CRC.pack(google_crc32c.value(body))
@@ -88,6 +90,7 @@ def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header
         stored.seconds_per_grid,
         grid_rows=stored.grid_rows,
         kept_rows=stored.kept_rows,
+        replacement=stored.replacement,
     )
 
 

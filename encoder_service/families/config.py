@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from common.checkpoint import Checkpoint, CheckpointError
-from encoder_service.families.family import ModelConfig
-from encoder_service.families.registry import family_of
+from common.library import describe
+from encoder_service.families.family import LibraryConfig, ModelConfig, ServedConfig
+from encoder_service.families.registry import FAMILIES, family_of
+
+
+def served(checkpoint: Checkpoint) -> ServedConfig:
+    """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask. Raises
+    CheckpointError where neither does."""
+    if checkpoint.config.get("model_type") in FAMILIES:
+        return read(checkpoint)
+    return LibraryConfig(describe(checkpoint))
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:
-    """Reads a checkpoint's settings; raises CheckpointError where one is missing, not supported, or contradicts
-    another."""
+    """Reads a checkpoint's settings, of a family of ours; raises CheckpointError where one is missing, not supported,
+    or contradicts another."""
     config = checkpoint.config
     family = family_of(config)
     tower = config.get(family.parts.section)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.checkpoint import Checkpoint
 from common.identity import VISION, EncoderParts
+from common.library import LIBRARY, LibraryModel
 from common.media.item import Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 
@@ -61,3 +62,48 @@ class ModelConfig:
     processors: Mapping[Modality, Processor]
     levels: int
     width: int
+
+    @property
+    def modalities(self) -> Collection[Modality]:
+        """What it takes."""
+        return self.processors.keys()
+
+    @property
+    def parts(self) -> EncoderParts:
+        """What of the checkpoint computes rows."""
+        return self.family.parts
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryConfig:
+    """A checkpoint that no family is for: the library has its processor and its tower."""
+
+    library: LibraryModel
+
+    @property
+    def architecture(self) -> str:
+        """The library's class."""
+        return self.library.architecture
+
+    @property
+    def levels(self) -> int:
+        """As `ModelConfig.levels`."""
+        return self.library.levels
+
+    @property
+    def width(self) -> int:
+        """As `ModelConfig.width`."""
+        return self.library.hidden_size
+
+    @property
+    def modalities(self) -> Collection[Modality]:
+        """What it takes."""
+        return [Modality(name) for name in self.library.placeholders]
+
+    @property
+    def parts(self) -> EncoderParts:
+        """What of the checkpoint computes rows."""
+        return LIBRARY
+
+
+ServedConfig = ModelConfig | LibraryConfig

@@ -23,8 +23,7 @@ FAMILIES: Final = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; raises CheckpointError, naming the known ones, where there is none. Another kind of
-    back end, one that serves any tower, would be found here."""
+    """The family of a config.json; raises CheckpointError, naming the known ones, where there is none."""
     model_type = config.get("model_type", "?")
     if model_type not in FAMILIES:
         raise CheckpointError(f"the tower of {model_type} is not supported; these are: {', '.join(FAMILIES)}")

@@ -1,9 +1,11 @@
-"""What the service and its decode processes say to each other. Bytes and pixels travel in the staging arena."""
+"""What the service says to its decode processes, and to the one that plans items, and what these answer. Bytes and
+pixels travel in the staging arena."""
 
 from __future__ import annotations
 
 import msgspec
 
+from common.media.item import PromptPart
 from encoder_service.item import Inspection
 
 
@@ -87,5 +89,32 @@ class Refused(msgspec.Struct, tag=True):
     too_complex: bool = False
 
 
+class PlannerSettings(msgspec.Struct, tag=True):
+    """First message to the process that plans items: the checkpoint's folder."""
+
+    folder: str
+
+
+class PlannerStartFailed(msgspec.Struct, tag=True):
+    """It cannot work; it ends. `why` is for the operator."""
+
+    why: str
+
+
+class PlanItem(msgspec.Struct, tag=True):
+    """What stands in a prompt for an item of this size?"""
+
+    modality: str
+    height: int
+    width: int
+
+
+class Planned(msgspec.Struct, tag=True):
+    """That does."""
+
+    parts: list[PromptPart]
+
+
+FromPlanner = Ready | PlannerStartFailed | Planned | Refused
 ToDecoder = DecoderSettings | Inspect | Decode
 FromDecoder = Ready | Inspected | Decoding | Decoded | Refused

@@ -35,12 +35,11 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     from common.device_memory import DeviceMemoryError  # torch takes a second to import
     from encoder_service.models.attention import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
-    from encoder_service.worker.runner import Runner
 
     staging = SharedBuffer.attach(staging_fd, settings.staging_bytes)
     store = SharedBuffer.attach(store_fd, settings.store_bytes)
     try:
-        runner = Runner(settings, staging, store)
+        runner = _runner(settings, staging, store)
         link.send(runner.warm_up())
     except (AttentionUnavailable, CheckpointError, GraphsUnavailable, DeviceMemoryError) as error:
         link.send(StartFailed(why=str(error)))
@@ -56,6 +55,17 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     take = ahead if runner.device.type == "cuda" else one_by_one
     for begun in take(_batches(link), runner.start):
         link.send(_answer(runner, begun))
+
+
+def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer) -> Runner:
+    """That of a family of ours, or of a model that the library computes."""
+    if settings.library is None:
+        from encoder_service.worker.runner import Runner
+
+        return Runner(settings, staging, store)
+    from encoder_service.worker.library_runner import LibraryRunner
+
+    return LibraryRunner(settings, staging, store)
 
 
 def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFailed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from common.library import LibraryModel
+
 
 class WorkerSettings(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
@@ -11,7 +13,8 @@ class WorkerSettings(msgspec.Struct, tag=True):
     `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
-    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none.
+    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `library`: what it
+    said of a model that it computes.
     """
 
     folder: str
@@ -26,6 +29,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     batch_patches: int = 0
     pool_bytes: int = 0
     log_level: str = "info"
+    library: LibraryModel | None = None
 
 
 class Piece(msgspec.Struct):

@@ -17,12 +17,12 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row_sum
-from common.gpu import CudaCapture, gpu_seconds, use_gpu
+from common.gpu import CudaCapture, use_gpu
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.models.tower import PackedTower, Tower, load_tower
-from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
+from encoder_service.worker.graphs import GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import Preprocess
 from encoder_service.worker.row_ring import Event, Exit, exit_of
@@ -34,10 +34,11 @@ _log = log.get("runner")
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch whose patches [N, dim] are on the device, with what else its pass needs, and how long that took."""
+    """A batch whose patches [N, dim], or whatever a tower takes, are on the device, with what else its pass needs, and
+    how long that took."""
 
     batch: Batch
-    patches: Tensor
+    patches: Any
     ready: Any
     seconds: float
 
@@ -66,8 +67,8 @@ class StagedTower(Protocol):
         """What `run` wants, on the device; on any stream."""
         ...
 
-    def run(self, patches: Tensor, ready: Any) -> Tensor:
-        """Patches [N, dim] → rows [tokens, levels, width], which no later pass changes."""
+    def run(self, patches: Any, ready: Any) -> Tensor:
+        """Patches [N, dim], or what the runner prepares → rows [tokens, levels, width], which no later pass changes."""
         ...
 
 
@@ -100,20 +101,28 @@ class Runner:
         if self.device.type == "cuda":
             use_gpu(self.device)
         self.dtype = DTYPES[settings.dtype]
-        checkpoint = Checkpoint(Path(settings.folder))
-        self._config = config.read(checkpoint)
-        self._preprocess = {each: _function(by.preprocess) for each, by in self._config.processors.items()}
-        self._pool = self._make_pool(settings.pool_bytes) if settings.pool_bytes else None
-        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
-        self._graphed = self._graphs(settings)
-        self._staged: StagedTower = self._graphed or (
-            self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower)
-        )
+        row_numbers = self.read(settings)
+        self._pool = self._make_pool(settings.pool_bytes, row_numbers) if settings.pool_bytes else None
+        self._graphed: GraphedTower | None = None
+        self._staged = self.load(settings)
         self._way_out = way_out or exit_of(self.device)
         self._last_end = 0.0
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
+
+    def read(self, settings: WorkerSettings) -> int:
+        """Reads what there is to know of the checkpoint; how many numbers one of its rows has."""
+        self._config = config.read(Checkpoint(Path(settings.folder)))
+        self._preprocess = {each: _function(by.preprocess) for each, by in self._config.processors.items()}
+        return self._config.levels * self._config.width
+
+    def load(self, settings: WorkerSettings) -> StagedTower:
+        """The tower, in graphs where there are any."""
+        checkpoint = Checkpoint(Path(settings.folder))
+        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
+        self._graphed = self._graphs(settings)
+        return self._graphed or (self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower))
 
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
@@ -129,8 +138,11 @@ class Runner:
             inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
             self._staged.run(inputs, self._staged.prepare([plan.grid], self.device)).isfinite().all().item()
         attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
-        made = PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
-        return WorkerReady(attention, self._graphed.budgets if self._graphed else [], made)
+        return WorkerReady(attention, self._graphed.budgets if self._graphed else [], self.pool_made())
+
+    def pool_made(self) -> PoolMade | None:
+        """The pool, for those who may read there."""
+        return PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
 
     def run(self, batch: Batch) -> BatchDone:
         """Computes a batch and writes its rows, row-major, one piece after the other."""
@@ -191,8 +203,8 @@ class Runner:
                 return False
         return True
 
-    def _make_pool(self, size: int) -> Pool:
-        check_row_bytes(self._config.levels * self._config.width * self.dtype.itemsize)
+    def _make_pool(self, size: int, row_numbers: int) -> Pool:
+        check_row_bytes(row_numbers * self.dtype.itemsize)
         return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:
@@ -215,18 +227,20 @@ class Runner:
             max_bytes=settings.graph_bytes,
             device=self.device,
             dtype=self.dtype,
-            choice=Choice(gpu_seconds),
         )
-        if settings.graphs is None:
-            made.leave_out_slower(self.device)
-        _log.info("graphs are captured", patches=made.budgets, seconds=round(time.perf_counter() - started, 3))
+        seconds = round(time.perf_counter() - started, 3)
+        _log.info("graphs are captured", patches=made.budgets, attention=self._tower.captured.name, seconds=seconds)
         return made
+
+    def pixels_of(self, piece: Piece) -> Tensor:
+        """A piece's frames [T, H, W, 3] uint8, on the host."""
+        shape = (piece.frames, piece.height, piece.width, 3)
+        count = piece.frames * piece.height * piece.width * 3
+        return self._staging[piece.pixels : piece.pixels + count].view(shape)
 
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
-        shape = (piece.frames, piece.height, piece.width, 3)
-        count = piece.frames * piece.height * piece.width * 3
-        pixels = self._staging[piece.pixels : piece.pixels + count].view(shape).to(self.device)
+        pixels = self.pixels_of(piece).to(self.device)
         modality = Modality(piece.modality)
         return self._preprocess[modality](pixels, piece.resized, self._config.processors[modality]).to(self.dtype)
 

@@ -34,7 +34,8 @@ _CHECK_TIMEOUT = 2.0
 class LinkSettings:
     """How this service deals with encoders.
 
-    `digest` is what theirs must be, `merge` the patches on a side of one row; `timeout` bounds a stream and `silence`
+    `digest` is what theirs must be, `merge` the patches on a side of one row, `replaced` that
+    their headers say what stands in a prompt; `timeout` bounds a stream and `silence`
     the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
     local sockets that are files. `mirrors` are those that ranks keep of the row arena.
 
@@ -46,6 +47,7 @@ class LinkSettings:
     digest: str
     layout: RowLayout
     merge: int
+    replaced: bool = False
     security: ChannelSecurity = field(default_factory=ChannelSecurity)
     timeout: float = 120.0
     silence: float = 2.5
@@ -236,6 +238,7 @@ class Replica:
                 transports,
                 settings.layout,
                 settings.merge,
+                replaced=settings.replaced,
                 field=item.field,
                 first=asking.first,
                 end=asking.end,

@@ -57,6 +57,7 @@ class EncodeStream:
         layout: RowLayout,
         merge: int,
         *,
+        replaced: bool = False,
         field: str,
         first: int,
         end: int = 0,
@@ -67,6 +68,7 @@ class EncodeStream:
         self._transports = transports
         self._layout = layout
         self._merge = merge
+        self._replaced = replaced
         self._field = field
         self._first = first
         self._end = end
@@ -101,6 +103,9 @@ class EncodeStream:
         groups = len(header.timestamps) + (header.modality is Modality.IMAGE)  # only a picture has no times
         if grid.h % merge or grid.w % merge or header.all_rows * merge**2 != grid.patches or groups != grid.t:
             raise DataLoss("the encoder's header contradicts itself")
+        places = [part.rows for part in header.replacement]
+        if (sum(places) if self._replaced else header.tokens) != header.tokens or min(places, default=0) < 0:
+            raise DataLoss("the encoder's header has not as many places in a prompt as rows")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
             raise DataLoss("the encoder's header has times that are no numbers")
 

@@ -164,12 +164,11 @@ class Planner:
 
     def _state_chunk(self, sequence: Sequence, begin: int, count: int, max_tokens: int) -> int:
         """`count`, or fewer, so that layers with states compute what they would of the whole, to the last digit, and
-        states are there where others may go on from them: a chunk that begins at a multiple passes them all."""
+        the state is there where others may go on from it."""
         end, multiple = begin + count, self._blocks.state_chunk
-        if begin % multiple:
-            for branch in sequence.branches(begin, end - 1):
-                if not self._limits.keep_media_whole or self._is_whole(sequence, begin, branch):
-                    return branch - begin
+        for branch in sequence.branches(begin, end - 1):
+            if not self._limits.keep_media_whole or self._is_whole(sequence, begin, branch):
+                return branch - begin
         if end == len(sequence.tokens) or end % multiple == 0:
             return count
         # A budget that does not reach the next multiple is spent all the same; rows that are late are waited for.

@@ -22,7 +22,7 @@ from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
-from llm_service.models.config import TextConfig
+from llm_service.models.served import ServedModel
 from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import EngineSettings
 
@@ -78,10 +78,10 @@ def serve(load: Load) -> None:
 def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, StepQueue]:
     """Puts the loop together and tells the front how much there is room for."""
     checkpoint = Checkpoint.resolve(settings.model)
-    config = TextConfig.of(checkpoint.config)
-    context = min(config.longest(settings.max_context), loaded.blocks * settings.block_size)
+    model = ServedModel.of(checkpoint, settings.library)
+    context = min(model.longest(settings.max_context), loaded.blocks * settings.block_size)
     stop_ids, wake = end_tokens(checkpoint), Wake()
-    structures = Structures(checkpoint, config.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
+    structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
     blocks = BlockManager(
         loaded.blocks,
         settings.block_size,

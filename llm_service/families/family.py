@@ -34,9 +34,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run of an item's rows, its next `count`: as many placeholders, less those of rows that are pruned."""
+    """A run of an item's rows, its next `count`: as many placeholders, or tokens of that id where one is given, less
+    those of rows that are pruned."""
 
     count: int
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ def in_one_run(header: Header) -> Iterable[str | SpecialToken | Rows]:
 class InPrompt:
     """How a family lays items of one modality out in a prompt.
 
-    `token` is what config.json calls the placeholder's id. `expand` says what stands in the placeholder's stead: texts,
+    `token` is what config.json calls the placeholder's id, or the id. `expand` says what stands in its stead: texts,
     special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`: positions in time
     count seconds · tokens_per_second, else frame groups.
     """
 
-    token: str
+    token: str | int
     expand: Callable[[Header], Iterable[str | SpecialToken | Rows]] = in_one_run
     marks: tuple[str, ...] = ()
     timed_frames: bool = False
@@ -71,6 +73,8 @@ class Family:
     """A family of models. What its checkpoints state themselves is read from them. `encoder` is where they have what
     computes rows.
 
+    `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
+
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
     norms of layers and heads scale by 1 + weight; `mrope_interleaved`, rotary pairs are dealt out to time, height and
@@ -80,6 +84,7 @@ class Family:
 
     modalities: Mapping[Modality, InPrompt]
     encoder: EncoderParts = VISION
+    replaced: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -21,28 +21,19 @@ class StateBackend(Protocol):
         ...
 
 
-class StateMetadata(Protocol):
-    """What a batch of layers with states reads of a step, in tensors that never move."""
+class CachedPart(Protocol):
+    """What keeps something of sequences, as caches see it."""
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """A step's; the rest becomes padding."""
+    def cache_spec(self) -> CacheSpec:
+        """What it keeps of sequences."""
+        ...
+
+    def state_backend(self) -> StateBackend:
+        """What makes batches for all layers with this one's spec. Only where that is a `SequenceState`."""
         ...
 
 
-@runtime_checkable
-class StableStateBackend(StateBackend, Protocol):
-    """A back end whose batches follow metadata that may be filled anew."""
-
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> StateMetadata:
-        """Room for any step of so many tokens of so many sequences, of which none has several with `decodes_only`."""
-        ...
-
-    def over(self, metadata: Any) -> Any:
-        """What `MixerPart.mix` takes; it reads these metadata, which `padding` has made, at each use."""
-        ...
-
-
-class MixerPart(Protocol):
+class MixerPart(CachedPart, Protocol):
     """A module that mixes, in three parts, since what is before and after `mix` is done for each token alone.
 
     `stored_as` is its name in a checkpoint's layer. What it keeps of sequences is its spec: with `PagedKV`, `mix` takes
@@ -50,10 +41,6 @@ class MixerPart(Protocol):
     """
 
     stored_as: ClassVar[str]
-
-    def cache_spec(self) -> CacheSpec:
-        """What it keeps of sequences."""
-        ...
 
     def project(self, x: Tensor, rotary: Rotary, /) -> tuple[Tensor, ...]:
         """Normed x [n, hidden] → what `mix` takes of these tokens."""
@@ -65,8 +52,4 @@ class MixerPart(Protocol):
 
     def join(self, mixed: Tensor) -> Tensor:
         """[n, width] → all ranks' [n, hidden]."""
-        ...
-
-    def state_backend(self) -> StateBackend:
-        """What makes batches for all layers with this one's spec. Only where that is a `SequenceState`."""
         ...

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
 
@@ -15,6 +15,7 @@ from common.errors import InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import Rows, SpecialToken
+from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
@@ -45,24 +46,27 @@ class PromptBuilder:
     tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: ServedModel | None = None) -> None:
         source = checkpoint.text("tokenizer.json")
         if source is None:
             raise CheckpointError("the checkpoint has no tokenizer.json")
-        text = checkpoint.config.get("text_config") or checkpoint.config
-        self.vocab_size = int(text.get("vocab_size") or checkpoint.config["vocab_size"])
+        model = model or ServedModel.of(checkpoint)
+        self.vocab_size = model.vocab_size
         settings = json.loads(source)
-        added = {entry["content"]: int(entry["id"]) for entry in settings.get("added_tokens", [])}
-        added = {word: token for word, token in added.items() if token < self.vocab_size}  # the model knows no others
+        # The model knows no tokens beyond its vocabulary. Runs of spaces and lines are text like any other.
+        marks = [each for each in settings.get("added_tokens", []) if each["id"] < self.vocab_size]
+        blanks = [each for each in marks if not each["content"].strip()]
+        marks = [each for each in marks if each["content"].strip()]
         self.tokenizer = Tokenizer.from_str(source)
         self.texts = TokenTexts(self.tokenizer)
         # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
-        self._plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
-        self._added = added
-        self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
+        self._added = {each["content"]: int(each["id"]) for each in marks}
+        self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
+        self._first = list(self.tokenizer.encode("").ids)
         self.template = ChatTemplate.of(checkpoint)
-        self._media = MediaTokens.of(checkpoint.config)
-        self._media_layout = MediaLayout.of(checkpoint.config)
+        self._media = MediaTokens.of(checkpoint.config, model.family)
+        self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         self._thinking = [self.encode(text, allow_special=True) for text in ("<think>", "<think>\n")]
 
@@ -89,6 +93,8 @@ class PromptBuilder:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
+        if self._first and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
+            pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
         return self._with_slots(pieces, modalities, field)
 
     def _chat(self, prompt: ChatPrompt) -> list[Piece]:
@@ -108,7 +114,7 @@ class PromptBuilder:
             if isinstance(piece, str):
                 text += piece  # texts that meet are tokenized as one, as the reference does
                 continue
-            ids.extend(self._tokenize(text) if text else ())
+            ids.extend(self._tokenize(text, first=ids in ([], self._first)) if text else ())
             text = ""
             if isinstance(piece, int):
                 ids.append(piece)
@@ -116,7 +122,7 @@ class PromptBuilder:
                 ids.extend(piece)
             else:
                 self._place(piece, headers[piece.item], ids, spans)
-        ids.extend(self._tokenize(text) if text else ())
+        ids.extend(self._tokenize(text, first=ids in ([], self._first)) if text else ())
         where, mrope_delta = positions(len(ids), spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
@@ -139,15 +145,15 @@ class PromptBuilder:
             kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
             for part in self._media_layout.modalities[piece.modality].expand(header):
                 match part:
-                    case Rows(count) if kept is not None:
+                    case Rows(count, None) if kept is not None:
                         yield replace(piece, rows=int(kept[at : at + count].sum()), grid_rows=count)
                         at += count
-                    case Rows(count):
-                        yield replace(piece, rows=count)
+                    case Rows(count, token):
+                        yield replace(piece, rows=count, token=piece.token if token is None else token)
                     case SpecialToken(name):
                         yield self._media.marks[name]
                     case text:
-                        yield text
+                        yield from self._split(text)
 
     def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:
         out: list[Piece] = []
@@ -173,7 +179,8 @@ class PromptBuilder:
         for match in self._special.finditer(text):
             if match.start() > at:
                 out.append(text[at : match.start()])
-            out.append(self._added[match[0]])
+            word = match[0]
+            out.append(self._added[word if word in self._added else word.strip()])
             at = match.end()
         return [*out, text[at:]] if at < len(text) else out
 
@@ -191,10 +198,37 @@ class PromptBuilder:
                 out.append([token])
         return out
 
-    def _tokenize(self, text: str) -> list[int]:
-        # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
-        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+    def _tokenize(self, text: str, *, first: bool = True) -> list[int]:
+        return self._plain.ids(text, first=first)
 
     def _ids(self, pieces: Sequence[Piece]) -> list[int]:
         return self.layout(pieces, []).ids
+
+
+class PlainTokenizer:
+    """A tokenizer that knows no special tokens, for stretches of a prompt that is cut at them. Some tokenizers set a
+    mark before the first word of a text; what follows a special token is not the first."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._first = self._later = Tokenizer.from_str(json.dumps(settings))
+        before = settings.get("pre_tokenizer") or {}
+        if before.get("type") == "Metaspace" and before.get("prepend_scheme") == "first":
+            later = {**settings, "pre_tokenizer": {**before, "prepend_scheme": "never"}}
+            self._later = Tokenizer.from_str(json.dumps(later))
+
+    def ids(self, text: str, *, first: bool) -> list[int]:
+        """The ids of a stretch, which is the prompt's first, or is not."""
+        tokenizer = self._first if first else self._later
+        # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+
+def _length(entry: dict[str, Any]) -> int:
+    return len(entry["content"])
+
+
+def _pattern(entry: dict[str, Any]) -> str:
+    """An added token, and the space around it that it takes with it."""
+    before, after = (r"\s*" if entry.get(side) else "" for side in ("lstrip", "rstrip"))
+    return f"{before}{re.escape(entry['content'])}{after}"

@@ -12,28 +12,31 @@ import numpy as np
 
 from common.media import kept_rows
 from common.media.item import Header, Modality
-from llm_service.families.family import InPrompt
+from llm_service.families.family import Family, InPrompt
 from llm_service.families.registry import family_of
 from llm_service.request import Run, Span
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities` as its family has
-    them; `tokens_per_second` of those whose time runs in seconds."""
+    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities` and `replaced` as its
+    family has them; `tokens_per_second` of those whose time runs in seconds."""
 
     merge: int
     modalities: Mapping[Modality, InPrompt]
     tokens_per_second: float
+    replaced: bool = False
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> MediaLayout:
-        """Reads config.json; raises CheckpointError where its family is not served."""
-        vision = config.get("vision_config", {})
+    def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaLayout:
+        """Reads config.json, of the family that it names unless one is given; raises CheckpointError where that is not
+        served."""
+        vision, family = config.get("vision_config", {}), family or family_of(config)
         return cls(
-            merge=int(vision.get("spatial_merge_size", 2)),
-            modalities=family_of(config).modalities,
+            merge=1 if family.replaced else int(vision.get("spatial_merge_size", 2)),
+            modalities=family.modalities,
             tokens_per_second=float(vision.get("tokens_per_second", 2)),
+            replaced=family.replaced,
         )
 
 
@@ -49,6 +52,8 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
     >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
+    if layout.replaced:  # one token after the other
+        return np.tile(np.arange(length, dtype=np.int32), (3, 1)), 0
     out = np.empty((3, length), np.int32)
     at, position = 0, 0
     runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].start)

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.media.item import Modality
+from llm_service.families.family import Family
 from llm_service.families.registry import family_of
 
 
@@ -19,11 +20,15 @@ class MediaTokens:
     marks: dict[str, int]
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> MediaTokens:
-        """Reads them from config.json; raises CheckpointError where one is missing, or the family is not served."""
-        modalities = family_of(config).modalities
+    def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaTokens:
+        """Reads them from config.json, of the family that it names unless one is given; raises CheckpointError where
+        one is missing, or the family is not served."""
+        modalities = (family or family_of(config)).modalities
         try:
-            placeholders = {int(config[layout.token]): modality for modality, layout in modalities.items()}
+            placeholders = {
+                layout.token if isinstance(layout.token, int) else int(config[layout.token]): modality
+                for modality, layout in modalities.items()
+            }
             marks = {name: int(config[name]) for layout in modalities.values() for name in layout.marks}
             return cls(placeholders, marks)
         except KeyError as error:

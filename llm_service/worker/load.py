@@ -17,7 +17,9 @@ from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
+from llm_service.models.generic import LibraryDecoder, load_library_decoder
 from llm_service.models.loader import load_decoder
+from llm_service.models.served import ServedModel
 from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
 from llm_service.worker.caches import Caches
@@ -58,7 +60,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
-    decoder = load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
+    decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
     width = decoder.config.hidden_size
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
@@ -73,7 +75,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     first = _runner(decoder, arena, settings, blocks, slots=len(plan.chunks))
     changeover = _begin(first.kernels(), group, wait=settings.kernels == "wait") if ours else None
     first.warm_up()
-    if settings.compile:
+    if settings.compile and isinstance(decoder, Decoder):
         _compile(decoder, group, device)
     gpu = device.type == "cuda"
     first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
@@ -86,7 +88,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)
-    budget -= slots * one_slot
+    budget -= (slots + 1) * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
     runner = _runner(decoder, arena, settings, blocks, slots, snapshots)
@@ -100,6 +102,23 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
     runner.changeover = changeover
     return runner
+
+
+def _decoder(
+    settings: EngineSettings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup
+) -> Decoder | LibraryDecoder:
+    """Ours, or the library's, for which not everything is there."""
+    if settings.library is None:
+        return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
+    asked = {
+        "--tp above 1": settings.tensor_parallel > 1,
+        f"--weight-dtype {settings.weight_dtype}": bool(settings.weight_dtype),
+        "--compile": settings.compile,
+        f"--attention {settings.attention}": settings.attention not in ("auto", "torch"),
+    }
+    if refused := [option for option, given in asked.items() if given]:
+        raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
+    return load_library_decoder(checkpoint, ServedModel.of(checkpoint, settings.library), dtype, device)
 
 
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
@@ -168,7 +187,12 @@ def _capturable(runner: ModelRunner) -> bool:
 
 
 def _runner(
-    decoder: Decoder, arena: RowArena, settings: EngineSettings, blocks: int, slots: int, snapshots: int = 0
+    decoder: Decoder | LibraryDecoder,
+    arena: RowArena,
+    settings: EngineSettings,
+    blocks: int,
+    slots: int,
+    snapshots: int = 0,
 ) -> ModelRunner:
     caches = Caches(
         decoder.mixers(),
@@ -176,7 +200,7 @@ def _runner(
         settings.block_size,
         decoder.dtype,
         decoder.device,
-        attention=settings.attention,
+        attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
         state_slots=slots,
         snapshot_slots=snapshots,
     )

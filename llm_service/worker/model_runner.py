@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.gpu import Capture
 from llm_service.models.decoder import Decoder
+from llm_service.models.generic import LibraryDecoder
 from llm_service.plan import StepPlan, StepResult, TokenLogprobs
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
@@ -22,7 +23,7 @@ class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
     kernels and is to go on with ours."""
 
-    def __init__(self, decoder: Decoder, arena: RowArena, caches: Caches) -> None:
+    def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
         self.arena = arena
         self.caches = caches
@@ -51,6 +52,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
+        assert isinstance(self._decoder, Decoder), "the library's are not captured"
         self.graphs = GraphRunner(self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree)
 
     @torch.inference_mode()
@@ -81,15 +83,14 @@ class ModelRunner:
         positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
+        if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
+            self._replayed = True
+            replayed = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
+            return replayed if places is None else replayed[places]
+        self._replayed = False
         self.caches.copy_states(plan.restored)
-        self._replayed = self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None)
-        out: Tensor
-        if self.graphs is not None and self._replayed:
-            out = self.graphs.replay(hidden, positions, plan, deepstack)
-            out = out if places is None else out[places]
-        else:
-            batches = self.caches.batches(plan.chunks, plan.slots, plan.passed)
-            placed = positions.to(self._decoder.device)
-            out = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
+        batches = self.caches.batches(plan.chunks, plan.slots)
+        placed = positions.to(self._decoder.device)
+        out: Tensor = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
         self.caches.copy_states(plan.kept)
         return out

@@ -8,7 +8,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,16 @@ from PIL import Image
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.library import LibraryModel
 from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.layers.mixer import MixerPart, StateBackend
+from llm_service.models.generic import load_library_decoder
 from llm_service.models.loader import load_decoder
+from llm_service.models.served import ServedModel
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
@@ -130,20 +131,24 @@ class LocalEngine:
         prefix_cache: bool = False,
         device: str = "cpu",
         attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
-        states: Callable[[MixerPart], StateBackend] = methodcaller("state_backend"),
         overlap: bool = False,
         keep_media_whole: bool = False,
         weight_dtype: str = "",
+        library: LibraryModel | None = None,
     ) -> None:
         checkpoint = Checkpoint(directory)
-        decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)
-        levels = 1 + len(checkpoint.config["vision_config"].get("deepstack_visual_indexes", ()))
+        served = ServedModel.of(checkpoint, library)
+        if library is not None:
+            decoder = load_library_decoder(checkpoint, served, torch.float32, torch.device(device))
+            attention = decoder.backend
+        else:
+            decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)
+        levels = served.levels
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
-        slots = {"state_slots": max_running, "snapshot_slots": 32}
-        caches = Caches(*made, attention=attention, states=states, **slots)
+        caches = Caches(*made, attention=attention, state_slots=max_running, snapshot_slots=32)
         self.runner = ModelRunner(decoder, arena, caches)
         self.scheduler = Scheduler(
             BlockManager(

@@ -72,7 +72,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[EncodeHeader, _Mapping]] = ..., rows: _Optional[_Union[EncodeRows, _Mapping]] = ..., done: _Optional[_Union[EncodeDone, _Mapping]] = ..., error: _Optional[_Union[EncodeError, _Mapping]] = ..., progress: _Optional[_Union[EncodeProgress, _Mapping]] = ...) -> None: ...
 
 class EncodeHeader(_message.Message):
-    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached", "seconds_per_grid", "crc32c", "grid_rows", "kept_rows")
+    __slots__ = ("item", "key", "modality", "grid", "tokens", "width", "levels", "dtype", "timestamps", "cached", "seconds_per_grid", "crc32c", "grid_rows", "kept_rows", "replacement")
     ITEM_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     MODALITY_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class EncodeHeader(_message.Message):
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
     KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     item: int
     key: bytes
     modality: _media_pb2.Modality
@@ -101,7 +102,18 @@ class EncodeHeader(_message.Message):
     crc32c: int
     grid_rows: int
     kept_rows: bytes
-    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ..., crc32c: _Optional[int] = ..., grid_rows: _Optional[int] = ..., kept_rows: _Optional[bytes] = ...) -> None: ...
+    replacement: _containers.RepeatedCompositeFieldContainer[PromptPart]
+    def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ..., crc32c: _Optional[int] = ..., grid_rows: _Optional[int] = ..., kept_rows: _Optional[bytes] = ..., replacement: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ...) -> None: ...
+
+class PromptPart(_message.Message):
+    __slots__ = ("text", "rows", "token")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    rows: int
+    token: int
+    def __init__(self, text: _Optional[str] = ..., rows: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
 
 class EncodeRows(_message.Message):
     __slots__ = ("item", "first_row", "count", "data", "handle", "crc32c")

@@ -1,0 +1,76 @@
+"""Models that no family of ours is for: what the library, transformers, says of a checkpoint. A process of its own asks
+it, since it loads torch, which a service's front does without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Final
+
+import msgspec
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.identity import EncoderParts
+
+LIBRARY: Final = EncoderParts(
+    tensors=("",),
+    section="",
+    files=(
+        "config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+        "tokenizer_config.json",
+    ),
+    package="transformers",
+)
+"""Which tensors are the text's alone only the library knows, so all of them count."""
+
+_SECONDS = 300.0
+_PROCESS = "common.library_models"
+
+
+class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What there is to know of a model before it is loaded.
+
+    A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
+    its modality. `max_position` is the longest context. `bidirectional_spans`: rows of one run see each other, so that
+    none may be cut.
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    placeholders: dict[str, int]
+    levels: int = 1
+    bidirectional_spans: bool = False
+
+
+def describe(checkpoint: Checkpoint) -> LibraryModel:
+    """Asks the library, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or
+    does not know the model, or we cannot serve it."""
+    if find_spec("transformers") is None:
+        kind = checkpoint.config.get("model_type", "?")
+        raise CheckpointError(f"{kind} needs the library: install it with pip install 'twinlens[library]'")
+    done = subprocess.run(
+        [sys.executable, "-m", _PROCESS, str(checkpoint.folder)],
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        raise CheckpointError(f"the library cannot describe the model: {(done.stderr.splitlines() or ['it died'])[-1]}")
+    answer = msgspec.json.decode(lines[-1], type=LibraryModel | Refusal)
+    if isinstance(answer, Refusal):
+        raise CheckpointError(answer.why)
+    return answer
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Why a model is not served, in one sentence."""
+
+    why: str

@@ -1,0 +1,156 @@
+"""The library's models and processors: which class a checkpoint is of, and no more of it than one service needs.
+
+As a process, `python -m common.library_models FOLDER`, it writes what `common.library.describe` reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.library import LibraryModel, Refusal
+
+_KEPT: list[torch.library.Library] = []
+
+
+@cache
+def library() -> Any:
+    """transformers, loaded.
+
+    Its processors want torchvision, of which there is no CPU build in the ordinary index. Where the ordinary wheel
+    stands beside a CPU torch, two compiled operators, whose absence keeps it from being imported, are declared; the
+    processors call neither.
+    """
+    try:
+        import torchvision  # type: ignore[import-untyped]  # noqa: F401
+    except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
+        declared = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(declared)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def config_of(folder: Path) -> Any:
+    """The checkpoint's configuration, every default filled in. Raises CheckpointError where the library knows no such
+    model."""
+    kind = Checkpoint(folder).config.get("model_type", "?")
+    if kind not in library().CONFIG_MAPPING:
+        raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
+    try:
+        return library().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"the library cannot read the configuration of {kind}: {_first_line(error)}") from error
+
+
+def class_of(config: Any) -> Any:
+    """The class of models that read pictures and write text. Raises CheckpointError where there is none."""
+    known = library().AutoModelForImageTextToText._model_mapping
+    if type(config) not in known:
+        raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
+    found = known[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def processor_of(folder: Path) -> Any:
+    """The checkpoint's processor. Raises CheckpointError where it has none that says what stands for a picture."""
+    try:
+        found = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+        raise CheckpointError(f"the library has no processor for this model: {_first_line(error)}") from error
+    if not isinstance(getattr(found, "image_token", None), str) or not hasattr(found, "image_processor"):
+        raise CheckpointError(f"{type(found).__name__} does not say what stands for a picture in a prompt")
+    return found
+
+
+def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
+    """The checkpoint's model without what `strip` takes away from it, whose weights are not read."""
+    config = config_of(folder)
+    whole = class_of(config)
+
+    def init(self: Any, given: Any) -> None:
+        whole.__init__(self, given)
+        strip(self)
+
+    part: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+    try:
+        model = part.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the library cannot load the model: {_first_line(error)}") from error
+    model.eval().requires_grad_(requires_grad=False)
+    return model.to(device)
+
+
+def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
+    """Takes away every part of a model that is none of the wanted ones, is in none of them, and holds none of them."""
+    kept = {id(part) for each in wanted for part in each.modules()}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module.named_children()):
+            if id(child) in kept:
+                continue
+            if any(id(part) in kept for part in child.modules()):
+                visit(child)
+            else:
+                setattr(module, name, None)
+
+    visit(model)
+
+
+def describe(folder: Path) -> LibraryModel:
+    """What `common.library.describe` tells. Raises CheckpointError, in one sentence, where it is not served."""
+    config = config_of(folder)
+    text = config.get_text_config(decoder=True)
+    whole, processor = class_of(config), processor_of(folder)
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{config.model_type} has an encoder for its text beside the decoder")
+    if hasattr(whole, "get_rope_index") or hasattr(_base_of(whole, config), "get_rope_index"):
+        raise CheckpointError(f"{config.model_type} has positions on several axes")
+    placeholder = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    return LibraryModel(
+        architecture=whole.__name__,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
+        placeholders={"image": placeholder},
+    )
+
+
+_LONGEST = 32768
+"""Tokens of a context whose bound no configuration states."""
+
+
+def _base_of(whole: Any, config: Any) -> Any:
+    """The class of the model below its head of logits."""
+    with torch.device("meta"):
+        return type(whole(config).base_model)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def main(folder: Path) -> None:
+    """Writes the description, or why there is none, as a line of JSON."""
+    answer: LibraryModel | Refusal
+    try:
+        answer = describe(folder)
+    except CheckpointError as error:
+        answer = Refusal(str(error))
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""Plans of items for a model that the library computes: a process of its own asks the library, once for each size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from common import log
+from common.errors import InvalidInput, Unavailable
+from common.media.item import Grid, Modality, PromptPart
+from common.processes import Child, ChildDied
+from encoder_service.item import Inspection, Item, Plan
+from encoder_service.media.messages import FromPlanner, PlanItem, Planned, PlannerSettings, PlannerStartFailed, Ready
+
+MODULE = "encoder_service.worker.planner"
+_REMEMBERED = 4096
+
+_log = log.get("planner")
+
+Size = tuple[Modality, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerTimes:
+    """Seconds that the process may take to start, and to answer."""
+
+    start: float
+    answer: float
+
+
+class LibraryPlanner:
+    """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
+
+    What it says of a size is remembered, the longest unused forgotten first.
+    """
+
+    def __init__(self, folder: str, times: PlannerTimes) -> None:
+        self._settings = PlannerSettings(folder)
+        self._times = times
+        self._child: Child[FromPlanner] | None = None
+        self._turn = asyncio.Lock()
+        self._known: OrderedDict[Size, tuple[PromptPart, ...]] = OrderedDict()
+
+    async def start(self) -> None:
+        """Starts the process; raises ChildDied, with what it says, where it cannot work."""
+        child: Child[FromPlanner] = await Child.start(MODULE, receives=FromPlanner)
+        try:
+            child.send(self._settings)
+            async with asyncio.timeout(self._times.start):
+                first = await child.receive()
+        except BaseException as error:
+            child.kill()
+            await child.stop()
+            if isinstance(error, TimeoutError):
+                raise ChildDied("the process that plans items has not started in its time") from None
+            raise
+        if not isinstance(first, Ready):
+            await child.stop()
+            raise ChildDied(first.why if isinstance(first, PlannerStartFailed) else "it did not start")
+        self._child = child
+
+    async def stop(self) -> None:
+        """Ends the process; returns when it is gone."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            await child.stop()
+
+    async def plan(self, item: Item, seen: Inspection) -> Plan:
+        """The plan of a picture of that size. Raises InvalidInput where the library does not take it, or it has
+        options, and Unavailable where the process does not answer."""
+        if stated := item.options.stated():
+            name = next(iter(stated))
+            field = f"{item.field}.options.{name}"
+            raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)
+        size = (item.modality, seen.height, seen.width)
+        if size not in self._known:
+            async with self._turn:
+                if size not in self._known:
+                    self._known[size] = await self._ask(size, item.field)
+        self._known.move_to_end(size)
+        parts = self._known[size]
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        tokens = sum(part.rows for part in parts)
+        whole = (seen.height, seen.width)
+        return Plan(Grid(1, 1, tokens), tokens, (0,), *whole, whole, replacement=parts)
+
+    async def _ask(self, size: Size, field: str) -> tuple[PromptPart, ...]:
+        try:
+            if self._child is not None and self._child.has_ended:
+                await self._lose()
+            if self._child is None:
+                await self.start()
+            assert self._child is not None
+            self._child.send(PlanItem(*size))
+            async with asyncio.timeout(self._times.answer):
+                answer = await self._child.receive()
+        except (ChildDied, TimeoutError, OSError) as error:
+            _log.error("the planner is lost", why=str(error) or "it takes too long")
+            await self._lose()
+            why = "the process that plans items has ended; another one is started"
+            raise Unavailable(why, reason="NO_DECODER") from None
+        except asyncio.CancelledError:  # its answer would be taken for another one's
+            await self._lose()
+            raise
+        if not isinstance(answer, Planned):
+            _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
+            raise InvalidInput("the model does not take a picture of this size", reason="MEDIA_UNREADABLE", field=field)
+        return tuple(answer.parts)
+
+    async def _lose(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            await self.stop()

@@ -1,0 +1,73 @@
+"""The library's processor of a checkpoint, for one item at a time: what stands for it in a prompt, and what its tower
+takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from common.checkpoint import CheckpointError
+from common.library_models import config_of, processor_of
+from common.media.item import PromptPart
+
+_OF_THE_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class ItemProcessor:
+    """Pictures are [height, width, 3] uint8. What the library raises for one of them is a ValueError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._processor = processor_of(folder)
+        config, tokenizer = config_of(folder), self._processor.tokenizer
+        token = getattr(config, "image_token_id", None)
+        if token is None:
+            raise CheckpointError(f"{config.model_type} does not state the token at whose places rows go")
+        self._token = int(token)
+        self._mark = re.compile(f"({re.escape(tokenizer.convert_ids_to_tokens(self._token))})")
+
+    def replacement(self, picture: np.ndarray) -> tuple[PromptPart, ...]:
+        """What stands in a prompt for a picture; it follows from its size alone."""
+        made = self._call(picture, return_text_replacement_offsets=True)
+        (replaced,) = made["text_replacement_offsets"][0]
+        return prompt_parts(replaced["replacement"], self._mark, self._token)
+
+    def inputs(self, picture: np.ndarray) -> dict[str, torch.Tensor]:
+        """Named tensors, of which the tower takes those that it knows."""
+        made: Mapping[str, Any] = self._call(picture, return_tensors="pt")
+        return {
+            name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name not in _OF_THE_TEXT
+        }
+
+    def _call(self, picture: np.ndarray, **options: Any) -> Mapping[str, Any]:
+        try:
+            made: Mapping[str, Any] = self._processor(
+                images=[Image.fromarray(picture)], text=[self._processor.image_token], **options
+            )
+        except (TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            raise ValueError(f"{type(self._processor).__name__}: {type(error).__name__}: {error}") from error
+        return made
+
+
+def prompt_parts(text: str, mark: re.Pattern[str], token: int) -> tuple[PromptPart, ...]:
+    """A text cut at the runs of a mark, which the pattern has as its one group.
+
+    >>> prompt_parts("<a><i><i>, <i><b>", re.compile("(<i>)"), 7)
+    (PromptPart(text='<a>', rows=2, token=7), PromptPart(text=', ', rows=1, token=7), PromptPart(text='<b>', rows=0, \
+token=0))
+    """
+    parts, before = list[PromptPart](), ""
+    pieces = [piece for piece in mark.split(text) if piece]
+    for is_mark, run in groupby(pieces, key=lambda piece: mark.fullmatch(piece) is not None):
+        if is_mark:
+            parts.append(PromptPart(before, len(list(run)), token))
+            before = ""
+        else:
+            before = "".join(run)
+    return (*parts, PromptPart(before)) if before else tuple(parts)

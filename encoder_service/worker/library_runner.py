@@ -1,0 +1,76 @@
+"""Runs batches of a model that the library computes: its processor in the place of patches, its tower in that of ours,
+one item after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.media.item import Grid
+from encoder_service.models.attention import AttentionUnavailable
+from encoder_service.models.generic import LibraryTower
+from encoder_service.models.processor import ItemProcessor
+from encoder_service.worker.graphs import GraphsUnavailable
+from encoder_service.worker.messages import Batch, WorkerReady, WorkerSettings
+from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
+
+_SIDES = (64, 48)
+
+
+class OneByOne:
+    """A tower that takes one item at a time (`StagedTower`)."""
+
+    def __init__(self, tower: LibraryTower) -> None:
+        self._tower = tower
+
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> list[int]:  # noqa: ARG002
+        """The rows of each item, which are its grid."""
+        return [grid.patches for grid in grids]
+
+    def run(self, patches: Sequence[Mapping[str, Tensor]], ready: Sequence[int]) -> Tensor:
+        """Named tensors of each item → [tokens, levels, width]."""
+        return torch.cat([self._tower.rows(inputs, tokens) for inputs, tokens in zip(patches, ready, strict=True)])
+
+
+class LibraryRunner(Runner):
+    """As `Runner`, and raises what that does."""
+
+    def read(self, settings: WorkerSettings) -> int:
+        """How many numbers a row has."""
+        found = settings.library
+        assert found is not None, "this is for models that the library computes"
+        if settings.attention != "auto":
+            raise AttentionUnavailable(f"--attention {settings.attention}: this model's tower has its own")
+        if settings.graphs:
+            raise GraphsUnavailable("this model's tower cannot go into CUDA graphs")
+        self._processor = ItemProcessor(Path(settings.folder))
+        return found.levels * found.hidden_size
+
+    def load(self, settings: WorkerSettings) -> StagedTower:
+        """The library's model without its text."""
+        assert settings.library is not None, "this is for models that the library computes"
+        return OneByOne(LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device))
+
+    @torch.inference_mode()
+    def warm_up(self) -> WorkerReady:
+        """Runs a small picture through everything once: the first pass of a process is slow, and what does not fit
+        together shows here."""
+        blank = np.zeros((*_SIDES, 3), np.uint8)
+        tokens = sum(part.rows for part in self._processor.replacement(blank))
+        self._staged.run([self._processor.inputs(blank)], [tokens])
+        return WorkerReady("the library's", [], self.pool_made())
+
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
+        started = time.perf_counter()
+        try:
+            inputs = [self._processor.inputs(self.pixels_of(piece)[0].numpy()) for piece in batch.pieces]
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+        ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
+        return PreparedBatch(batch, inputs, ready, time.perf_counter() - started)

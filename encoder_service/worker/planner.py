@@ -1,0 +1,52 @@
+"""The process that asks the library's processor what stands for an item in a prompt: `python -m
+encoder_service.worker.planner SOCKET_FD`. It is told sizes, and never sees what somebody has sent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.checkpoint import CheckpointError
+from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from encoder_service.media.messages import PlanItem, Planned, PlannerSettings, PlannerStartFailed, Ready, Refused
+from encoder_service.models.processor import ItemProcessor
+
+_THREADS = 1
+
+
+def main(link_fd: int) -> None:
+    """Answers until the parent is gone."""
+    die_with_parent()
+    leave_signals_to_parent()
+    torch.set_num_threads(_THREADS)
+    link: ParentLink[Any] = ParentLink(link_fd, PlannerSettings | PlanItem)
+    settings = link.receive()
+    assert isinstance(settings, PlannerSettings)
+    try:
+        processor = ItemProcessor(Path(settings.folder))
+    except CheckpointError as error:
+        link.send(PlannerStartFailed(str(error)))
+        return
+    link.send(Ready())
+    while True:
+        try:
+            asked = link.receive()
+        except EOFError:
+            return
+        link.send(_answer(processor, asked))
+
+
+def _answer(processor: ItemProcessor, asked: PlanItem) -> Planned | Refused:
+    blank = np.zeros((asked.height, asked.width, 3), np.uint8)
+    try:
+        return Planned(list(processor.replacement(blank)))
+    except ValueError as error:
+        return Refused(str(error))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

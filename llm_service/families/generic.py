@@ -1,0 +1,25 @@
+"""Models that no family of ours is for: the library computes, and encoders say what stands for an item in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.library import LIBRARY, LibraryModel
+from common.media.item import Header, Modality
+from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
+
+
+def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
+    for part in header.replacement:
+        if part.text:
+            yield part.text
+        if part.rows:
+            yield Rows(part.rows, part.token)
+
+
+def library_family(found: LibraryModel) -> Family:
+    """The family of a model that the library computes."""
+    tokens = {Modality(name): token for name, token in found.placeholders.items()}
+    return Family(
+        {modality: InPrompt(token, _as_told) for modality, token in tokens.items()}, encoder=LIBRARY, replaced=True
+    )

@@ -1,0 +1,116 @@
+"""Attention by rules of a layer's own: windows, soft caps, sinks, spans whose tokens see each other. Torch's operators
+compute it, one chunk after the other, for models that no kernel of ours knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.plan import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
+    `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
+    `sinks` [heads] are scores of something that nobody attends to, whose share is lost."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = AttentionRule()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
+    are. `spans` are those of its places, [begin, end) each, that see each other."""
+
+    begin: int
+    end: int
+    slots: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool [count, context + count]: which tokens see which."""
+        total, count = len(self.slots), self.end - self.begin
+        keys = torch.arange(total, device=self.slots.device)
+        queries = keys[total - count :].unsqueeze(1)
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
+        for first, last in self.spans:
+            here = slice(first - self.begin, last - self.begin)
+            seen[here, total - count + here.start : total - count + here.stop] = True
+        return seen
+
+
+class GeneralBackend:
+    """Makes a segment of each chunk."""
+
+    name = "general"
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self._block_size, self._device = shape.block_size, device
+
+    def batch(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]] = ()) -> GeneralBatch:
+        """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
+        segments, begin = [], 0
+        for chunk in chunks:
+            end = begin + chunk.count
+            own = tuple(span for span in spans if begin <= span[0] and span[1] <= end)
+            segments.append(_Segment(begin, end, self._slots(chunk), own))
+            begin = end
+        return GeneralBatch(tuple(segments))
+
+    def _slots(self, chunk: Chunk) -> Tensor:
+        starts = torch.tensor(chunk.blocks, device=self._device).unsqueeze(1) * self._block_size
+        every = (starts + torch.arange(self._block_size, device=self._device)).flatten()
+        return every[: chunk.context + chunk.count]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralBatch:
+    """See `AttentionBatch`."""
+
+    segments: tuple[_Segment, ...]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+        """As `AttentionBatch.attend`, by a rule → [n, heads · value_dim]. Keys and values may be narrower than the
+        cache's heads, each in its way: what is behind them is zero."""
+        keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        width, depth = key.shape[-1], value.shape[-1]
+        out = query.new_empty(*query.shape[:2], depth)
+        for part in self.segments:
+            here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
+            keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
+            seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
+            out[here] = _attend(query[here], *seen, part.mask(rule.window), rule)
+        return out.flatten(1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
+    """query [count, heads, width]; key [total, kv_heads, width], value [total, kv_heads, depth] → [count, heads,
+    depth]."""
+    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+    if rule.softcap is None and rule.sinks is None:
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=True)
+        return out.transpose(0, 1)
+    groups = len(q) // len(k)
+    scores = q.float() @ k.float().repeat_interleave(groups, 0).transpose(1, 2)
+    scores *= query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    if rule.softcap is not None:
+        scores = (scores / rule.softcap).tanh() * rule.softcap
+    scores.masked_fill_(~mask, -torch.inf)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=2)
+    shares = scores.softmax(2)[..., : len(key)]
+    return (shares @ v.float().repeat_interleave(groups, 0)).to(query.dtype).transpose(0, 1)

@@ -1,0 +1,209 @@
+"""A decoder that is the library's own text model. Its attention is ours, over the paged cache; so it needs no cache of
+its own, any number of sequences go in one batch, and a prompt in any number of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.library_models import keep_only, library, load
+from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
+from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.mixer import StateBackend
+from llm_service.models.decoder import Deepstack
+from llm_service.models.served import ServedModel
+
+NAME = "twinlens"
+"""Our attention's among the library's."""
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
+
+_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+
+
+@contextmanager
+def attending(by: Attend) -> Iterator[None]:
+    """In the block, the library's layers attend so. There is one step at a time."""
+    assert _attend.get() is None, "a step within a step"
+    token = _attend.set(by)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
+    by = _attend.get()
+    assert by is not None, "it is called in a step alone"
+    if attention_mask is not None:
+        raise CheckpointError(f"{type(module).__name__} has a mask of its own")
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = by(module, queries, keys, values, rule)
+    return out.unsqueeze(0), None
+
+
+class LibraryAttention:
+    """A layer's attention as the caches see it."""
+
+    def __init__(self, spec: PagedKV) -> None:
+        self._spec = spec
+
+    def cache_spec(self) -> PagedKV:
+        """Keys and values, as wide as the wider of both."""
+        return self._spec
+
+    def state_backend(self) -> StateBackend:
+        """There is no state."""
+        raise NotImplementedError
+
+
+class LibraryDecoder:
+    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
+
+    def __init__(self, model: Any, config: ServedModel, dtype: torch.dtype, device: torch.device) -> None:
+        """`model` is the library's, of which there need be no more than its text."""
+        self.config, self.dtype, self.device = config, dtype, device
+        self._text = model.get_decoder()
+        self._embeddings: nn.Module = model.get_input_embeddings()
+        if model.base_model is model or self._text is model:
+            raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+        # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model
+        # had made them.
+        setattr(model, model.base_model_prefix, _Given())
+        self._head = model
+        library().AttentionInterface.register(NAME, attention)
+        for part in self._text.modules():
+            if isinstance(part, library().PreTrainedModel):
+                part.config._attn_implementation_internal = NAME
+        self._specs = self._find_specs()
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """int [n] → [n, hidden]."""
+        out: Tensor = self._embeddings(token_ids)
+        return out
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        caches: Sequence[Any],
+        batches: Sequence[Any],
+        deepstack: Deepstack | None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`."""
+        if deepstack is not None:
+            raise CheckpointError(f"{self.config.family} has no levels beyond the first")
+        places_of = {layer: at for at, layer in enumerate(self._specs)}
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+            at = places_of[_layer(module)]
+            batch: GeneralBatch = batches[at]
+            return batch.attend(query, key, value, caches[at], rule).view(*query.shape[:2], -1)
+
+        out = self._run(hidden, positions, attend)
+        return out if places is None else out[places]
+
+    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        with attending(attend):
+            made = self._text(inputs_embeds=hidden.unsqueeze(0), position_ids=positions[:1].long(), use_cache=False)
+        out: Tensor = made.last_hidden_state[0]
+        return out
+
+    def _find_specs(self) -> dict[int, PagedKV]:
+        """What each layer keeps, found out by one token."""
+        found: dict[int, PagedKV] = {}
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule) -> Tensor:
+            width = max(key.shape[-1], value.shape[-1])
+            if found.setdefault(_layer(module), spec := PagedKV(query.shape[1], key.shape[1], width)) != spec:
+                raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
+            return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+        with torch.inference_mode():
+            ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._run(self.embed_tokens(ids), ids.unsqueeze(0), attend)
+        if not found:
+            raise CheckpointError(f"{type(self._text).__name__} does not let others compute its attention")
+        return dict(sorted(found.items()))
+
+    def mixers(self) -> list[LibraryAttention]:
+        """Each layer's, in order."""
+        return [LibraryAttention(spec) for spec in self._specs.values()]
+
+    def backend(self, shape: Any) -> GeneralBackend:
+        """What makes its batches."""
+        return GeneralBackend(shape, self.device)
+
+    def kernels(self) -> set[str]:
+        """None of ours compute here."""
+        return set()
+
+    def not_capturable(self) -> str:
+        """Why there are no graphs."""
+        return "the library computes this model"
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] → float32 [m, vocabulary]."""
+        out: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return out.float()
+
+
+class _Given(nn.Module):
+    """Stands for a model that has made these hidden states."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """As much of the library's outputs as its heads look at."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def _layer(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise CheckpointError(f"{type(module).__name__} does not know which layer it is of")
+    return index
+
+
+def text_alone(model: Any) -> None:
+    """Takes away all that is not the decoder, its embeddings or the head of logits."""
+    wanted = [model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()]
+    keep_only(model, [part for part in wanted if part is not None])
+
+
+def load_library_decoder(
+    checkpoint: Checkpoint, served: ServedModel, dtype: torch.dtype, device: torch.device
+) -> LibraryDecoder:
+    """Reads the text's weights alone. Raises CheckpointError where the library cannot, or we cannot serve it so."""
+    return LibraryDecoder(load(checkpoint.folder, text_alone, dtype, device), served, dtype, device)

@@ -1,0 +1,39 @@
+"""What the service has to know of a model before it is loaded, whoever computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.checkpoint import Checkpoint
+from common.library import LibraryModel, describe
+from llm_service.families.family import Family
+from llm_service.families.generic import library_family
+from llm_service.families.registry import FAMILIES
+from llm_service.models.config import TextConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A row has `levels` times `hidden_size` numbers; `library` is what it says of a model that it computes."""
+
+    family: Family
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    levels: int
+    library: LibraryModel | None = None
+
+    def longest(self, max_context: int) -> int:
+        """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
+        return min(max_context or self.max_position, self.max_position)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, library: LibraryModel | None = None) -> ServedModel:
+        """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask; `library`
+        is what it has said. Raises CheckpointError where neither serves it."""
+        if checkpoint.config.get("model_type") in FAMILIES:
+            text, vision = TextConfig.of(checkpoint.config), checkpoint.config.get("vision_config", {})
+            levels = 1 + len(vision.get("deepstack_visual_indexes") or ())
+            return cls(text.family, text.hidden_size, text.vocab_size, text.max_position, levels)
+        found = library or describe(checkpoint)
+        return cls(library_family(found), found.hidden_size, found.vocab_size, found.max_position, found.levels, found)

@@ -1,0 +1,128 @@
+"""Models that the library computes, through our prompt, scheduler and paged cache: its ids and its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common import library_models
+from common.checkpoint import Checkpoint
+from common.library import LibraryModel
+from common.media.item import Grid, Header, Key, Modality
+from encoder_service.models.generic import LibraryTower
+from encoder_service.models.processor import ItemProcessor
+from llm_service.models.served import ServedModel
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
+from tests import reference
+from tests.parity.local_engine import LocalEngine, Prompt
+from tools.models.tiny import RECIPES, make
+
+TOKENS = 32
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+
+Part = str | Image.Image
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Coarse colours, so that two pictures differ in what can be seen of them."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+PROMPTS: dict[str, list[Part]] = {
+    "text": ["Tell me about two red circles."],
+    "one picture": [picture(1, 120, 90), "What is in the picture?"],
+    "two of different sizes": ["Left: ", picture(2, 64, 150), " and right: ", picture(3, 200, 60), "\n\nWhich is red?"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A checkpoint, and both halves of what serves it."""
+
+    folder: Path
+    found: LibraryModel
+    processor: ItemProcessor
+    tower: LibraryTower
+    builder: PromptBuilder
+
+    @classmethod
+    def of(cls, folder: Path) -> Served:
+        found = library_models.describe(folder)
+        tower = LibraryTower(folder, found, torch.float32, torch.device("cpu"))
+        checkpoint = Checkpoint(folder)
+        builder = PromptBuilder(checkpoint, ServedModel.of(checkpoint, found))
+        return cls(folder, found, ItemProcessor(folder), tower, builder)
+
+    def prompt(self, parts: list[Part], salt: str = "") -> Prompt:
+        """One user message, laid out and encoded by us; its inputs are the library's."""
+        stills = [part for part in parts if isinstance(part, Image.Image)]
+        headers, rows = zip(*map(self._encoded, stills), strict=True) if stills else ((), ())
+        items = iter(MediaItem(Modality.IMAGE, Key(b""), index=n) for n in range(len(stills)))
+        message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
+        pieces = self.builder.pieces(ChatPrompt((message,)), [Modality.IMAGE] * len(stills))
+        return Prompt(self.builder.layout(pieces, headers), list(rows), reference_inputs(self.folder, parts), salt)
+
+    def _encoded(self, still: Image.Image) -> tuple[Header, torch.Tensor]:
+        pixels = np.asarray(still)
+        parts = self.processor.replacement(np.zeros_like(pixels))
+        tokens = sum(part.rows for part in parts)
+        with torch.inference_mode():
+            rows = self.tower.rows(self.processor.inputs(pixels), tokens)
+        key = pixels.tobytes()[:32] + bytes(pixels.shape[:2])
+        return Header(key, Modality.IMAGE, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
+
+    def engine(self, **options: object) -> LocalEngine:
+        return LocalEngine(self.folder, library=self.found, **options)
+
+
+def reference_inputs(folder: Path, parts: list[Part]) -> dict[str, torch.Tensor]:
+    """What the library's processor makes of one user message."""
+    whole = reference.processor(folder)
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    text = whole.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    stills = [part for part in parts if isinstance(part, Image.Image)]
+    media = {"images": stills} if stills else {}
+    return dict(whole(text=[text], return_tensors="pt", add_special_tokens=not text.startswith("<s>"), **media))
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served.of(make(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Served) -> dict[str, Prompt]:
+    return {name: served.prompt(parts) for name, parts in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
+    found = {name: reference.reference_generate(served.folder, each.inputs, TOKENS) for name, each in prompts.items()}
+    assert len(set(map(tuple, found.values()))) == len(found), "the prompts prove nothing"
+    return found
+
+
+def test_prompts_have_the_library_s_ids(prompts: dict[str, Prompt]) -> None:
+    for name, prompt in prompts.items():
+        assert prompt.layout.ids == prompt.inputs["input_ids"][0].tolist(), name
+
+
+def test_tokens_are_the_library_s_whatever_the_chunks_and_the_company(
+    served: Served, prompts: dict[str, Prompt], expected: dict[str, list[int]]
+) -> None:
+    chunked = served.engine(step_tokens=16, max_running=1, keep_media_whole=served.found.bidirectional_spans)
+    for name, prompt in prompts.items():
+        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in chunks of 16"
+    company = served.engine(prefix_cache=True)
+    names = [*prompts, "one picture"]
+    for cached in (False, True):
+        outcomes = company.run([prompts[name] for name in names], GREEDY)
+        assert [outcome.tokens for outcome in outcomes] == [expected[name] for name in names]
+        assert not cached or all(outcome.cached >= len(prompts["text"].layout.ids) // 16 * 16 for outcome in outcomes)
