@@ -35,8 +35,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
-    its modality. `max_position` is the longest context. `bidirectional_spans`: rows of one run see each other, so that
-    none may be cut.
+    its modality. `max_position` is the longest context.
     """
 
     architecture: str
@@ -45,7 +44,6 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_position: int
     placeholders: dict[str, int]
     levels: int = 1
-    bidirectional_spans: bool = False
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

@@ -75,22 +75,80 @@ def processor_of(folder: Path) -> Any:
     return found
 
 
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
+
+
+def shrink(config: Any) -> None:
+    """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
+    kinds of layers, its shape of a head, the shares of heads, and its window, which becomes a short one."""
+    heads = config.num_attention_heads
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // heads
+    fewer = min(heads, _HEADS)
+    config.num_attention_heads = fewer
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    kept = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    config.num_hidden_layers = kept = min(kept, _MOST_LAYERS, layers)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, value[:kept])
+    for name, most in _SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), _EXPERTS))
+    if isinstance(getattr(config, "num_experts_per_tok", None), int):
+        config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = _WINDOW
+
+
+def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
+    """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
+    N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
+    part = _without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tables = {id(each.weight) for each in part.modules() if isinstance(each, nn.Embedding)}
+    with torch.no_grad():
+        for parameter in part.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(noise if id(parameter) in tables else noise / parameter[0].numel() ** 0.5)
+    return part.eval().requires_grad_(requires_grad=False)
+
+
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
     """The checkpoint's model without what `strip` takes away from it, whose weights are not read."""
     config = config_of(folder)
-    whole = class_of(config)
+    try:
+        model = _without(class_of(config), strip).from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True
+        )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the library cannot load the model: {_first_line(error)}") from error
+    model.eval().requires_grad_(requires_grad=False)
+    return model.to(device)
+
+
+def _without(whole: Any, strip: Callable[[Any], None]) -> Any:
+    """The class whose models are made, and so loaded, without what `strip` takes away."""
 
     def init(self: Any, given: Any) -> None:
         whole.__init__(self, given)
         strip(self)
 
-    part: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
-    try:
-        model = part.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"the library cannot load the model: {_first_line(error)}") from error
-    model.eval().requires_grad_(requires_grad=False)
-    return model.to(device)
+    return type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
 
 
 def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:

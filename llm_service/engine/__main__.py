@@ -31,6 +31,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         state_slots=runner.caches.state_slots,
         snapshot_slots=runner.caches.snapshot_slots,
         state_chunk=runner.caches.state_chunk,
+        whole_media=runner.whole_media,
         row_bytes=runner.row_bytes,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),

@@ -17,14 +17,21 @@ _LOOK_AHEAD = 64
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
-    not end inside a run of media rows that fits into a step beside all the decodes that there may be. A prompt whose
-    rows are not all here goes on where at least `early_tokens` can be computed; 0: not before they are."""
+    not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
+    `whole_media` none does, and a prompt with a longer one is refused. A prompt whose rows are not all here goes on
+    where at least `early_tokens` can be computed; 0: not before they are."""
 
     max_running: int
     max_step_tokens: int
     max_context: int
     keep_media_whole: bool = False
     early_tokens: int = 1
+    whole_media: bool = False
+
+    @property
+    def max_media_tokens(self) -> int:
+        """Rows of the longest run that fits into a step beside all the decodes that there may be."""
+        return self.max_step_tokens - self.max_running + 1
 
 
 @dataclass(slots=True)
@@ -46,7 +53,8 @@ class Planner:
         self._queues = queues
         self._blocks = blocks
         self._limits = limits
-        self._max_media_tokens = limits.max_step_tokens - limits.max_running + 1
+        self._max_media_tokens = limits.max_media_tokens
+        self._keep_media_whole = limits.keep_media_whole or limits.whole_media
 
     def choose(self) -> Schedule:
         """What the next step computes; its work is empty where nothing can be computed now."""
@@ -79,7 +87,7 @@ class Planner:
             if half <= 0:
                 break
             count = self._extend(sequence, schedule, half)
-            if not count and self._limits.keep_media_whole and not schedule.num_scheduled_tokens.get(sequence):
+            if not count and self._keep_media_whole and not schedule.num_scheduled_tokens.get(sequence):
                 count = self._extend(sequence, schedule, budget)
             half -= count
             budget -= count
@@ -157,7 +165,7 @@ class Planner:
         most = count = min(self._ready(sequence, begin), max_tokens)
         if self._blocks.state_slots:
             count = self._state_chunk(sequence, begin, count, max_tokens)
-        if self._limits.keep_media_whole and count:
+        if self._keep_media_whole and count:
             whole = (sequence.without_partial_media(begin, each, self._max_media_tokens) for each in (count, most))
             return next(filter(None, whole), 0)  # a run of rows may reach over every place for a cut
         return count
@@ -167,7 +175,7 @@ class Planner:
         the state is there where others may go on from it."""
         end, multiple = begin + count, self._blocks.state_chunk
         for branch in sequence.branches(begin, end - 1):
-            if not self._limits.keep_media_whole or self._is_whole(sequence, begin, branch):
+            if not self._keep_media_whole or self._is_whole(sequence, begin, branch):
                 return branch - begin
         if end == len(sequence.tokens) or end % multiple == 0:
             return count

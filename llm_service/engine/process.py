@@ -35,7 +35,8 @@ class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
     UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
-    them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out."""
+    them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
+    `whole_media`: no chunk may end within a run of media rows."""
 
     executor: Executor
     blocks: int
@@ -46,6 +47,7 @@ class Loaded:
     state_slots: int = 0
     snapshot_slots: int = 0
     state_chunk: int = 1
+    whole_media: bool = False
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -98,6 +100,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             context,
             settings.keep_media_whole,
             settings.early_prefill_tokens,
+            whole_media=loaded.whole_media,
         ),
         stop_ids,
         loaded.row_bytes,

@@ -84,6 +84,10 @@ class Scheduler:
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
+        longest = max((end - at for at, end, _, _ in sequences[0].runs), default=0)
+        if self.limits.whole_media and longest > self.limits.max_media_tokens:
+            self._fail(add.id, _never_whole(longest))
+            return
         self._resumed.extend(
             sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
         )
@@ -353,6 +357,14 @@ def _leaves_any(draw: Draw) -> bool:
     for token in draw.banned:
         left[token // 8] &= ~(1 << token % 8)
     return left.count(0) < len(left)
+
+
+def _never_whole(rows: int) -> InvalidInput:
+    return InvalidInput(
+        f"an item has {rows} rows that this model computes at once, more than a step has room for",
+        reason="EMBEDDINGS_TOO_LARGE",
+        field="media",
+    )
 
 
 def _too_complex() -> InvalidInput:

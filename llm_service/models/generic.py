@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.library_models import keep_only, library, load
+from common.checkpoint import CheckpointError
+from common.library_models import keep_only, library
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.mixer import StateBackend
@@ -80,9 +80,12 @@ class LibraryAttention:
 class LibraryDecoder:
     """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
 
-    def __init__(self, model: Any, config: ServedModel, dtype: torch.dtype, device: torch.device) -> None:
-        """`model` is the library's, of which there need be no more than its text."""
-        self.config, self.dtype, self.device = config, dtype, device
+    def __init__(
+        self, model: Any, config: ServedModel, dtype: torch.dtype, device: torch.device, *, spans: bool = False
+    ) -> None:
+        """`model` is the library's, of which there need be no more than its text. `spans`: rows of one run see each
+        other."""
+        self.config, self.dtype, self.device, self.spans = config, dtype, device, spans
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
         if model.base_model is model or self._text is model:
@@ -200,10 +203,3 @@ def text_alone(model: Any) -> None:
     """Takes away all that is not the decoder, its embeddings or the head of logits."""
     wanted = [model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()]
     keep_only(model, [part for part in wanted if part is not None])
-
-
-def load_library_decoder(
-    checkpoint: Checkpoint, served: ServedModel, dtype: torch.dtype, device: torch.device
-) -> LibraryDecoder:
-    """Reads the text's weights alone. Raises CheckpointError where the library cannot, or we cannot serve it so."""
-    return LibraryDecoder(load(checkpoint.folder, text_alone, dtype, device), served, dtype, device)

@@ -41,6 +41,15 @@ class StableBackend(AttentionBackend, Protocol):
         ...
 
 
+@runtime_checkable
+class SpanBackend(AttentionBackend, Protocol):
+    """A back end for models in which tokens of a span see each other."""
+
+    def batch(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]] = ()) -> AttentionBatch:
+        """As `AttentionBackend.batch`; each span, [begin, end) in the batch, is in one chunk."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PagedLayers:
     """The layers whose keys and values are alike: `cache` is [layers, …], as `CacheShape.new_cache` gives it."""
@@ -95,9 +104,18 @@ class Caches:
         """A sequence that is cut at multiples of so many tokens gives the same bits; 1 where no layer has states."""
         return max((spec.chunk for spec in self._states), default=1)
 
-    def batches(self, chunks: Sequence[Chunk], slots: Sequence[int] = ()) -> list[Any]:
-        """What each layer's mixer takes of a step; with a slot for each chunk where layers have states."""
-        made: dict[CacheSpec, Any] = {spec: kind.backend.batch(chunks) for spec, kind in self.paged.items()}
+    def batches(
+        self, chunks: Sequence[Chunk], slots: Sequence[int] = (), spans: Sequence[tuple[int, int]] = ()
+    ) -> list[Any]:
+        """What each layer's mixer takes of a step; with a slot for each chunk where layers have states, and the spans
+        of the batch, [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes."""
+        made: dict[CacheSpec, Any] = {}
+        for spec, kind in self.paged.items():
+            if spans:
+                assert isinstance(kind.backend, SpanBackend), "a back end that knows no spans"
+                made[spec] = kind.backend.batch(chunks, spans)
+            else:
+                made[spec] = kind.backend.batch(chunks)
         if self._states:
             segments = Segment.of(chunks, slots)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}

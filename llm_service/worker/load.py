@@ -17,7 +17,8 @@ from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder, load_library_decoder
+from llm_service.models.generic import LibraryDecoder
+from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import StepPlan

@@ -36,6 +36,11 @@ class ModelRunner:
         """Bytes of one embedding row in the arena."""
         return self.arena.row_bytes
 
+    @property
+    def whole_media(self) -> bool:
+        """Rows of one run see each other, so that no chunk may end within one."""
+        return isinstance(self._decoder, LibraryDecoder) and self._decoder.spans
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
@@ -89,7 +94,8 @@ class ModelRunner:
             return replayed if places is None else replayed[places]
         self._replayed = False
         self.caches.copy_states(plan.restored)
-        batches = self.caches.batches(plan.chunks, plan.slots)
+        spans = [(rows.at, rows.at + rows.count) for rows in plan.rows] if self.whole_media else []
+        batches = self.caches.batches(plan.chunks, plan.slots, spans)
         placed = positions.to(self._decoder.device)
         out: Tensor = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
         self.caches.copy_states(plan.kept)

@@ -23,7 +23,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.models.generic import load_library_decoder
+from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import TokenLogprobs
@@ -158,7 +158,13 @@ class LocalEngine:
                 state_slots=caches.state_slots + caches.snapshot_slots,
                 state_chunk=caches.state_chunk,
             ),
-            Limits(max_running, step_tokens, blocks * block_size, keep_media_whole),
+            Limits(
+                max_running,
+                step_tokens,
+                blocks * block_size,
+                keep_media_whole,
+                whole_media=self.runner.whole_media,
+            ),
             frozenset({-1}),
             arena.row_bytes,
         )

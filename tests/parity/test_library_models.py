@@ -11,12 +11,14 @@ import torch
 from PIL import Image
 
 from common import library_models
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.media.item import Grid, Header, Key, Modality
-from encoder_service.models.generic import LibraryTower
+from encoder_service.models.generic import LibraryTower, flat_rows
 from encoder_service.models.processor import ItemProcessor
+from llm_service.layers.attention import general_backend
 from llm_service.models.served import ServedModel
+from llm_service.models.trial import try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests import reference
@@ -92,6 +94,38 @@ def reference_inputs(folder: Path, parts: list[Part]) -> dict[str, torch.Tensor]
     return dict(whole(text=[text], return_tensors="pt", add_special_tokens=not text.startswith("<s>"), **media))
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServedModel]:
+    """A checkpoint with layers that see a window, and with spans whose tokens see each other."""
+    folder = make("gemma3", tmp_path_factory.mktemp("gemma3"))
+    return folder, ServedModel.of(Checkpoint(folder), library_models.describe(folder))
+
+
+def test_a_trial_finds_spans_and_tells_other_masks(
+    windowed: tuple[Path, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert try_out(*windowed).spans
+    right = general_backend._Segment.mask
+    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, _: right(segment, None))
+    with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
+        try_out(*windowed)
+
+
+def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:
+    two = [torch.zeros(1, 3, 8), torch.zeros(2, 8)]
+    assert flat_rows(two, 8).shape == (5, 8)
+    for wrong in (torch.zeros(3, 7), [], [torch.zeros(3, 8), torch.zeros(3, 7)], [None]):
+        with pytest.raises(RuntimeError, match="something else than rows"):
+            flat_rows(wrong, 8)
+
+
+def test_a_tower_that_gives_other_rows_than_there_are_places_fails(served: Served) -> None:
+    pixels = np.asarray(picture(5, 64, 64))
+    tokens = sum(part.rows for part in served.processor.replacement(pixels))
+    with pytest.raises(RuntimeError, match=f"gives {tokens} rows, and its processor has places for {tokens + 1}"):
+        served.tower.rows(served.processor.inputs(pixels), tokens + 1)
+
+
 @pytest.fixture(scope="module", params=RECIPES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served.of(make(request.param, tmp_path_factory.mktemp(request.param)))
@@ -117,7 +151,7 @@ def test_prompts_have_the_library_s_ids(prompts: dict[str, Prompt]) -> None:
 def test_tokens_are_the_library_s_whatever_the_chunks_and_the_company(
     served: Served, prompts: dict[str, Prompt], expected: dict[str, list[int]]
 ) -> None:
-    chunked = served.engine(step_tokens=16, max_running=1, keep_media_whole=served.found.bidirectional_spans)
+    chunked = served.engine(step_tokens=16, max_running=1)
     for name, prompt in prompts.items():
         assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in chunks of 16"
     company = served.engine(prefix_cache=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ VISION: dict[str, Any] = {
 }
 _TEMPLATE = (
     "{% for message in messages %}{{ '<s>' + message.role + ': ' }}{% if message.content is string %}"
-    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ 'IMAGE' }}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ '<image>' }}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
@@ -50,7 +50,7 @@ class Recipe:
     config: Callable[[dict[str, int], int], Any]
     processor: Callable[[Any, str], Any]
     words: tuple[str, ...] = ()
-    image: str = "<image>"
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -59,15 +59,18 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     recipe = RECIPES[name]
     words = (*WORDS, *recipe.words)
     tokenizer = library().PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(words), **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False))
+        tokenizer_object=_tokenizer(words),
+        **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
+        extra_special_tokens=dict(recipe.named),
     )
     ids = {word: _BYTES + at for at, word in enumerate(words)}
     config = recipe.config(ids, _BYTES + len(words))
+    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings  # tied, it would only repeat itself
     model = library().AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
     model.to(dtype).save_pretrained(folder)
-    recipe.processor(tokenizer, _TEMPLATE.replace("IMAGE", recipe.image)).save_pretrained(folder)
+    recipe.processor(tokenizer, _TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -126,5 +129,198 @@ def _llava_processor(tokenizer: Any, template: str) -> Any:
     )
 
 
-RECIPES = {"llava": Recipe(_llava, _llava_processor)}
+def _siglip(**more: Any) -> Any:
+    return library().SiglipVisionConfig(**VISION, **more)
+
+
+def _side(**more: Any) -> dict[str, Any]:
+    side = VISION["image_size"]
+    return {"size": {"height": side, "width": side}, **more}
+
+
+def _llava_next(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    return lib.LlavaNextConfig(
+        vision_config=lib.CLIPVisionConfig(**VISION, projection_dim=32),
+        text_config=lib.LlamaConfig(**TEXT, vocab_size=vocabulary),
+        image_token_index=ids["<image>"],
+        image_grid_pinpoints=_PINPOINTS,
+    )
+
+
+_PINPOINTS = [[56, 112], [112, 56], [112, 112]]
+
+
+def _llava_next_processor(tokenizer: Any, template: str) -> Any:
+    lib, side = library(), VISION["image_size"]
+    pictures = lib.LlavaNextImageProcessor(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}, image_grid_pinpoints=_PINPOINTS
+    )
+    return lib.LlavaNextProcessor(
+        pictures,
+        tokenizer,
+        patch_size=VISION["patch_size"],
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
+
+
+def _mistral3(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    return lib.Mistral3Config(
+        vision_config=lib.PixtralVisionConfig(**{**VISION, "image_size": 112}),
+        text_config=lib.MistralConfig(**TEXT, vocab_size=vocabulary, sliding_window=None),
+        image_token_index=ids["<image>"],
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+
+
+def _mistral3_processor(tokenizer: Any, template: str) -> Any:
+    lib = library()
+    pictures = lib.PixtralImageProcessor(size={"longest_edge": 112}, patch_size=28)
+    return lib.PixtralProcessor(
+        pictures,
+        tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+        **_MISTRAL3,
+        chat_template=template,
+    )
+
+
+_MISTRAL3 = {"image_token": "<image>", "image_break_token": "<break>", "image_end_token": "<end>"}
+
+
+def _idefics3(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    return lib.Idefics3Config(
+        vision_config={**VISION, "model_type": "idefics3_vision"},
+        text_config=lib.LlamaConfig(**TEXT, vocab_size=vocabulary),
+        image_token_id=ids["<image>"],
+        scale_factor=2,
+        pad_token_id=ids["<pad>"],
+    )
+
+
+def _idefics3_processor(tokenizer: Any, template: str) -> Any:
+    lib = library()
+    pictures = lib.Idefics3ImageProcessor(
+        size={"longest_edge": 112},
+        max_image_size={"longest_edge": 56},
+        resample=lib.image_utils.PILImageResampling.BICUBIC,
+    )
+    return lib.Idefics3Processor(pictures, tokenizer, image_seq_len=4, chat_template=template)
+
+
+def _internvl(ids: dict[str, int], vocabulary: int) -> Any:
+    lib, side = library(), VISION["image_size"]
+    return lib.InternVLConfig(
+        vision_config=lib.InternVLVisionConfig(
+            **{**VISION, "image_size": [side, side], "patch_size": [14, 14], "use_absolute_position_embeddings": True}
+        ),
+        text_config=lib.Qwen2Config(**TEXT, vocab_size=vocabulary),
+        image_token_id=ids["<image>"],
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+
+
+def _internvl_processor(tokenizer: Any, template: str) -> Any:
+    lib = library()
+    pictures = lib.GotOcr2ImageProcessor(**_side(crop_to_patches=True, max_patches=4))
+    videos = lib.InternVLVideoProcessor(**_side())
+    return lib.InternVLProcessor(pictures, tokenizer, videos, image_seq_length=4, chat_template=template)
+
+
+_INTERNVL = {
+    "start_image_token": "<start>",
+    "end_image_token": "<end>",
+    "context_image_token": "<image>",
+    "video_token": "<video>",
+}
+
+
+def _gemma3(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    text = {**TEXT, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 2}
+    return lib.Gemma3Config(
+        vision_config=_siglip(vision_use_head=False),
+        text_config=lib.Gemma3TextConfig(
+            **text,
+            vocab_size=vocabulary,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+        mm_tokens_per_image=16,
+        image_token_index=ids["<soft>"],
+        boi_token_index=ids["<image>"],
+        eoi_token_index=ids["<end>"],
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma3_processor(tokenizer: Any, template: str) -> Any:
+    return library().Gemma3Processor(
+        library().Gemma3ImageProcessor(**_side()), tokenizer, image_seq_length=16, chat_template=template
+    )
+
+
+_GEMMA3 = {"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"}
+
+
+def _aya_vision(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    return lib.AyaVisionConfig(
+        vision_config=_siglip(vision_use_head=False),
+        text_config=lib.Cohere2Config(
+            **TEXT, vocab_size=vocabulary, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+        ),
+        image_token_index=ids["<patch>"],
+        downsample_factor=2,
+        adapter_layer_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    )
+
+
+def _aya_vision_processor(tokenizer: Any, template: str) -> Any:
+    lib = library()
+    return lib.AyaVisionProcessor(
+        lib.GotOcr2ImageProcessor(**_side(crop_to_patches=True, max_patches=4)),
+        tokenizer,
+        patch_size=14,
+        img_size=VISION["image_size"],
+        downsample_factor=2,
+        **_AYA_VISION,
+        chat_template=template,
+    )
+
+
+_AYA_VISION = {
+    "image_token": "<image>",
+    "start_of_img_token": "<start>",
+    "end_of_img_token": "<end>",
+    "img_patch_token": "<patch>",
+}
+
+
+RECIPES = {
+    "llava": Recipe(_llava, _llava_processor),
+    "llava_next": Recipe(_llava_next, _llava_next_processor),
+    "mistral3": Recipe(_mistral3, _mistral3_processor, ("<break>", "<end>")),
+    "idefics3": Recipe(
+        _idefics3,
+        _idefics3_processor,
+        (
+            "<fake_token_around_image>",
+            "<end_of_utterance>",
+            "<global-img>",
+            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+        ),
+    ),
+    "internvl": Recipe(_internvl, _internvl_processor, ("<start>", "<end>", "<video>"), _INTERNVL),
+    "aya_vision": Recipe(_aya_vision, _aya_vision_processor, ("<start>", "<end>", "<patch>")),
+    "gemma3": Recipe(_gemma3, _gemma3_processor, ("<soft>", "<end>"), _GEMMA3),
+}
 """By `model_type`."""

@@ -45,12 +45,10 @@ class _Segment:
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        if window is not None:
-            seen &= keys > queries - window
         for first, last in self.spans:
             here = slice(first - self.begin, last - self.begin)
             seen[here, total - count + here.start : total - count + here.stop] = True
-        return seen
+        return seen if window is None else seen & (keys > queries - window)
 
 
 class GeneralBackend:

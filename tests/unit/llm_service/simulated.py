@@ -93,12 +93,15 @@ class Simulation:
         step_tokens: int,
         prefix_cache: bool = True,
         keep_media_whole: bool = False,
+        whole_media: bool = False,
         overlap: bool = False,
         early_tokens: int = 1,
         state_slots: int = 0,
         state_chunk: int = 1,
     ) -> None:
-        self.limits = Limits(max_running, step_tokens, blocks * block_size, keep_media_whole, early_tokens)
+        self.limits = Limits(
+            max_running, step_tokens, blocks * block_size, keep_media_whole, early_tokens, whole_media=whole_media
+        )
         caching = {"prefix_cache": prefix_cache, "state_slots": state_slots, "state_chunk": state_chunk}
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
         self.scheduler = self._new_scheduler()

@@ -24,6 +24,22 @@ def test_media_kept_whole_are_computed_in_one_step_or_left_for_the_next() -> Non
     engine.check_over()
 
 
+def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds_it() -> None:
+    engine = simulation(max_running=2, step_tokens=10, whole_media=True)
+    fits = engine.submit(order(text(30), [Picture(1, 4, 9)]))
+    engine.land_all(fits)
+    counts = []
+    while not engine.outcomes[fits].over:
+        step = engine.step()
+        assert step is not None
+        counts.append(step.plan.tokens)
+    assert counts[:2] == [4, 10]
+    engine.submit(order(text(30), [Picture(2, 4, 10)]))
+    (failure,) = engine.scheduler.take_failures()
+    assert (failure.reason, failure.field) == ("EMBEDDINGS_TOO_LARGE", "media")
+    assert engine.step() is None
+
+
 def test_media_kept_whole_wait_for_their_last_row() -> None:
     engine = simulation(keep_media_whole=True)
     id = engine.submit(order(text(12), [Picture(1, 4, 6)]))

@@ -26,7 +26,7 @@ from llm_service.worker.model_runner import ModelRunner
 from tests.parity.local_engine import LocalEngine
 
 SECOND = torch.device("cuda:1")
-GIVEN = {"nodes": 1, "kernels": "wait"}
+GIVEN = {"nodes": 1, "kernels": "wait", "library": None}
 SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **GIVEN})  # type: ignore[arg-type]
 
 
