@@ -19,7 +19,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables gpu-check demo-model clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables models gpu-check demo-model clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -86,6 +86,9 @@ bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport;
 
 tables: $(STAMP)  ## every table that a quiet machine of two cores can give, into OUT; goes on where it stopped
 	$(BIN)/python -m benchmarks.tables '$(OUT)' $(ARGS)
+
+models: $(STAMP)  ## docs/MODELS.md: how each of the installed library's models is served
+	$(BIN)/python -m tools.models docs/MODELS.md
 
 bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport
 	$(BIN)/python -m benchmarks.vit

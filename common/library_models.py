@@ -5,6 +5,7 @@ As a process, `python -m common.library_models FOLDER`, it writes what `common.l
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -82,6 +83,8 @@ _SMALL = {
     "shared_expert_intermediate_size": 32,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
+_REACH = re.compile(r"window|chunk|topk|top_k|block_size")
+"""How a configuration calls that no more than so many tokens are seen."""
 
 
 def shrink(config: Any) -> None:
@@ -108,8 +111,9 @@ def shrink(config: Any) -> None:
             setattr(config, name, min(getattr(config, name), _EXPERTS))
     if isinstance(getattr(config, "num_experts_per_tok", None), int):
         config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = _WINDOW
+    for name, value in list(vars(config).items()):  # what a short prompt would not show
+        if _REACH.search(name) and type(value) is int and value > _WINDOW:
+            setattr(config, name, _WINDOW)
 
 
 def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
@@ -170,12 +174,9 @@ def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
 def describe(folder: Path) -> LibraryModel:
     """What `common.library.describe` tells. Raises CheckpointError, in one sentence, where it is not served."""
     config = config_of(folder)
+    check(config)
     text = config.get_text_config(decoder=True)
     whole, processor = class_of(config), processor_of(folder)
-    if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{config.model_type} has an encoder for its text beside the decoder")
-    if hasattr(whole, "get_rope_index") or hasattr(_base_of(whole, config), "get_rope_index"):
-        raise CheckpointError(f"{config.model_type} has positions on several axes")
     placeholder = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     return LibraryModel(
         architecture=whole.__name__,
@@ -184,6 +185,20 @@ def describe(folder: Path) -> LibraryModel:
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders={"image": placeholder},
     )
+
+
+def check(config: Any) -> None:
+    """Raises CheckpointError for what a class of models alone says that we cannot serve."""
+    kind, whole = config.model_type, class_of(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
+    base = _base_of(whole, config)
+    if not hasattr(base, "get_image_features"):
+        raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
+    if hasattr(base, "get_rope_index"):
+        raise CheckpointError(f"{kind} has positions on several axes")
+    if getattr(config, "image_token_id", None) is None:
+        raise CheckpointError(f"{kind} does not state the token at whose places rows go")
 
 
 _LONGEST = 32768

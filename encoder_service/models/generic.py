@@ -15,6 +15,9 @@ from common.checkpoint import CheckpointError
 from common.library import LibraryModel
 from common.library_models import load
 
+_OF_NO_PROMPT = {"last_hidden_state", "pooler_output", "hidden_states", "attentions"}
+"""What the library's outputs have of which a prompt gets the rows alone."""
+
 
 class LibraryTower:
     """Raises CheckpointError where the library cannot load the model, or its class says no rows."""
@@ -30,7 +33,9 @@ class LibraryTower:
         """Named tensors of one item → [tokens, levels, width]. Raises RuntimeError where there are more or fewer."""
         given = {name: self._placed(value) for name, value in inputs.items() if name in self._takes}
         features = self._model.get_image_features(**given, return_dict=True)
-        rows = flat_rows(getattr(features, "pooler_output", features), self._found.hidden_size)
+        if beside := [name for name in features.keys() - _OF_NO_PROMPT if features[name] is not None]:
+            raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
+        rows = flat_rows(features.pooler_output, self._found.hidden_size)
         if len(rows) != tokens:
             raise RuntimeError(f"the tower gives {len(rows)} rows, and its processor has places for {tokens}")
         return rows.unsqueeze(1)

@@ -17,10 +17,12 @@ from llm_service.layers.attention.general_backend import AttentionRule, GeneralB
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack
-from llm_service.models.served import ServedModel
 
 NAME = "twinlens"
 """Our attention's among the library's."""
+
+_WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
+"""What the library's layers hand on to attention besides, and nothing depends on here."""
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
 """From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
@@ -49,13 +51,15 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
     by = _attend.get()
     assert by is not None, "it is called in a step alone"
     if attention_mask is not None:
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
+    if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
+        raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     out = by(module, queries, keys, values, rule)
@@ -80,12 +84,10 @@ class LibraryAttention:
 class LibraryDecoder:
     """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
 
-    def __init__(
-        self, model: Any, config: ServedModel, dtype: torch.dtype, device: torch.device, *, spans: bool = False
-    ) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, *, spans: bool = False) -> None:
         """`model` is the library's, of which there need be no more than its text. `spans`: rows of one run see each
         other."""
-        self.config, self.dtype, self.device, self.spans = config, dtype, device, spans
+        self.dtype, self.device, self.spans = dtype, device, spans
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
         if model.base_model is model or self._text is model:
@@ -116,7 +118,7 @@ class LibraryDecoder:
     ) -> Tensor:
         """As `Decoder.forward`."""
         if deepstack is not None:
-            raise CheckpointError(f"{self.config.family} has no levels beyond the first")
+            raise CheckpointError("the library's decoder takes no levels beyond the first")
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:

@@ -7,13 +7,11 @@ import torch
 from common.checkpoint import Checkpoint
 from common.library_models import load
 from llm_service.models.generic import LibraryDecoder, text_alone
-from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_out
 
 
-def load_library_decoder(
-    checkpoint: Checkpoint, served: ServedModel, dtype: torch.dtype, device: torch.device
-) -> LibraryDecoder:
+def load_library_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryDecoder:
     """Reads the text's weights alone. Raises CheckpointError where the library cannot, or we cannot serve it so."""
-    found = try_out(checkpoint.folder, served)
-    return LibraryDecoder(load(checkpoint.folder, text_alone, dtype, device), served, dtype, device, spans=found.spans)
+    found = try_out(checkpoint.folder)
+    model = load(checkpoint.folder, text_alone, dtype, device)
+    return LibraryDecoder(model, dtype, device, spans=found.spans)

@@ -3,6 +3,8 @@ tried on a model of the checkpoint's own configuration, shrunk, with rows that a
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from common.checkpoint import CheckpointError
 from common.library_models import config_of, made_up, processor_of, shrink
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.models.generic import LibraryDecoder, text_alone
-from llm_service.models.served import ServedModel
 from llm_service.plan import Chunk
 
 _BLOCK = 16
@@ -34,7 +35,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class TrialPrompt:
     """ids int64 [n], the places of rows among them, and the rows [m, hidden]."""
 
     ids: Tensor
@@ -55,19 +56,26 @@ class _Prompt:
 
 
 @torch.inference_mode()
-def try_out(folder: Path, served: ServedModel) -> Finding:
+def try_out(folder: Path) -> Finding:
     """Tries a checkpoint's configuration, which takes seconds. Raises CheckpointError where what comes out in chunks is
     not what comes out of the whole, or that cannot be tried."""
     config = config_of(folder)
+    return try_config(config, lambda: _prompt(folder, config))
+
+
+@torch.inference_mode()
+def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
+    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
     name = config.model_type
     try:
         shrink(config.get_text_config(decoder=True))
         model = made_up(config, text_alone)
-        hidden = config.get_text_config(decoder=True).hidden_size
-        prompt = _prompt(folder, config, hidden)
+        prompt = prompted()
         expected = _whole(model, prompt)
-        decoder = LibraryDecoder(model, served, torch.float32, torch.device("cpu"))
+        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"))
         differences = {spans: _difference(decoder, prompt, expected, spans=spans) for spans in (False, True)}
+    except CheckpointError:
+        raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{name} cannot be tried in small: {type(error).__name__}: {why}") from error
@@ -78,25 +86,41 @@ def try_out(folder: Path, served: ServedModel) -> Finding:
     raise CheckpointError(f"{name} gives other logits in chunks than of a whole prompt: they differ by {least:.1%}")
 
 
-def _prompt(folder: Path, config: Any, hidden: int) -> _Prompt:
+def drawn_prompt(config: Any) -> TrialPrompt:
+    """Tokens of text, and two runs of rows among them: for a configuration without a processor."""
+    token = config.image_token_id
+    ids = torch.arange(40) % 7 + 3
+    ids[8:20], ids[24:30] = token, token
+    types = (ids == token).long().unsqueeze(0)
+    return TrialPrompt(ids, *_rows(config, ids), dict.fromkeys(_TYPES, types))
+
+
+def _prompt(folder: Path, config: Any) -> TrialPrompt:
     """Text, a picture, text, as the library's processor makes it."""
     processor = processor_of(folder)
     picture = Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))
     text = f"A few words before it {processor.image_token} and a few words behind it, to be read."
     made = processor(images=[picture], text=[text], return_tensors="pt")
     ids = made["input_ids"][0]
+    return TrialPrompt(ids, *_rows(config, ids), {kind: made[kind] for kind in _TYPES if kind in made})
+
+
+def _rows(config: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of rows, and drawn rows."""
     places = (ids == config.image_token_id).nonzero().flatten()
-    rows = torch.randn(len(places), hidden, generator=torch.Generator().manual_seed(1))
-    return _Prompt(ids, places, rows, {kind: made[kind] for kind in _TYPES if kind in made})
+    hidden = config.get_text_config(decoder=True).hidden_size
+    return places, torch.randn(len(places), hidden, generator=torch.Generator().manual_seed(1))
 
 
-def _whole(model: Any, prompt: _Prompt) -> Tensor:
+def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
-    output = model.base_model.config  # for the message alone, should no form of rows be taken
+    taken = inspect.signature(model.forward).parameters.keys()
+    types = {kind: value for kind, value in prompt.types.items() if kind in taken}
+    output: object = None
     for rows in ([prompt.rows], prompt.rows.unsqueeze(0), prompt.rows):
         given = {"image": _Features(rows)}
         try:
-            made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **prompt.types)
+            made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **types)
         except (AttributeError, IndexError, TypeError, RuntimeError, ValueError) as error:
             output = error
             continue
@@ -115,7 +139,7 @@ class _Features:
         return None
 
 
-def _difference(decoder: LibraryDecoder, prompt: _Prompt, expected: Tensor, *, spans: bool) -> float:
+def _difference(decoder: LibraryDecoder, prompt: TrialPrompt, expected: Tensor, *, spans: bool) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
     chunk of another one that begins with other words, and of the prompt at once."""
     runs = prompt.runs if spans else []
@@ -128,7 +152,7 @@ def _difference(decoder: LibraryDecoder, prompt: _Prompt, expected: Tensor, *, s
 
 
 def _logits(
-    decoder: LibraryDecoder, prompt: _Prompt, cuts: list[tuple[int, int]], runs: list[tuple[int, int]]
+    decoder: LibraryDecoder, prompt: TrialPrompt, cuts: list[tuple[int, int]], runs: list[tuple[int, int]]
 ) -> Tensor:
     blocks = -(-len(prompt.ids) // _BLOCK)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]

@@ -63,7 +63,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
-    width = decoder.config.hidden_size
+    served = ServedModel.of(checkpoint, settings.library)
+    width = served.hidden_size
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
@@ -83,7 +84,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     first.run(plan)
     graphs = gpu and settings.graphs != "off" and _capturable(first)
     del first
-    context = decoder.config.longest(settings.max_context)
+    context = served.longest(settings.max_context)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     block_bytes = block_elements(specs, settings.block_size) * dtype.itemsize
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
@@ -119,7 +120,7 @@ def _decoder(
     }
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
-    return load_library_decoder(checkpoint, ServedModel.of(checkpoint, settings.library), dtype, device)
+    return load_library_decoder(checkpoint, dtype, device)
 
 
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:

@@ -139,13 +139,12 @@ class LocalEngine:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint, library)
         if library is not None:
-            decoder = load_library_decoder(checkpoint, served, torch.float32, torch.device(device))
+            decoder = load_library_decoder(checkpoint, torch.float32, torch.device(device))
             attention = decoder.backend
         else:
             decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)
-        levels = served.levels
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
-        arena = RowArena(self._buffer.view, levels, decoder.config.hidden_size, torch.float32)
+        arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
         caches = Caches(*made, attention=attention, state_slots=max_running, snapshot_slots=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.media.item import Grid, Header, Key, Modality
 from encoder_service.models.generic import LibraryTower, flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.layers.attention import general_backend
+from llm_service.models import generic
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_out
 from llm_service.prompt.builder import PromptBuilder
@@ -26,6 +28,7 @@ from tests.parity.local_engine import LocalEngine, Prompt
 from tools.models.tiny import RECIPES, make
 
 TOKENS = 32
+PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 Part = str | Image.Image
@@ -95,20 +98,32 @@ def reference_inputs(folder: Path, parts: list[Part]) -> dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServedModel]:
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with layers that see a window, and with spans whose tokens see each other."""
-    folder = make("gemma3", tmp_path_factory.mktemp("gemma3"))
-    return folder, ServedModel.of(Checkpoint(folder), library_models.describe(folder))
+    return make("gemma3", tmp_path_factory.mktemp("gemma3"))
 
 
-def test_a_trial_finds_spans_and_tells_other_masks(
-    windowed: tuple[Path, ServedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert try_out(*windowed).spans
+def test_a_trial_finds_spans_and_tells_other_masks(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_out(windowed).spans
     right = general_backend._Segment.mask
     monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, _: right(segment, None))
     with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
-        try_out(*windowed)
+        try_out(windowed)
+
+
+def test_the_page_of_models_has_each_that_the_library_has() -> None:
+    listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
+    known = library_models.library().AutoModelForImageTextToText._model_mapping
+    assert listed == [each.model_type for each in known]
+
+
+def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None:
+    query = torch.zeros(1, 2, 3, 4)
+    with (
+        generic.attending(lambda *_: torch.zeros(3, 2, 4)),
+        pytest.raises(CheckpointError, match="hands on a position_bias"),
+    ):
+        generic.attention(torch.nn.Module(), query, query, query, None, position_bias=query)
 
 
 def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:

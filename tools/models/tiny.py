@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,26 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
     )
-    ids = {word: _BYTES + at for at, word in enumerate(words)}
-    config = recipe.config(ids, _BYTES + len(words))
-    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings  # tied, it would only repeat itself
+    config, ids = config_of_recipe(name), _ids(words)
     model = library().AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
     model.to(dtype).save_pretrained(folder)
     recipe.processor(tokenizer, _TEMPLATE).save_pretrained(folder)
     return folder
+
+
+def config_of_recipe(name: str) -> Any:
+    """The configuration of an architecture in `RECIPES`."""
+    recipe = RECIPES[name]
+    ids = _ids((*WORDS, *recipe.words))
+    config = recipe.config(ids, _BYTES + len(ids))
+    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings  # tied, it would only repeat itself
+    return config
+
+
+def _ids(words: Sequence[str]) -> dict[str, int]:
+    return {word: _BYTES + at for at, word in enumerate(words)}
 
 
 def redraw(model: torch.nn.Module, seed: int) -> None:
