@@ -60,7 +60,8 @@ def rows(
     """The table's rows; `peak` is the device's operations a second, `capture` None: without graphs."""
     made = tower(shape, device, dtype)
     for name in backends:
-        made.backend = made.captured = BACKENDS[name]()
+        made.backend = BACKENDS[name]()
+        made.capturable = [made.backend]
         graphs = None
         if capture is not None and made.backend.stable(budgets[0], budgets[0], device) is not None:
             graphs = GraphedTower(made, budgets, capture(), max_bytes=16 << 30, device=device, dtype=dtype)

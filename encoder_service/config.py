@@ -29,8 +29,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     attention: str = option(
         "auto",
-        "how the vision tower's attention is computed; auto takes the first of flash, triton and sdpa that works here",
-        choices=("auto", "flash", "triton", "sdpa"),
+        "how the vision tower's attention is computed; auto takes the first that works here, in graphs the fastest",
+        choices=("auto", "flash3", "flash", "triton", "sdpa"),
     )
     graphs: str = option(
         "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"

@@ -1,7 +1,8 @@
 """`python -m tests.kernel_compiler CAPABILITY`: compiles our Triton kernels for a GPU that is not here.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
-bytes of shared memory that it takes, those that one thread keeps on its stack, and whether it copies while it computes.
+bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, and
+the registers of a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from encoder_service.models import varlen_attention
+from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.metadata import TILE
@@ -49,8 +50,9 @@ _POINTERS += (
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
 _ALIGNED += ("query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
 
-Needs = tuple[int, int, bool]
-"""Bytes of shared memory, those of one thread's stack, and whether there are asynchronous copies."""
+Needs = tuple[int, int, bool, int]
+"""Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, and a thread's
+registers."""
 
 
 def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> Needs:
@@ -78,18 +80,20 @@ def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, 
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(made.metadata.shared), _stack(made.asm["cubin"]), "cp.async" in made.asm["ptx"]
+    stack, registers = _usage(made.asm["cubin"])
+    return int(made.metadata.shared), stack, "cp.async" in made.asm["ptx"], registers
 
 
-def _stack(cubin: bytes) -> int:
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Bytes of a thread's stack, where registers are spilled to as well, and its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
-    found = re.search(r"STACK:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    return int(found[1])
+    return int(found[2]), int(found[1])
 
 
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
@@ -110,13 +114,16 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
 
 
 def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
-    """As the towers launch their attention: whole pictures, and windows."""
+    """As the towers launch their attention, over whole pictures and over windows, and their rotary positions."""
     kernel = varlen_attention._varlen_attention
     same = dict.fromkeys(("QUERY_HEAD", "KEY_HEAD", "VALUE_HEAD", "OUT_HEAD"), head) | {"WIDEN": False}
-    return {
+    made = {
         f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), **same)
         for rows in (64, 128)
     }
+    turn, angles = rotary_kernel.constants(32, head), ("cosine", "sine")
+    made["vision rotary"] = compiled(capability, rotary_kernel.rotary_kernel, dtype, angles, **turn, num_warps=4)
+    return made
 
 
 def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:

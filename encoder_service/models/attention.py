@@ -11,8 +11,8 @@ import functools
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -133,13 +133,20 @@ class _TritonSegments:
         return self._kernel.varlen_attention(q, k, v, self._table, self._rows)
 
 
+_FLASH = {
+    "flash3": (("flash_attn_interface", "flash_attn_varlen_func"),),
+    "flash": (("flash_attn", "flash_attn_varlen_func"), ("torch.nn.attention.varlen", "varlen_attn")),
+}
+"""Where flash attention is found, as (module, function): its third version, for Hopper; the second, else the kernels
+that torch ships. They take (q, k, v, bounds of queries, bounds of keys, longest of each) in this order."""
+
+
 class Flash:
-    """Flash attention: the `flash-attn` package where it is installed, else the kernels that torch ships."""
+    """Flash attention by a library. Raises ImportError where there is none of this name."""
 
-    name = "flash"
-
-    def __init__(self) -> None:
-        self._run = _flash()
+    def __init__(self, name: str = "flash") -> None:
+        self.name = name
+        self._run = _flash(name)
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _FlashSegments(self._run, max(lengths), len(lengths), device)
@@ -155,7 +162,7 @@ class Flash:
 class _FlashSegments:
     """Where segments begin and end, [S + 1] int32. `longest` is a bound: it decides how many programs are launched."""
 
-    def __init__(self, run: Callable[..., Tensor], longest: int, size: int, device: torch.device) -> None:
+    def __init__(self, run: Callable[..., Any], longest: int, size: int, device: torch.device) -> None:
         self._run = run
         self._longest = longest
         self._bounds = torch.zeros(size + 1, dtype=torch.int32, device=device)
@@ -173,17 +180,25 @@ class _FlashSegments:
         self._bounds.copy_(table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._run(q, k, v, self._bounds, self._bounds, self._longest, self._longest)
+        out = self._run(q, k, v, self._bounds, self._bounds, self._longest, self._longest)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out  # early third versions give their sums as well
+        return attended
 
 
-def _flash() -> Callable[..., Tensor]:
-    """Raises ImportError where there is none. The package may be there and of no use: built for another torch, or a
+def _flash(name: str) -> Callable[..., Any]:
+    """Raises ImportError where there is none. A package may be there and of no use: built for another torch, or a
     version without this function."""
-    for module, name in (("flash_attn", "flash_attn_varlen_func"), ("torch.nn.attention.varlen", "varlen_attn")):
+    for module, function in _FLASH[name]:
         with contextlib.suppress(ImportError, AttributeError):
-            run: Callable[..., Tensor] = getattr(importlib.import_module(module), name)
+            run: Callable[..., Any] = getattr(importlib.import_module(module), function)
             return run
-    raise ImportError("neither flash-attn nor a torch that has varlen_attn can be imported")
+    raise ImportError(_MISSING[name])
+
+
+_MISSING = {
+    "flash3": "flash-attn 3 cannot be imported",
+    "flash": "neither flash-attn nor a torch that has varlen_attn can be imported",
+}
 
 
 def max_segments(patches: int) -> int:
@@ -191,7 +206,11 @@ def max_segments(patches: int) -> int:
     return max(1, patches // 16)
 
 
-BACKENDS: Final[dict[str, Callable[[], Backend]]] = {"flash": Flash, "triton": Triton, "sdpa": Sdpa}
+BACKENDS: Final[dict[str, Callable[[], Backend]]] = {
+    **{name: functools.partial(Flash, name) for name in _FLASH},
+    "triton": Triton,
+    "sdpa": Sdpa,
+}
 """By name, the one to be preferred first."""
 
 _AGREEMENT = 0.05
@@ -211,24 +230,25 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
             return BACKENDS[name]()
         except ImportError as error:
             raise AttentionUnavailable(f"--attention {name}: {error}") from error
-    return _first(candidates(device, dtype), device, dtype, head_dim)
+    return next(_that_run(candidates(device, dtype), device, dtype, head_dim))
 
 
-def choose_captured(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """As `choose`, for CUDA graphs: there `auto` prefers our kernel, whose launch grows with patches, not segments."""
+def capturable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Backend]:
+    """The back ends that CUDA graphs may have, the one first that is taken where nobody measures: for `auto` all that
+    pass a trial, our kernel first, whose launch grows with patches, not segments; else the one of this name."""
     if name != "auto":
-        return choose(name, device, dtype, head_dim)
-    ordered = sorted(candidates(device, dtype), key=lambda each: each != "triton")
-    return _first(ordered, device, dtype, head_dim)
+        return [choose(name, device, dtype, head_dim)]
+    names = sorted(candidates(device, dtype), key=lambda each: each != "triton")
+    return list(_that_run(names, device, dtype, head_dim))
 
 
-def _first(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def _that_run(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[Backend]:
+    """Those that pass a trial; torch's own needs none."""
     for name in names:
         if name == "sdpa":
-            break
-        if (backend := _tried(name, device, dtype, head_dim)) is not None:
-            return backend
-    return BACKENDS["sdpa"]()
+            yield BACKENDS["sdpa"]()
+        elif (backend := _tried(name, device, dtype, head_dim)) is not None:
+            yield backend
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -269,5 +289,5 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bo
         return "it needs a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return "it needs bfloat16 or float16"
-    known = importlib.util.find_spec("flash_attn") or importlib.util.find_spec("torch.nn.attention.varlen")
-    return "" if known else "neither flash-attn nor a torch that has varlen_attn is installed"
+    known = any(importlib.util.find_spec(module) for module, _ in _FLASH[name])
+    return "" if known else _MISSING[name]

@@ -5,18 +5,23 @@ A batch is one packed sequence of patches [N, …], see `tower` and `attention`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import log
 from common.checkpoint import CheckpointError
 from common.linear import Linear
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import Rotary
 
 EPSILON = 1e-6
+
+_log = log.get("kernels")
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
@@ -27,6 +32,28 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     torch.mul(first, rotary.cos, out=left).addcmul_(second, rotary.sin, value=-1)
     torch.mul(second, rotary.cos, out=right).addcmul_(first, rotary.sin)
     return rotated.to(x.dtype)
+
+
+def turn(x: Tensor, rotary: Rotary) -> Tensor:
+    """As `apply_rotary`; on a GPU by one kernel, which changes x itself."""
+    kernel = _kernel(x.device)
+    return apply_rotary(x, rotary) if kernel is None else kernel(x, rotary)
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Callable[[Tensor, Rotary], Tensor] | None:
+    """The rotary kernel; None where it does not run: Triton may be missing, or lack a compiler."""
+    if device.type != "cuda":
+        return None
+    try:
+        kernel = importlib.import_module("encoder_service.models.rotary_kernel").turn
+        x, one = torch.ones(1, 2, 8, device=device), torch.ones(1, 1, 4, device=device)
+        torch.testing.assert_close(kernel(x.clone(), Rotary(one, one)), apply_rotary(x, Rotary(one, one)))
+    except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same
+        _log.warning("the rotary kernel does not run here", cause=str(error)[:500])
+        return None
+    found: Callable[[Tensor, Rotary], Tensor] = kernel
+    return found
 
 
 class PatchEmbed(nn.Module):
@@ -55,8 +82,9 @@ class Attention(nn.Module):
         self.proj = Linear(width, width)
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        out = segments(apply_rotary(q, positions), apply_rotary(k, positions), v)
+        heads = self.qkv(x).view(len(x), 3 * self.heads, -1)
+        q, k = turn(heads[:, : 2 * self.heads], positions).chunk(2, dim=1)
+        out = segments(q, k, heads[:, 2 * self.heads :])
         projected: Tensor = self.proj(out.flatten(1))
         return projected
 

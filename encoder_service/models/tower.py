@@ -23,8 +23,8 @@ from encoder_service.models.attention import (
     Lengths,
     Sdpa,
     Segments,
+    capturable,
     choose,
-    choose_captured,
 )
 
 
@@ -130,8 +130,8 @@ class PackedTower(nn.Module):
         if rope.get("rope_type", "axial") not in ("axial", "default"):
             raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
         self.backend: Backend = Sdpa()
-        self.captured: Backend = self.backend
-        """The back end inside CUDA graphs."""
+        self.capturable: Sequence[Backend] = [self.backend]
+        """The back ends that CUDA graphs may have (`attention.capturable`)."""
 
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
         """Segments, positions and order of a batch: by default frame groups, each square where it came."""
@@ -200,7 +200,7 @@ def load_tower(
     finalize_linears(tower)
     if isinstance(tower, PackedTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
-        tower.captured = choose_captured(attention, device, dtype, tower.head_dim)
+        tower.capturable = capturable(attention, device, dtype, tower.head_dim)
     elif attention != "auto":
         raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
     return tower

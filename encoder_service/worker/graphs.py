@@ -6,21 +6,26 @@ A small batch is mostly launches: hundreds of kernels that a GPU ends faster tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from common import log
-from common.gpu import Capture
+from common.gpu import Capture, Clock
 from common.media.item import Grid
-from encoder_service.models.attention import StableSegments
+from encoder_service.models.attention import Segments, StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 
 LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Budgets where none are given: at most half is padding, and above the last one launches no longer matter."""
+
+_CHOICE_SECONDS = 20.0
+_LAYERS = 8
 
 _log = log.get("graphs")
 
@@ -76,6 +81,47 @@ class Replay:
     tables: tuple[Tensor, ...]
 
 
+class Choice:
+    """What is chosen by measuring on the device, for as long as `seconds` last; without a clock, nothing is. Each
+    choice is logged with what it rests on."""
+
+    def __init__(self, clock: Clock | None, seconds: float = _CHOICE_SECONDS) -> None:
+        self._clock = clock
+        self._end = time.monotonic() + seconds
+
+    @property
+    def _measures(self) -> Clock | None:
+        return self._clock if time.monotonic() < self._end else None
+
+    def attention(self, patches: int, able: Mapping[str, StableSegments], heads: Tensor, capture: Capture) -> str:
+        """Of back ends over the same segments, the fastest, or the first. Queries, keys and values are `heads`,
+        [3, N, heads, head_dim]."""
+        clock, first = self._measures, next(iter(able))
+        if clock is None or len(able) == 1:
+            return first
+        times = {name: clock(capture(partial(_repeat, segments, *heads))) / _LAYERS for name, segments in able.items()}
+        chosen = min(times, key=lambda name: times[name])
+        taken = {name: round(seconds * 1e6) for name, seconds in times.items()}
+        _log.info("attention of a graph is chosen", patches=patches, attention=chosen, microseconds=taken)
+        return chosen
+
+    def is_slower(self, graph: Graph, eager: Callable[[], object]) -> bool:
+        """Whether a replay takes longer than that pass."""
+        if (clock := self._measures) is None:
+            return False
+        eager()  # for what is set up at the first call
+        replayed, ran = clock(graph.replay), clock(eager)
+        taken = {"replay": round(replayed * 1e6), "eager": round(ran * 1e6)}
+        _log.info("a graph is compared", patches=graph.patches, kept=replayed <= ran, microseconds=taken)
+        return replayed > ran
+
+
+def _repeat(segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """As many layers as make a launch of the graph itself not count."""
+    for _ in range(_LAYERS):
+        segments(q, k, v)
+
+
 class GraphedTower:
     """A tower that replays what it can, padded up to the next budget; rows of the padding are computed and never read,
     and attention does not reach it. Batches above the largest budget, or with more segments than theirs has room for,
@@ -91,14 +137,17 @@ class GraphedTower:
         max_bytes: int,
         device: torch.device,
         dtype: torch.dtype,
+        choice: Choice | None = None,
     ) -> None:
-        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`.
+        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`. Of
+        several back ends of attention each gets the one of `choice`, or (None) the first.
 
         Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares.
         """
         self.replays = 0
         self.eager = 0
         self._tower = tower
+        self._choice = choice or Choice(None)
         self._buffers = Buffers.of(tower, max(budgets), device, dtype)
         self._graphs: list[Graph] = []
         for patches in sorted(set(budgets), reverse=True):
@@ -148,23 +197,56 @@ class GraphedTower:
         self.replays += 1
         return buffers.rows[: len(x) // self._tower.merge**2].clone()
 
+    def leave_out_slower(self, device: torch.device) -> None:
+        """From the first budget on whose replay takes longer than an eager pass of the batches that it is for: there
+        launches no longer matter, and padding does. Such a batch is half way up from the budget below."""
+        square, below = self._tower.merge**2, 0
+        for index, graph in enumerate(self._graphs):
+            middle = (below + graph.patches) // 2 // square * square or square
+            if self._choice.is_slower(graph, self._eager_pass(middle, device)):
+                del self._graphs[index:]
+                return
+            below = graph.patches
+
+    def _eager_pass(self, patches: int, device: torch.device) -> Callable[[], object]:
+        """One picture of so many patches, or as many windows as they make."""
+        tower, buffers = self._tower, self._buffers
+        segments = [tower.backend.over(_cut(patches, longest), device) for longest in tower.longest]
+        rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
+        return lambda: tower.encode(buffers.x[:patches], rotary, segments)
+
     def _capture(self, patches: int, capture: Capture, device: torch.device) -> Graph:
         tower, buffers, square = self._tower, self._buffers, self._tower.merge**2
         if patches < square or patches % square:
             raise GraphsUnavailable(f"a graph of {patches} patches: budgets must be multiples of {square}")
         tables = []
         for longest in tower.longest:
-            length = min(longest or patches, patches)
-            if (stable := tower.captured.stable(patches, length, device)) is None:
-                raise GraphsUnavailable(f"graphs do not go with --attention {tower.captured.name}")
-            stable.fill(stable.table([length] * (patches // length) + [patches % length] * (patches % length > 0)))
-            tables.append(stable)
+            lengths = _cut(patches, longest)
+            found = [(each.name, each.stable(patches, lengths[0], device)) for each in tower.capturable]
+            able = {name: stable for name, stable in found if stable is not None}
+            if not able:
+                raise GraphsUnavailable(f"graphs do not go with --attention {found[0][0]}")
+            for stable in able.values():
+                stable.fill(stable.table(lengths))
+            tables.append(able[self._choice.attention(patches, able, self._heads(patches), capture)])
         rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
 
         def run() -> None:
             buffers.rows[: patches // square].copy_(tower.encode(buffers.x[:patches], rotary, tables))
 
         return Graph(patches, tuple(tables), capture(run))
+
+    def _heads(self, patches: int) -> Tensor:
+        """Queries, keys and values, [3, N, heads, head_dim], that lie as they do in a layer."""
+        like, size = self._buffers.x, self._tower.head_dim
+        made = torch.randn(patches, 3, self._tower.width // size, size, device=like.device).to(like.dtype)
+        return made.transpose(0, 1)
+
+
+def _cut(patches: int, longest: int | None) -> list[int]:
+    """As few segments as can be."""
+    length = min(longest or patches, patches)
+    return [length] * (patches // length) + [patches % length] * (patches % length > 0)
 
 
 def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.device, batch: int) -> list[int]:
@@ -180,5 +262,5 @@ def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.de
         return []
     if wanted is not None:
         return list(wanted)
-    known = tower.captured.stable(LADDER[0], LADDER[0], device) is not None
+    known = any(each.stable(LADDER[0], LADDER[0], device) is not None for each in tower.capturable)
     return [patches for patches in LADDER if patches <= batch] if known else []

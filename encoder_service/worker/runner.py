@@ -17,12 +17,12 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row_sum
-from common.gpu import CudaCapture, use_gpu
+from common.gpu import CudaCapture, gpu_seconds, use_gpu
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.models.tower import PackedTower, Tower, load_tower
-from encoder_service.worker.graphs import GraphedTower, budgets_for
+from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import Preprocess
 from encoder_service.worker.row_ring import Event, Exit, exit_of
@@ -227,9 +227,11 @@ class Runner:
             max_bytes=settings.graph_bytes,
             device=self.device,
             dtype=self.dtype,
+            choice=Choice(gpu_seconds),
         )
-        seconds = round(time.perf_counter() - started, 3)
-        _log.info("graphs are captured", patches=made.budgets, attention=self._tower.captured.name, seconds=seconds)
+        if settings.graphs is None:
+            made.leave_out_slower(self.device)
+        _log.info("graphs are captured", patches=made.budgets, seconds=round(time.perf_counter() - started, 3))
         return made
 
     def pixels_of(self, piece: Piece) -> Tensor:

@@ -16,8 +16,8 @@ from encoder_service.models.attention import (
     Sdpa,
     Triton,
     candidates,
+    capturable,
     choose,
-    choose_captured,
     runs,
 )
 
@@ -80,6 +80,7 @@ def test_neighbours_of_one_length_go_together():
     [
         ("flash", "cpu", torch.float32, "--attention flash: it needs a GPU"),
         ("flash", "cuda", torch.float32, "--attention flash: it needs bfloat16 or float16"),
+        ("flash3", "cuda", torch.bfloat16, "--attention flash3: flash-attn 3 cannot be imported"),
     ],
 )
 def test_a_back_end_that_cannot_run_is_refused_by_name(name, device, dtype, why):
@@ -178,9 +179,34 @@ def test_a_flash_attn_that_is_of_no_use_gives_way_to_torch_s(package, monkeypatc
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
 
 
-def test_in_graphs_our_own_kernel_is_preferred(monkeypatch):
-    monkeypatch.setattr(attention, "BACKENDS", {"flash": Other, "triton": Right, "sdpa": Sdpa})
+def test_in_graphs_our_own_kernel_is_the_first_of_all_that_pass_their_trial(monkeypatch):
+    monkeypatch.setattr(attention, "BACKENDS", {"flash3": Wrong, "flash": Other, "triton": Right, "sdpa": Sdpa})
     monkeypatch.setattr(attention, "_obstacle", lambda *_, **__: "")
     assert choose("auto", CPU, torch.float32, 16).name == "flash"
-    assert choose_captured("auto", CPU, torch.float32, 16).name == "triton"
-    assert choose_captured("flash", CPU, torch.float32, 16).name == "flash", "a name holds everywhere"
+    assert [each.name for each in capturable("auto", CPU, torch.float32, 16)] == ["triton", "flash", "sdpa"]
+    named = [each.name for each in capturable("flash", CPU, torch.float32, 16)]
+    assert named == ["flash"], "a name holds everywhere"
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_the_third_version_is_asked_first_as_it_wants_to_be_called(sums, monkeypatch, tmp_path):
+    """Its early releases return the sums of exponentials as well."""
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "from tests.unit.encoder_service import test_attention as tests\n"
+        "def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,\n"
+        "                           seqused_k=None, softmax_scale=None, causal=False, qv=None):\n"
+        "    assert max_seqlen_q == max_seqlen_k and cu_seqlens_q is cu_seqlens_k\n"
+        "    out = tests.plain([q, k, v], cu_seqlens_q.diff().tolist())\n"
+        f"    return (out, None) if {sums} else out\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    gpu = torch.device("cuda")
+    assert candidates(gpu, torch.bfloat16)[0] == "flash3"
+    lengths = [3, 40, 7]
+    parts, backend = drawn(sum(lengths)), Flash("flash3")
+    torch.testing.assert_close(backend.over(lengths, CPU)(*parts), plain(parts, lengths), rtol=1e-5, atol=1e-5)
+    stable = backend.stable(64, 64, CPU)
+    stable.fill(stable.table(lengths))
+    torch.testing.assert_close(stable(*parts), plain(parts, lengths), rtol=1e-5, atol=1e-5)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)

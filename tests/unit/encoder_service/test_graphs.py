@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import Triton, max_segments
 from encoder_service.models.tower import PackedTower, load_tower
-from encoder_service.worker.graphs import GraphedTower, GraphsUnavailable, budgets_for
+from encoder_service.worker.graphs import Choice, GraphedTower, GraphsUnavailable, budgets_for
 from tests.checkpoints import TOWERS
 
 CPU = torch.device("cpu")
@@ -47,7 +48,8 @@ class Again:
 class Bounds:
     """Attention by a mask that is made from a table of bounds, with static shapes alone: what a graph can hold."""
 
-    name = "bounds"
+    def __init__(self, name="bounds"):
+        self.name = name
 
     def over(self, lengths, device):
         made = self.stable(sum(lengths), max(lengths), device, len(lengths))
@@ -55,11 +57,15 @@ class Bounds:
         return made
 
     def stable(self, patches, longest, device, most=0):
-        return StableBounds(most or max_segments(patches))
+        return StableBounds(self.name, most or max_segments(patches))
 
 
 class StableBounds:
-    def __init__(self, most: int) -> None:
+    calls: ClassVar[list[tuple[str, int]]] = []
+    """Who was called, and the most patches that a segment had."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.backend = name
         self.ends = torch.zeros(most, dtype=torch.int64)
 
     def holds(self, lengths):
@@ -72,6 +78,7 @@ class StableBounds:
         self.ends.copy_(table)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.calls.append((self.backend, int(self.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).max())))
         places = torch.arange(len(q))
         segment = torch.searchsorted(self.ends, places, right=True)
         inside = places < self.ends[-1]
@@ -89,13 +96,20 @@ def tower(request, checkpoints) -> PackedTower:
 def load(folder: Path) -> PackedTower:
     checkpoint = Checkpoint(folder)
     tower = load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)
-    tower.backend = tower.captured = Bounds()
+    tower.backend = Bounds()
+    tower.capturable = [tower.backend]
     return tower
 
 
-def graphed(tower: PackedTower, *budgets: int, capture: Again | None = None, max_bytes: int = 1) -> GraphedTower:
+def graphed(
+    tower: PackedTower,
+    *budgets: int,
+    capture: Again | None = None,
+    max_bytes: int = 1,
+    choice: Choice | None = None,
+) -> GraphedTower:
     capture = capture or Again()
-    return GraphedTower(tower, budgets, capture, max_bytes=max_bytes, device=CPU, dtype=torch.float32)
+    return GraphedTower(tower, budgets, capture, max_bytes=max_bytes, device=CPU, dtype=torch.float32, choice=choice)
 
 
 def patches_of(tower: PackedTower, grids: list[Grid], seed: int = 0) -> Tensor:
@@ -194,10 +208,61 @@ def test_graphs_that_need_too_much_memory_are_left_out(checkpoints):
 
 
 @torch.inference_mode()
+def test_attention_of_each_graph_is_the_fastest_by_the_clock(checkpoints):
+    """The clock says that one back end is faster for segments of up to 100 patches, and the other above."""
+    tower = load(checkpoints("qwen2_5_vl"))
+    tower.capturable = [Bounds(), Bounds("other")]
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        name, longest = StableBounds.calls[-1]
+        return longest if name == "bounds" else 100.0
+
+    graphs = graphed(tower, 64, 256, choice=Choice(clock))
+    names = [[segments.backend for segments in graph.segments] for graph in graphs._graphs]
+    assert names == [["bounds", "bounds"], ["other", "bounds"]], "windows never have more than 64 patches"
+
+
+def test_without_a_clock_or_when_time_is_up_the_first_back_end_is_taken(checkpoints):
+    tower = load(checkpoints("qwen3_vl"))
+    tower.capturable = [Bounds(), Bounds("other")]
+
+    def never(run: Callable[[], object]) -> float:
+        raise AssertionError("nothing is measured")
+
+    for choice in (None, Choice(None), Choice(never, seconds=0.0)):
+        graphs = graphed(tower, 64, choice=choice)
+        graphs.leave_out_slower(CPU)
+        assert [segments.backend for graph in graphs._graphs for segments in graph.segments] == ["bounds"]
+
+
+@torch.inference_mode()
+def test_graphs_above_the_first_that_is_slower_than_eager_passes_are_left_out(tower):
+    capture, eager = Again(), []
+
+    def clock(run: Callable[[], object]) -> float:
+        before = capture.runs
+        run()
+        if capture.runs > before:
+            return 1.0
+        eager.append(run)
+        return 2.0 - 0.75 * len(eager)
+
+    graphs = graphed(tower, 16, 64, 128, 256, capture=capture, choice=Choice(clock))
+    graphs.leave_out_slower(CPU)
+    assert graphs.budgets == [16], "1.25 s eagerly at first, then 0.5 s"
+    grids = [Grid(1, 10, 12)]
+    patches = patches_of(tower, grids)
+    torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert (graphs.replays, graphs.eager) == (0, 1)
+
+
+@torch.inference_mode()
 def test_our_kernel_s_tables_replay(checkpoints):
     """As above, with the tables that a GPU uses."""
     tower = load(checkpoints("qwen2_5_vl"))
-    tower.backend = tower.captured = Triton()
+    tower.backend = Triton()
+    tower.capturable = [tower.backend]
     graphs = graphed(tower, 128)
     for seed, grids in enumerate([[Grid(1, 10, 12)], [Grid(2, 4, 6), Grid(1, 2, 2)]]):
         patches = patches_of(tower, grids, seed)
