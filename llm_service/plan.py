@@ -83,7 +83,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     one that this draw of the plan before chooses. Plans are computed one after the other, in the order they were made.
     `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk without context
     begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in order, before the
-    step (`restored`) and after it (`kept`).
+    step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the chunk, its tokens up
+    to there, slot), at multiples of what such a layer computes at once.
     """
 
     token_ids: bytes
@@ -96,6 +97,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int] = []
     restored: list[tuple[int, int]] = []
     kept: list[tuple[int, int]] = []
+    passed: list[tuple[int, int, int]] = []
 
     @property
     def tokens(self) -> int:

@@ -90,6 +90,20 @@ def check(backend: GdnBackend, case: Case, counts: Sequence[int]) -> None:
     assert all(pool[slot].isnan().all() for pool in cache.tensors for slot in untouched)
 
 
+def check_copies(backend: GdnBackend, case: Case) -> None:
+    """A run of 200 tokens passes two states that are copied, beside one of 70: both are those of its beginning."""
+    parts = Segment(0, 64, 1, fresh=True, copy=5), Segment(64, 128, 1, fresh=False, copy=0)
+    segments = [*parts, Segment(128, 200, 1, fresh=False), Segment(200, 270, 3, fresh=True)]
+    dtype, cache = case.given.qkv.dtype, case.states(6)
+    out = backend.batch(segments).run(case.given, case.weights, cache)
+    for begin, end, slot in ((0, 64, 5), (0, 128, 0), (0, 200, 1), (200, 270, 3)):
+        expected, state = by_transformers(case, case.part(begin, end), None)
+        close(out[begin:end], expected, dtype)
+        for pool, tensor in zip(cache.tensors, state, strict=True):
+            close(pool[slot], tensor, dtype)
+    assert all(pool[[2, 4]].isnan().all() for pool in cache.tensors)
+
+
 def by_transformers(
     case: Case, part: GdnInput, state: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:

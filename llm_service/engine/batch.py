@@ -29,9 +29,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StateCopies:
-    """Between slots of states, (source, target): `before` and `after` the step."""
+    """Between slots of states, (source, target): `before` and `after` the step. `within` it, of states that a chunk
+    passes: (number of the chunk, its tokens up to there, target)."""
 
     before: list[tuple[int, int]]
+    within: list[tuple[int, int, int]]
     after: list[tuple[int, int]]
 
 
@@ -71,7 +73,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies:
     plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
-        plan = structs.replace(plan, slots=slots, restored=copies.before, kept=copies.after)
+        plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 

@@ -316,15 +316,15 @@ class BlockManager:
         self._states.release()
         return pairs
 
-    def snapshot(self, table: BlockTable, index: int, identity: bytes | None) -> list[tuple[int, int]]:
-        """(sequence's slot, snapshot's slot), to be copied when the next step has computed block number `index` and
-        nothing behind it; nothing where there is this snapshot, or no room for one. Without an identity, which is not
-        known yet, it is that of an answer: the next one of the sequence replaces it."""
+    def snapshot(self, table: BlockTable, index: int, identity: bytes | None) -> int | None:
+        """The slot of a new snapshot, which gets the state behind block number `index` when the next step computes it;
+        None where there is this snapshot, or no room for one. Without an identity, which is not known yet, it is that
+        of an answer: the next one of the sequence replaces it."""
         if not self.keeps_snapshots or identity in self._states or (found := self._states.reserve()) is None:
-            return []
+            return None
         ticket, slot = found
         table.reserved.append(Reserved(index, ticket, rolling=identity is None))
-        return [(table.slot, slot)]
+        return slot
 
     def flush(self) -> int:
         """Forgets every cached block that no sequence holds; the number forgotten."""

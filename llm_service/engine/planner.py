@@ -172,11 +172,12 @@ class Planner:
 
     def _state_chunk(self, sequence: Sequence, begin: int, count: int, max_tokens: int) -> int:
         """`count`, or fewer, so that layers with states compute what they would of the whole, to the last digit, and
-        the state is there where others may go on from it."""
+        states are there where others may go on from them: a chunk that begins at a multiple passes them all."""
         end, multiple = begin + count, self._blocks.state_chunk
-        for branch in sequence.branches(begin, end - 1):
-            if not self._keep_media_whole or self._is_whole(sequence, begin, branch):
-                return branch - begin
+        if begin % multiple:
+            for branch in sequence.branches(begin, end - 1):
+                if not self._keep_media_whole or self._is_whole(sequence, begin, branch):
+                    return branch - begin
         if end == len(sequence.tokens) or end % multiple == 0:
             return count
         # A budget that does not reach the next multiple is spent all the same; rows that are late are waited for.

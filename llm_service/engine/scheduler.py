@@ -181,19 +181,29 @@ class Scheduler:
                 self._end(sequence)
 
     def _state_copies(self, work: dict[Sequence, int]) -> StateCopies:
-        """What is copied before and after a step: when all of it is chosen, so that nobody takes a snapshot's slot for
-        himself that the step is still to write."""
-        size, multiple, after = self.blocks.block_size, self.blocks.snapshot_multiple, list[tuple[int, int]]()
-        for sequence, count in work.items():
+        """What is copied before, in and after a step: when all of it is chosen, so that nobody takes a snapshot's slot
+        for himself that the step is still to write."""
+        size, copies = self.blocks.block_size, StateCopies([], [], [])
+        for number, (sequence, count) in enumerate(work.items()):
             begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            if end % multiple:
-                continue
-            index = end // size - 1
-            if sequence.branches(begin, end)[-1:] == [end]:
-                after += self.blocks.snapshot(sequence.table, index, sequence.identity(index, size))
-            elif count == 1 and begin >= sequence.prompt_tokens:  # an answer, at whose end the next turn begins
-                after += self.blocks.snapshot(sequence.table, index, None)
-        return StateCopies(self.blocks.take_sources([sequence.table for sequence in work]), after)
+            places: dict[int, bytes | None] = {
+                place: sequence.identity(place // size - 1, size) for place in sequence.branches(begin, end)
+            }
+            if (
+                not places
+                and count == 1
+                and begin >= sequence.prompt_tokens
+                and end % self.blocks.snapshot_multiple == 0
+            ):
+                places[end] = None  # of an answer, at whose end the next turn begins
+            for place, identity in places.items():
+                slot = self.blocks.snapshot(sequence.table, place // size - 1, identity)
+                if slot is not None and place == end:
+                    copies.after.append((sequence.table.slot, slot))
+                elif slot is not None:
+                    copies.within.append((number, place - begin, slot))
+        copies.before.extend(self.blocks.take_sources([sequence.table for sequence in work]))
+        return copies
 
     @staticmethod
     def _waits_for_token(sequence: Sequence) -> bool:

@@ -245,7 +245,7 @@ class Sequence:
         """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
         behind its first `shared` tokens, where another one has left already, at the end of media and of turns, the
         system prompt's among them, and at the end of all its tokens. Of many turns only the first and the last
-        count: each branch is the end of a chunk."""
+        count: each takes a slot."""
         if self._ends is None:
             prompt = np.frombuffer(self.tokens, np.int32, self.prompt_tokens)
             turns = (np.flatnonzero(np.isin(prompt, self.turn_ends)) + 1).tolist()

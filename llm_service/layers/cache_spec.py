@@ -39,9 +39,8 @@ class SequenceState:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
     def new_cache(self, slots: int, device: torch.device) -> StateCache:
-        """States for so many sequences; what is in them means nothing until it is written. There is one slot more,
-        which is no sequence's: padding is written there."""
-        return StateCache([torch.empty(slots + 1, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
+        """States for so many sequences; what is in them means nothing until it is written."""
+        return StateCache([torch.empty(slots, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
 
 CacheSpec = PagedKV | SequenceState
@@ -49,26 +48,40 @@ CacheSpec = PagedKV | SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first."""
+    """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first.
+    The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it."""
 
     begin: int
     end: int
     slot: int
     fresh: bool
+    copy: int = -1
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], slots: Sequence[int]) -> list[Segment]:
-        """One for each chunk of a plan, which has a slot for each."""
+    def of(
+        cls, chunks: Sequence[Chunk], slots: Sequence[int], passed: Sequence[tuple[int, int, int]] = ()
+    ) -> list[Segment]:
+        """Of a plan's chunks, which has a slot for each: one for each chunk, cut where a state is copied that it
+        passes.
+
+        >>> cuts = Segment.of([Chunk(7, 1, [0]), Chunk(0, 150, [1, 2])], [4, 6], [(1, 128, 9)])
+        >>> [(each.begin, each.end, each.slot, each.fresh, each.copy) for each in cuts]
+        [(0, 1, 4, False, -1), (1, 129, 6, True, 9), (129, 151, 6, False, -1)]
+        """
         segments, begin = [], 0
-        for chunk, slot in zip(chunks, slots, strict=True):
-            segments.append(cls(begin, begin + chunk.count, slot, fresh=chunk.context == 0))
+        for number, (chunk, slot) in enumerate(zip(chunks, slots, strict=True)):
+            first, fresh = begin, chunk.context == 0
+            for place, copy in sorted((place, copy) for owner, place, copy in passed if owner == number):
+                segments.append(cls(first, begin + place, slot, fresh, copy))
+                first, fresh = begin + place, False
             begin += chunk.count
+            segments.append(cls(first, begin, slot, fresh))
         return segments
 
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One layer's states, each tensor [slots + 1, …]. A slot is never read before its sequence has written it:
+    """One layer's states, each tensor [slots, …]. A slot is never read before its sequence has written it:
     whoever had it before has left numbers there."""
 
     tensors: list[Tensor]
@@ -80,9 +93,11 @@ class StateCache:
         return [each[segment.slot] for each in self.tensors]
 
     def write(self, segment: Segment, state: Sequence[Tensor]) -> None:
-        """Keeps the state after a segment's last token."""
+        """Keeps the state after a segment's last token, and its copy."""
         for each, value in zip(self.tensors, state, strict=True):
             each[segment.slot] = value
+            if segment.copy >= 0:
+                each[segment.copy] = value
 
     def copy(self, source: int, target: int) -> None:
         """The state in one slot goes into another one as well."""

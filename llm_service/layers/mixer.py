@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,6 +30,27 @@ class CachedPart(Protocol):
 
     def state_backend(self) -> StateBackend:
         """What makes batches for all layers with this one's spec. Only where that is a `SequenceState`."""
+        ...
+
+
+class StateMetadata(Protocol):
+    """What a batch of layers with states reads of a step, in tensors that never move."""
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """A step's; the rest becomes padding."""
+        ...
+
+
+@runtime_checkable
+class StableStateBackend(StateBackend, Protocol):
+    """A back end whose batches follow metadata that may be filled anew."""
+
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> StateMetadata:
+        """Room for any step of so many tokens of so many sequences, of which none has several with `decodes_only`."""
+        ...
+
+    def over(self, metadata: Any) -> Any:
+        """What `MixerPart.mix` takes; it reads these metadata, which `padding` has made, at each use."""
         ...
 
 

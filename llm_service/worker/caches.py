@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +29,7 @@ from llm_service.layers.cache_spec import (
     cache_shapes,
     slot_bytes,
 )
-from llm_service.layers.mixer import CachedPart, StateBackend
+from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBackend, StateMetadata
 from llm_service.plan import Chunk
 
 
@@ -75,12 +76,13 @@ class Caches:
         device: torch.device,
         *,
         attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
+        states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         state_slots: int = 0,
         snapshot_slots: int = 0,
     ) -> None:
         """Room for `blocks` blocks, and where layers have states for those of `state_slots` sequences, and for
-        snapshots. `attention` is a back end's name, or what makes one. Raises CheckpointError where that cannot be
-        used."""
+        snapshots. `attention` is a back end's name, or what makes one; `states` makes that of a mixer with states.
+        Raises CheckpointError where one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
         self._specs = [mixer.cache_spec() for mixer in mixers]
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(self._specs) else (0, 0)
@@ -97,7 +99,7 @@ class Caches:
                 continue
             self.layers.append(spec.new_cache(self.state_slots + self.snapshot_slots, device))
             if spec not in self._states:
-                self._states[spec] = mixer.state_backend()
+                self._states[spec] = states(mixer)
 
     @property
     def state_chunk(self) -> int:
@@ -105,10 +107,14 @@ class Caches:
         return max((spec.chunk for spec in self._states), default=1)
 
     def batches(
-        self, chunks: Sequence[Chunk], slots: Sequence[int] = (), spans: Sequence[tuple[int, int]] = ()
+        self,
+        chunks: Sequence[Chunk],
+        slots: Sequence[int] = (),
+        passed: Sequence[tuple[int, int, int]] = (),
+        spans: Sequence[tuple[int, int]] = (),
     ) -> list[Any]:
-        """What each layer's mixer takes of a step; with a slot for each chunk where layers have states, and the spans
-        of the batch, [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes."""
+        """What each layer's mixer takes of a step: `slots` and `passed` as a plan has them, and the spans of the batch,
+        [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes."""
         made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
             if spans:
@@ -117,16 +123,28 @@ class Caches:
             else:
                 made[spec] = kind.backend.batch(chunks)
         if self._states:
-            segments = Segment.of(chunks, slots)
+            segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
         return [made[spec] for spec in self._specs]
 
-    def batches_over(self, metadata: AttentionMetadata) -> list[Any]:
-        """The same over metadata that may be filled anew. Only where nothing is in the way (`not_capturable`)."""
-        made: dict[CacheSpec, AttentionBatch] = {}
+    def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
+        """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only where nothing is
+        in the way (`not_capturable`)."""
+        made: dict[CacheSpec, StateMetadata] = {}
+        for spec, backend in self._states.items():
+            assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
+            made[spec] = backend.padding(tokens, sequences, decodes_only=decodes_only)
+        return made
+
+    def batches_over(self, metadata: AttentionMetadata, states: Mapping[CacheSpec, StateMetadata]) -> list[Any]:
+        """The same as `batches` over metadata that may be filled anew; `states` as `state_metadata` gives them."""
+        made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
             assert isinstance(kind.backend, StableBackend), "a back end that does not follow metadata"
             made[spec] = kind.backend.over(metadata)
+        for state, backend in self._states.items():
+            assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
+            made[state] = backend.over(states[state])
         return [made[spec] for spec in self._specs]
 
     def not_capturable(self) -> str:
@@ -134,7 +152,9 @@ class Caches:
         for kind in self.paged.values():
             if not isinstance(kind.backend, StableBackend):
                 return f"--attention {kind.backend.name} launches other kernels for other lengths"
-        return "layers with states are not captured yet" if self._states else ""
+        if any(not isinstance(backend, StableStateBackend) for backend in self._states.values()):
+            return "layers with states are computed by torch's operators"
+        return ""
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """States go from slots into others as well, one pair (source, target) after the other."""

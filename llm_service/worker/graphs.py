@@ -15,8 +15,10 @@ from torch import Tensor
 from common import log
 from common.gpu import Capture
 from llm_service.layers.attention.metadata import TILE, AttentionMetadata
+from llm_service.layers.cache_spec import Segment
+from llm_service.layers.mixer import StateMetadata
 from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.plan import Chunk
+from llm_service.plan import Chunk, StepPlan
 from llm_service.worker.caches import Caches
 
 _log = log.get("graphs")
@@ -95,10 +97,12 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One size. `metadata` are its part of the buffers'; `deep` says whether it adds deepstack levels."""
+    """One size. `metadata` are its part of the buffers', `states` what its layers with states read, a few numbers for
+    each sequence; `deep` says whether it adds deepstack levels."""
 
     tokens: int
     metadata: AttentionMetadata
+    states: list[StateMetadata]
     deep: bool
     replay: Callable[[], None]
 
@@ -165,17 +169,21 @@ class GraphRunner:
         graph = self._fitting(chunks, deep=deep)
         return graph.tokens if graph else sum(chunk.count for chunk in chunks)
 
-    def replay(self, hidden: Tensor, positions: Tensor, chunks: Sequence[Chunk], deepstack: Deepstack | None) -> Tensor:
-        """Input embeddings [n, hidden] and positions int32 [3, n] → hidden states [n, hidden], valid until the next
-        replay."""
-        graph, buffers, n = self._fitting(chunks, deep=deepstack is not None), self._buffers, len(hidden)
+    def replay(self, hidden: Tensor, positions: Tensor, plan: StepPlan, deepstack: Deepstack | None) -> Tensor:
+        """Input embeddings [n, hidden] and positions int32 [3, n] of a plan → hidden states [n, hidden], valid until
+        the next replay."""
+        graph, buffers, n = self._fitting(plan.chunks, deep=deepstack is not None), self._buffers, len(hidden)
         assert graph is not None, "no graph fits"
         buffers.hidden[:n].copy_(hidden)
         buffers.positions[:, :n].copy_(positions)
         if graph.deep:
             self._put_deepstack(deepstack, n)
-        metadata = AttentionMetadata.of(chunks, self._caches.block_size, torch.device("cpu"))
+        metadata = AttentionMetadata.of(plan.chunks, self._caches.block_size, torch.device("cpu"))
         _fill(graph.metadata, metadata, n, self._null_slot)
+        if graph.states:
+            segments = Segment.of(plan.chunks, plan.slots, plan.passed)
+            for states in graph.states:
+                states.fill(segments)
         graph.replay()
         self.replays += 1
         return buffers.out[:n]
@@ -219,12 +227,13 @@ class GraphRunner:
         hidden, positions, out = buffers.hidden[:tokens], buffers.positions[:, :tokens], buffers.out[:tokens]
         deep = not decodes_only and len(buffers.deep) > 0
         levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
-        batches = self._caches.batches_over(metadata)
+        states = self._caches.state_metadata(tokens, sequences, decodes_only=decodes_only)
+        batches = self._caches.batches_over(metadata, states)
 
         def run() -> None:
             out.copy_(self._decoder(hidden, positions, self._caches.layers, batches, levels))
 
-        return Graph(tokens, metadata, deep, capture(run))
+        return Graph(tokens, metadata, [*states.values()], deep, capture(run))
 
 
 def _fill(into: AttentionMetadata, metadata: AttentionMetadata, tokens: int, null_slot: int) -> None:

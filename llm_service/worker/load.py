@@ -90,7 +90,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)
-    budget -= (slots + 1) * one_slot
+    budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
     runner = _runner(decoder, arena, settings, blocks, slots, snapshots)

@@ -88,15 +88,16 @@ class ModelRunner:
         positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
-        if self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None):
-            self._replayed = True
-            replayed = self.graphs.replay(hidden, positions, plan.chunks, deepstack)
-            return replayed if places is None else replayed[places]
-        self._replayed = False
         self.caches.copy_states(plan.restored)
-        spans = [(rows.at, rows.at + rows.count) for rows in plan.rows] if self.whole_media else []
-        batches = self.caches.batches(plan.chunks, plan.slots, spans)
-        placed = positions.to(self._decoder.device)
-        out: Tensor = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
+        self._replayed = self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None)
+        out: Tensor
+        if self.graphs is not None and self._replayed:
+            out = self.graphs.replay(hidden, positions, plan, deepstack)
+            out = out if places is None else out[places]
+        else:
+            spans = [(rows.at, rows.at + rows.count) for rows in plan.rows] if self.whole_media else []
+            batches = self.caches.batches(plan.chunks, plan.slots, plan.passed, spans)
+            placed = positions.to(self._decoder.device)
+            out = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
         self.caches.copy_states(plan.kept)
         return out

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
@@ -131,6 +133,7 @@ class LocalEngine:
         prefix_cache: bool = False,
         device: str = "cpu",
         attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
+        states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         overlap: bool = False,
         keep_media_whole: bool = False,
         weight_dtype: str = "",
@@ -147,7 +150,8 @@ class LocalEngine:
         arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
-        caches = Caches(*made, attention=attention, state_slots=max_running, snapshot_slots=32)
+        slots = {"state_slots": max_running, "snapshot_slots": 32}
+        caches = Caches(*made, attention=attention, states=states, **slots)
         self.runner = ModelRunner(decoder, arena, caches)
         self.scheduler = Scheduler(
             BlockManager(

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.request import SamplingParams
 from llm_service.worker.graphs import CaptureBounds, GraphRunner, decode_sizes, prefill_sizes
 from tests import pictures
 from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.plain_attention import PlainTables
+from tests.plain_states import PlainStates
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PEOPLE = 6
@@ -52,13 +54,17 @@ class Again:
         return 0 if self.captured <= self._room else 1
 
 
-def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: int = 64) -> tuple[LocalEngine, Again]:
-    """An engine with graphs whose buffers are poisoned after each replay."""
-    chosen = attention or PlainTables
-    engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, attention=chosen)
+def graphed(
+    folder: Path, attention: str = "", room: int = 1000, step_tokens: int = 64, *, tokens: int = 64, **more: bool
+) -> tuple[LocalEngine, Again]:
+    """An engine with graphs of up to `tokens`, whose buffers are poisoned after each replay."""
+    kinds = {"attention": attention or PlainTables, "states": PlainStates}
+    engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, **kinds, **more)
     capture = Again(room)
     levels = engine.runner.arena.levels
-    engine.runner.capture(CaptureBounds(PEOPLE, 64, 4096, levels), capture, max_bytes=0, agree=lambda number: number)
+    engine.runner.capture(
+        CaptureBounds(PEOPLE, tokens, 4096, levels), capture, max_bytes=0, agree=lambda number: number
+    )
     graphs = engine.runner.graphs
     assert graphs is not None
     places = addresses(graphs)
@@ -69,6 +75,10 @@ def graphed(folder: Path, attention: str = "", room: int = 1000, step_tokens: in
         buffers.hidden.fill_(torch.nan)
         buffers.positions.fill_(3)
         buffers.metadata.block_table.fill_(10**6)
+        for states in (each for graph in (*graphs._decodes, *graphs._prefills) for each in graph.states):
+            assert isinstance(states, GdnMetadata)
+            for table in (states.steps, states.runs, states.tiles):
+                table.fill_(10**6)
         for kind in engine.runner.caches.paged.values():
             kind.cache[:, :, -1].fill_(torch.nan)
 
@@ -100,7 +110,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     prompts = prompts_of(folder)
@@ -110,6 +120,22 @@ def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_states_that_are_kept_and_gone_on_from_are_the_same_with_graphs(
+    checkpoints: Callable[..., Path], overlap: bool
+) -> None:
+    folder, short = checkpoints("qwen3_5"), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    picture = pictures.photograph("coffee").resize((400, 300))
+    prompts = [make_prompt(folder, ["Look at this. " * 12, picture, what]) for what in ("Why? " * 9, "How? " * 9)]
+    expected = [LocalEngine(folder).run([prompt], short)[0].tokens for prompt in prompts]
+    engine, _ = graphed(folder, tokens=512, step_tokens=512, prefix_cache=True, overlap=overlap)
+    first, other, again = (engine.run([prompts[number]], short)[0] for number in (0, 1, 0))
+    assert [each.tokens for each in (first, other, again)] == [*expected, expected[0]]
+    assert 0 < other.cached < again.cached
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays == engine.scheduler.counters.steps
 
 
 def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:

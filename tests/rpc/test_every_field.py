@@ -195,7 +195,7 @@ OPTIONS: dict[str, tuple[media_pb2.Media, media_pb2.Media]] = {
     "fps": (video(FILM), video(FILM, fps=5.0)),
     "max_frames": (video(FILM), video(FILM, max_frames=4)),
     "video_pruning_rate": (video(FILM), video(FILM, video_pruning_rate=0.5)),
-    "kept_rows": (video(FILM), video(FILM, kept_rows=bytes([1, *bytes(9)]))),
+    "kept_rows": (video(FILM), video(FILM, kept_rows=bytes([1, *bytes(4)]))),
 }
 
 

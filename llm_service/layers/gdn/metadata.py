@@ -14,13 +14,14 @@ from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.torch_backend import split
 
 NOBODY = -1
-"""The slot of a step that is padding: nothing is read or written."""
+"""Stands for a slot or a run where there is none: nothing is read or written."""
 
 
 @dataclass(frozen=True, slots=True)
 class GdnMetadata:
     """All int32: `steps` [s, 3] (row, slot, fresh), `runs` [r, 5] (begin, end, slot, fresh, first tile) and `tiles`
-    [t, 2] (run, first token), CHUNK tokens each, those of a run one after the other."""
+    [t, 3] (run, first token, copy), CHUNK tokens each, those of a run one after the other: the state behind a tile goes
+    to its copy as well. A step or a run of slot NOBODY, and a tile of run NOBODY, are padding."""
 
     steps: Tensor
     runs: Tensor
@@ -28,20 +29,46 @@ class GdnMetadata:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> GdnMetadata:
-        """The metadata of a step's segments.
+        """The metadata of a step's segments. Those of one sequence become one run.
 
-        >>> segments = [Segment(0, 1, 4, fresh=False), Segment(1, 81, 7, fresh=True)]
-        >>> metadata = GdnMetadata.of(segments, torch.device("cpu"))
+        >>> segments = [Segment(0, 1, 4, fresh=False), Segment(1, 65, 7, fresh=True, copy=9)]
+        >>> metadata = GdnMetadata.of([*segments, Segment(65, 81, 7, fresh=False)], torch.device("cpu"))
         >>> metadata.steps.tolist(), metadata.runs.tolist(), metadata.tiles.tolist()
-        ([[0, 4, 0]], [[1, 81, 7, 1, 0]], [[0, 1], [0, 65]])
+        ([[0, 4, 0]], [[1, 81, 7, 1, 0]], [[0, 1, 9], [0, 65, -1]])
         """
-        runs, steps = split(segments)
-        tiles = [(index, at) for index, run in enumerate(runs) for at in range(run.begin, run.end, CHUNK)]
-        counts = [-(-(run.end - run.begin) // CHUNK) for run in runs]
-        firsts = np.cumsum([0, *counts])[:-1]
-        rows = [(run.begin, run.end, run.slot, run.fresh, first) for run, first in zip(runs, firsts, strict=True)]
+        parts, steps = split(segments)
+        runs: list[list[int]] = []
+        tiles: list[tuple[int, int, int]] = []
+        for part in parts:
+            if runs and runs[-1][1:3] == [part.begin, part.slot]:
+                runs[-1][1] = part.end
+            else:
+                runs.append([part.begin, part.end, part.slot, part.fresh, len(tiles)])
+            starts = range(part.begin, part.end, CHUNK)
+            tiles += [(len(runs) - 1, at, part.copy if at == starts[-1] else NOBODY) for at in starts]
 
         def move(numbers: Sequence[Sequence[int]], width: int) -> Tensor:
             return torch.from_numpy(np.array(numbers, np.int32).reshape(-1, width)).to(device)
 
-        return cls(move([(step.begin, step.slot, step.fresh) for step in steps], 3), move(rows, 5), move(tiles, 2))
+        return cls(move([(step.begin, step.slot, step.fresh) for step in steps], 3), move(runs, 5), move(tiles, 3))
+
+    @classmethod
+    def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> GdnMetadata:
+        """Room for any segments of so many tokens of so many sequences, of which none has several with `decodes_only`.
+        What stands in it is padding.
+
+        >>> metadata = GdnMetadata.padding(130, 8, torch.device("cpu"), decodes_only=False)
+        >>> [len(each) for each in (metadata.steps, metadata.runs, metadata.tiles)]
+        [8, 8, 9]
+        """
+        runs = 0 if decodes_only else min(sequences, tokens // 2)
+        tiles = runs + (tokens - runs) // CHUNK if runs else 0
+        sizes = (sequences, 3), (runs, 5), (tiles, 3)
+        return cls(*(torch.full(size, NOBODY, dtype=torch.int32, device=device) for size in sizes))
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """A step's metadata stand at the beginning; what follows becomes padding."""
+        given = GdnMetadata.of(segments, torch.device("cpu"))
+        for mine, new in ((self.steps, given.steps), (self.runs, given.runs), (self.tiles, given.tiles)):
+            mine[: len(new)].copy_(new, non_blocking=True)
+            mine[len(new) :].fill_(NOBODY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ _FAINTEST = -60.0
 
 def split(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
     """Runs, which are computed chunk by chunk, and steps of one token, which come after them. A run's last token is a
-    step where it would be alone in its chunk, as it is one where the sequence is cut before it.
+    step where it would be alone in its chunk, as it is one where the sequence is cut before it. What has a copy is a
+    run of whole chunks.
 
     >>> runs, steps = split([Segment(0, 1, 7, fresh=False), Segment(1, 66, 3, fresh=True)])
     >>> [(run.begin, run.end, run.slot) for run in runs], [(step.begin, step.slot, step.fresh) for step in steps]
@@ -33,7 +34,7 @@ def split(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
         alone = count % CHUNK == 1
         last = segment.end - alone
         if last > segment.begin:
-            runs.append(Segment(segment.begin, last, segment.slot, segment.fresh))
+            runs.append(replace(segment, end=last))
         if alone:
             steps.append(Segment(last, segment.end, segment.slot, segment.fresh and count == 1))
     return runs, steps

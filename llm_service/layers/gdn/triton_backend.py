@@ -12,8 +12,9 @@ from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
-from llm_service.layers.gdn.fla_rule import Rule
+from llm_service.layers.gdn.fla_rule import LibraryRule, Round, rounds
 from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gdn.torch_backend import split
 from llm_service.layers.gpu import gdn_kernels as kernels
 
 _CHANNELS, _RUN_CHANNELS = 256, 64
@@ -84,27 +85,39 @@ class TritonBackend:
 
     name = "triton"
 
-    def __init__(self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: Rule | None = None) -> None:
+    def __init__(
+        self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: LibraryRule | None = None
+    ) -> None:
         self._compiled = KernelConstants(shape, dtype == torch.float32)
         self._device = device
         self._rule = rule
 
     def batch(self, segments: Sequence[Segment]) -> TritonBatch:
         """See `GdnBackend`."""
-        return self.over(GdnMetadata.of(segments, self._device))
+        metadata = GdnMetadata.of(segments, self._device)
+        if self._rule is None:
+            return TritonBatch(metadata, self._compiled)
+        runs, _ = split(segments)
+        return TritonBatch(metadata, self._compiled, self._rule, rounds(runs, self._device))
+
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
+        """See `StableStateBackend`."""
+        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
 
     def over(self, metadata: GdnMetadata) -> TritonBatch:
-        """A batch over metadata that may be filled anew between uses."""
-        return TritonBatch(metadata, self._compiled, self._rule)
+        """See `StableStateBackend`. Our kernels alone follow metadata: a library asks for lengths."""
+        return TritonBatch(metadata, self._compiled)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
-    """A batch of the kernels; nothing in it waits for the device, so a graph may capture its steps."""
+    """A batch of the kernels; nothing in them waits for the device, so a graph may capture what has no `rule`, which
+    computes chunks in `rounds`."""
 
     metadata: GdnMetadata
     compiled: KernelConstants
-    rule: Rule | None
+    rule: LibraryRule | None = None
+    rounds: Sequence[Round] = ()
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
         """See `GdnBatch`."""
@@ -179,7 +192,8 @@ class TritonBatch:
         if self.rule is None:
             self._scan(out, mixed, given, weights, cache.tensors[1])
         else:
-            self.rule(out, mixed, given, weights, cache.tensors[1], metadata.runs)
+            for each in self.rounds:
+                self.rule.run(out, mixed, given, weights, cache.tensors[1], each)
         kernels.norm_gate_kernel[(len(metadata.tiles), shape.value_heads)](
             out,
             given.z,
@@ -222,6 +236,7 @@ class TritonBatch:
             given.a,
             given.b,
             metadata.runs,
+            metadata.tiles,
             recurrent,
             weights.a_log,
             weights.dt_bias,

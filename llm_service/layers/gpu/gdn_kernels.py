@@ -1,9 +1,10 @@
 """Gated delta nets in Triton: a token each of many sequences in two kernels, runs of tokens in five.
 
-`steps` are int32 [s, 3] (row, slot, fresh), of which a slot below 0 is padding, and nobody's; `runs` int32 [r, 5]
-(begin, end, slot, fresh, first tile); `tiles` int32 [t, 2] (run, first token), 64 tokens each, those of a run one after
-the other. Rows of `qkv`, `z`, `a` and `b` are `*_row` apart; `mixed`, what is convolved, and `out` are whole. What is
-rounded where torch's operators would round it is as in `row_kernels`.
+`steps` are int32 [s, 3] (row, slot, fresh); `runs` int32 [r, 5] (begin, end, slot, fresh, first tile); `tiles` int32
+[t, 3] (run, first token, copy), 64 tokens each, those of a run one after the other; `copy` is a slot that gets the
+state behind the tile as well, unless it is below 0. A step's or a run's slot, or a tile's run, below 0 is padding.
+Rows of `qkv`, `z`, `a` and `b` are `*_row` apart; `mixed`, what is convolved, and `out` are whole. What is rounded
+where torch's operators would round it is as in `row_kernels`.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ def conv_step_kernel(mixed, qkv, steps, convolution, conv, qkv_row, channels, WI
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
-    if slot >= 0:
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = channel < channels
-        known = inside & (fresh == 0)
-        own = tl.load(qkv + row * qkv_row + channel, inside, 0.0)
-        state = convolution + (slot * channels + channel) * (WIDTH - 1)
-        total = own.to(tl.float32) * tl.load(conv + channel * WIDTH + WIDTH - 1, inside, 0.0).to(tl.float32)
-        for place in tl.static_range(WIDTH - 1):
-            number = tl.load(state + place, known, 0.0)
-            total += number.to(tl.float32) * tl.load(conv + channel * WIDTH + place, inside, 0.0).to(tl.float32)
-            if place > 0:
-                tl.store(state + place - 1, number, inside)
-        tl.store(state + WIDTH - 2, own, inside)
-        result = _silu(_rounded(total, mixed))
-        tl.store(mixed + row * channels + channel, result.to(mixed.dtype.element_ty), inside)
+    if slot < 0:
+        return
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    known = inside & (fresh == 0)
+    own = tl.load(qkv + row * qkv_row + channel, inside, 0.0)
+    state = convolution + (slot * channels + channel) * (WIDTH - 1)
+    total = own.to(tl.float32) * tl.load(conv + channel * WIDTH + WIDTH - 1, inside, 0.0).to(tl.float32)
+    for place in tl.static_range(WIDTH - 1):
+        number = tl.load(state + place, known, 0.0)
+        total += number.to(tl.float32) * tl.load(conv + channel * WIDTH + place, inside, 0.0).to(tl.float32)
+        if place > 0:
+            tl.store(state + place - 1, number, inside)
+    tl.store(state + WIDTH - 2, own, inside)
+    result = _silu(_rounded(total, mixed))
+    tl.store(mixed + row * channels + channel, result.to(mixed.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -85,33 +87,34 @@ def step_kernel(
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
-    if slot >= 0:
-        head = tl.program_id(1)
-        heads: tl.constexpr = KEY_HEADS * GROUP
-        k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
-        real_k, real_v = k < KEY_DIM, v < VALUE_DIM
-        token = mixed + row * (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM)
-        query = _unit(tl.load(token + head // GROUP * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0) * scale
-        key = _unit(tl.load(token + (KEY_HEADS + head // GROUP) * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0)
-        value = tl.load(token + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
-        decay = _decay(
-            tl.load(a + row * a_row + head).to(tl.float32),
-            tl.load(a_log + head).to(tl.float32),
-            tl.load(dt_bias + head).to(tl.float32),
-        )
-        beta = _rounded(tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32)), b)
-        place = (slot * heads + head) * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
-        real = real_k[:, None] & real_v[None, :]
-        state = tl.load(recurrent + place, real & (fresh == 0), 0.0) * tl.exp(decay)
-        change = beta * (value - tl.sum(state * key[:, None], 0))
-        state += key[:, None] * change[None, :]
-        tl.store(recurrent + place, state, real)
-        read = _rounded(tl.sum(state * query[:, None], 0), out)
-        normal = _rounded(read * tl.rsqrt(tl.sum(read * read, 0) / VALUE_DIM + eps), out)
-        normal = _rounded(normal * tl.load(gain + v, real_v, 0.0).to(tl.float32), out)
-        gate = tl.load(z + row * z_row + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
-        result = normal * _silu(gate)
-        tl.store(out + (row * heads + head) * VALUE_DIM + v, result.to(out.dtype.element_ty), real_v)
+    if slot < 0:
+        return
+    head = tl.program_id(1)
+    heads: tl.constexpr = KEY_HEADS * GROUP
+    k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    real_k, real_v = k < KEY_DIM, v < VALUE_DIM
+    token = mixed + row * (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM)
+    query = _unit(tl.load(token + head // GROUP * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0) * scale
+    key = _unit(tl.load(token + (KEY_HEADS + head // GROUP) * KEY_DIM + k, real_k, 0.0).to(tl.float32), 0)
+    value = tl.load(token + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
+    decay = _decay(
+        tl.load(a + row * a_row + head).to(tl.float32),
+        tl.load(a_log + head).to(tl.float32),
+        tl.load(dt_bias + head).to(tl.float32),
+    )
+    beta = _rounded(tl.sigmoid(tl.load(b + row * b_row + head).to(tl.float32)), b)
+    place = (slot * heads + head) * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
+    real = real_k[:, None] & real_v[None, :]
+    state = tl.load(recurrent + place, real & (fresh == 0), 0.0) * tl.exp(decay)
+    change = beta * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * change[None, :]
+    tl.store(recurrent + place, state, real)
+    read = _rounded(tl.sum(state * query[:, None], 0), out)
+    normal = _rounded(read * tl.rsqrt(tl.sum(read * read, 0) / VALUE_DIM + eps), out)
+    normal = _rounded(normal * tl.load(gain + v, real_v, 0.0).to(tl.float32), out)
+    gate = tl.load(z + row * z_row + head * VALUE_DIM + v, real_v, 0.0).to(tl.float32)
+    result = normal * _silu(gate)
+    tl.store(out + (row * heads + head) * VALUE_DIM + v, result.to(out.dtype.element_ty), real_v)
 
 
 @triton.jit
@@ -128,11 +131,16 @@ def conv_run_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Convolution and SiLU of runs, behind the tokens in their states. Grid [t, channels / BLOCK]."""
-    run = runs + tl.load(tiles + tl.program_id(0) * 2) * 5
+    """Convolution and SiLU of runs, behind the tokens in their states, and the part of a tile's copy that this reads.
+    Grid [t, channels / BLOCK]."""
+    index = tl.load(tiles + tl.program_id(0) * 3)
+    if index < 0:
+        return
+    run = runs + index * 5
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh = tl.load(run + 3)
-    row = tl.load(tiles + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
+    first, copy = tl.load(tiles + tl.program_id(0) * 3 + 1), tl.load(tiles + tl.program_id(0) * 3 + 2).to(tl.int64)
+    row = first + tl.arange(0, TILE)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
     inside = (row < end)[:, None] & real[None, :]
@@ -147,8 +155,11 @@ def conv_run_kernel(
         number += tl.load(known + (seen - begin + WIDTH - 1)[:, None], before, 0.0).to(tl.float32)
         total += number * weight[None, :]
     result = _silu(_rounded(total, mixed))
-    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(mixed + place, result.to(mixed.dtype.element_ty), inside)
+    tl.store(mixed + row.to(tl.int64)[:, None] * channels + channel[None, :], result.to(mixed.dtype.element_ty), inside)
+    for place in tl.static_range(WIDTH - 1):
+        seen = first + TILE - (WIDTH - 1) + place
+        number = tl.load(qkv + seen.to(tl.int64) * qkv_row + channel, real & (copy >= 0), 0.0)
+        tl.store(convolution + (copy * channels + channel) * (WIDTH - 1) + place, number, real & (copy >= 0))
 
 
 @triton.jit
@@ -157,6 +168,8 @@ def conv_keep_kernel(qkv, runs, convolution, qkv_row, channels, WIDTH: tl.conste
     run = runs + tl.program_id(0) * 5
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh = tl.load(run + 3)
+    if slot < 0:
+        return
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     state = convolution + (slot * channels + channel) * (WIDTH - 1)
@@ -221,9 +234,11 @@ def system_kernel(
     R⁻¹]]. Its powers would be shorter to write, and lose all digits where keys are alike.
     """
     TILE: tl.constexpr = 1 << LEVELS
-    head = tl.program_id(1)
-    end = tl.load(runs + tl.load(tiles + tl.program_id(0) * 2) * 5 + 1)
-    row = tl.load(tiles + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
+    head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
+    if run < 0:
+        return
+    end = tl.load(runs + run * 5 + 1)
+    row = tl.load(tiles + tl.program_id(0) * 3 + 1) + tl.arange(0, TILE)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * GROUP * VALUE_DIM
     total, beta = _gates(a, b, a_log, dt_bias, row, end, head, a_row, b_row)
     query_squares, key_squares = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
@@ -258,6 +273,7 @@ def scan_kernel(
     a,
     b,
     runs,
+    tiles,
     recurrent,
     a_log,
     dt_bias,
@@ -278,12 +294,15 @@ def scan_kernel(
     run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh, tile = tl.load(run + 3), tl.load(run + 4)
+    if slot < 0:
+        return
     heads: tl.constexpr = KEY_HEADS * GROUP
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
     k, v = tl.arange(0, KEYS), tl.program_id(2) * PART + tl.arange(0, PART)
     i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     real = (k < KEY_DIM)[:, None] & (v < VALUE_DIM)[None, :]
-    states = recurrent + (slot * heads + head) * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
+    within_slot = head * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + v[None, :]
+    states = recurrent + slot * (heads * KEY_DIM * VALUE_DIM) + within_slot
     state = tl.load(states, real & (fresh == 0), 0.0)
     for first in range(begin, end, TILE):
         row = first + tl.arange(0, TILE)
@@ -307,6 +326,9 @@ def scan_kernel(
         tl.store(out + out_place, read.to(out.dtype.element_ty), inside)
         written = (left * change).to(mixed.dtype.element_ty)
         state = tl.exp(last) * state + tl.dot(tl.trans(key), written, input_precision=PRECISION)
+        copy = tl.load(tiles + tile * 3 + 2).to(tl.int64)
+        copied = recurrent + copy * (heads * KEY_DIM * VALUE_DIM) + within_slot
+        tl.store(copied, state, real & (copy >= 0))
         tile += 1
     tl.store(states, state, real)
 
@@ -316,9 +338,11 @@ def norm_gate_kernel(
     out, z, runs, tiles, gain, z_row, heads, eps, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr
 ):
     """gain · x / rms(x) · SiLU(z) of a tile's tokens, in place. Grid [t, heads]."""
-    head = tl.program_id(1)
-    end = tl.load(runs + tl.load(tiles + tl.program_id(0) * 2) * 5 + 1)
-    row = tl.load(tiles + tl.program_id(0) * 2 + 1).to(tl.int64) + tl.arange(0, TILE)
+    head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
+    if run < 0:
+        return
+    end = tl.load(runs + run * 5 + 1)
+    row = tl.load(tiles + tl.program_id(0) * 3 + 1).to(tl.int64) + tl.arange(0, TILE)
     v = tl.arange(0, VALUES)
     inside = (row < end)[:, None] & (v < VALUE_DIM)[None, :]
     place = out + (row[:, None] * heads + head) * VALUE_DIM + v[None, :]

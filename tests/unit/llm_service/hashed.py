@@ -108,6 +108,7 @@ class HashExecutor:
                 before = _extend(before, tokens[at], rows.pop(at, -1))
                 self.slots[self._slot(chunk.blocks, index)] = before
                 hashes.append(before)
+                self.states |= {slot: before for owner, count, slot in plan.passed if (owner, count) == (number, n + 1)}
             if plan.slots:
                 self.states[plan.slots[number]] = before
         for source, target in plan.kept:

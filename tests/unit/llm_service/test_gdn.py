@@ -52,6 +52,10 @@ def test_equal_keys_that_nothing_fades_are_exact_enough() -> None:
     gdn_cases.check(TorchBackend(SHAPE, CPU), case, [128])
 
 
+def test_states_that_a_run_passes_are_copied() -> None:
+    gdn_cases.check_copies(TorchBackend(SHAPE, CPU), Case.drawn(SHAPE, 270, torch.float32))
+
+
 def computed(case: Case, cuts: list[int]) -> list[Tensor]:
     """What comes out of a sequence that is cut there, and its state."""
     backend, cache, begin, outs = TorchBackend(case.shape, CPU), case.states(1), 0, []
@@ -60,7 +64,7 @@ def computed(case: Case, cuts: list[int]) -> list[Tensor]:
         if end > begin:
             outs.append(backend.batch([segment]).run(case.part(begin, end), case.weights, cache))
         begin = end
-    return [torch.cat(outs), *(each[:1] for each in cache.tensors)]  # behind which is a slot for padding
+    return [torch.cat(outs), *cache.tensors]
 
 
 def state(cache: StateCache, segment: Segment) -> list[Tensor]:

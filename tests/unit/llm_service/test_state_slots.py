@@ -184,15 +184,30 @@ def test_a_preempted_sequence_goes_on_from_its_own_last_snapshot() -> None:
     assert engine.computed == (20 + 29) + (22 + 49) + (50 - 48), "it had 50 tokens"
 
 
-def test_of_many_turns_the_first_and_the_last_are_cut() -> None:
+def test_of_many_turns_states_behind_the_first_and_the_last_are_kept_as_they_are_passed() -> None:
     engine = roomy(step_tokens=400, state_slots=400)
     prompt = [token for seed in range(20) for token in (*text(15, seed), EOS)]
     engine.submit(order(prompt))
+    first = engine.step()
+    assert first is not None
+    assert [(number, place) for number, place, _ in first.plan.passed] == [
+        (0, place) for place in (16, 32, 272, 288, 304, 312)
+    ]
+    assert (first.plan.tokens, len(first.plan.kept)) == (320, 1), "none of them ends the chunk"
+    engine.drain()
+    assert engine.scheduler.state().state_snapshots == 7
+
+
+def test_a_chunk_that_begins_between_two_multiples_ends_where_a_state_is_kept() -> None:
+    engine = roomy(step_tokens=13, max_running=2)
+    engine.submit(order(text(40), max_tokens=1))
+    engine.submit(order([*text(24, 1), EOS, *text(9, 2)], max_tokens=1))
     ends = []
     while (step := engine.step()) is not None:
-        ends += [begin + count for _, begin, count in step.prefill]
-    assert ends == [16, 32, 272, 288, 304, 312, 320]
-    assert engine.scheduler.state().state_snapshots == 7
+        ends += [begin + count for sequence, begin, count in step.prefill if sequence.id == 2]
+        assert all(count % 8 == 0 for _, count, _ in step.plan.passed)
+    assert {24, 34} <= set(ends)
+    assert cached(engine, order([*text(24, 1), EOS, *text(9, 3)])) == 24
     engine.drain()
 
 
@@ -223,7 +238,7 @@ def test_chunks_end_on_multiples_but_the_last() -> None:
     ends = []
     while (step := engine.step()) is not None:
         ends += [begin + count for _, begin, count in step.prefill]
-    assert ends == [16, 32, 40, 43]
+    assert ends == [16, 32, 43]
     engine.drain()
 
 

@@ -1,0 +1,62 @@
+"""Gated delta nets by torch's operators that follow `GdnMetadata`, as kernels do: graphs are tried with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.gated_delta_net import GatedDeltaNet
+from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnWeights
+from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gdn.torch_backend import TorchBackend
+from llm_service.layers.mixer import MixerPart
+
+CPU = torch.device("cpu")
+
+
+class PlainStates:
+    """A back end that reads its metadata anew at each use."""
+
+    def __init__(self, mixer: MixerPart) -> None:
+        assert isinstance(mixer, GatedDeltaNet)
+        self._torch = TorchBackend(mixer.shape, CPU)
+
+    def batch(self, segments: Sequence[Segment]) -> GdnBatch:
+        return self._torch.batch(segments)
+
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
+        return GdnMetadata.padding(tokens, sequences, CPU, decodes_only=decodes_only)
+
+    def over(self, metadata: GdnMetadata) -> PlainStatesBatch:
+        return PlainStatesBatch(self._torch, metadata)
+
+
+@dataclass(frozen=True)
+class PlainStatesBatch:
+    torch: TorchBackend
+    metadata: GdnMetadata
+
+    def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
+        """Rows of padding are not numbers."""
+        segments = _segments(self.metadata)
+        computed = self.torch.batch(segments).run(given, weights, cache)
+        out = torch.full_like(computed, torch.nan)
+        for each in segments:
+            out[each.begin : each.end] = computed[each.begin : each.end]
+        return out
+
+
+def _segments(metadata: GdnMetadata) -> list[Segment]:
+    found = []
+    tiles = metadata.tiles.tolist()
+    for number, (begin, end, slot, fresh, first) in enumerate(metadata.runs.tolist()):
+        own = [tile for tile in tiles[max(0, first) :] if tile[0] == number and slot >= 0]
+        for index, (_, at, copy) in enumerate(own):
+            last = own[index + 1][1] if index + 1 < len(own) else end
+            found.append(Segment(at, last, slot, bool(fresh) and at == begin, copy))
+    found += [Segment(row, row + 1, slot, bool(fresh)) for row, slot, fresh in metadata.steps.tolist() if slot >= 0]
+    return found
