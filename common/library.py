@@ -35,7 +35,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
-    its modality. `max_position` is the longest context.
+    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3.
     """
 
     architecture: str
@@ -44,6 +44,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_position: int
     placeholders: dict[str, int]
     levels: int = 1
+    axes: int = 1
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

@@ -5,9 +5,10 @@ As a process, `python -m common.library_models FOLDER`, it writes what `common.l
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * noise)
             else:
-                parameter.copy_(noise if id(parameter) in tables else noise / parameter[0].numel() ** 0.5)
+                parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
     return part.eval().requires_grad_(requires_grad=False)
 
 
@@ -184,19 +185,18 @@ def describe(folder: Path) -> LibraryModel:
         vocab_size=text.vocab_size,
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders={"image": placeholder},
+        levels=level_count(config),
+        axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
 
 
 def check(config: Any) -> None:
     """Raises CheckpointError for what a class of models alone says that we cannot serve."""
-    kind, whole = config.model_type, class_of(config)
+    kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
-    base = _base_of(whole, config)
-    if not hasattr(base, "get_image_features"):
+    if not hasattr(base_of(config), "get_image_features"):
         raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
-    if hasattr(base, "get_rope_index"):
-        raise CheckpointError(f"{kind} has positions on several axes")
     if getattr(config, "image_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
 
@@ -205,10 +205,29 @@ _LONGEST = 32768
 """Tokens of a context whose bound no configuration states."""
 
 
-def _base_of(whole: Any, config: Any) -> Any:
-    """The class of the model below its head of logits."""
+def base_of(config: Any) -> Any:
+    """The model below its head of logits, without weights."""
     with torch.device("meta"):
-        return type(whole(config).base_model)
+        return class_of(config)(config).base_model
+
+
+def level_count(config: Any) -> int:
+    """Levels of a row: those beyond the first are for the first layers of the text."""
+    return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def rope_positions(base: Any, made: Mapping[str, Any]) -> torch.Tensor:
+    """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
+    processor has made. Raises ValueError where there are other axes than three."""
+    known = inspect.signature(base.get_rope_index).parameters
+    found = base.get_rope_index(**{name: made[name] for name in known if name in made})[0][:, 0]
+    if len(found) != _AXES:
+        raise ValueError(f"positions are on {len(found)} axes")
+    positions: torch.Tensor = found.long()
+    return positions
+
+
+_AXES = 3
 
 
 def _first_line(error: BaseException) -> str:

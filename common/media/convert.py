@@ -166,7 +166,10 @@ def write_header(index: int, found: Header, layout: RowLayout, *, cached: bool) 
         grid_rows=found.grid_rows,
         kept_rows=found.kept_rows,
         replacement=[
-            encoder_pb2.PromptPart(text=part.text, rows=part.rows, token=part.token) for part in found.replacement
+            encoder_pb2.PromptPart(
+                text=part.text, rows=part.rows, token=part.token, positions=part.positions, advance=part.advance
+            )
+            for part in found.replacement
         ],
     )
     add_checksum(message)
@@ -203,7 +206,9 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
 def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPart, ...]:
     if len(given) > MAX_PARTS or sum(len(part.text) for part in given) > MAX_REPLACEMENT:
         raise DataLoss("an encoder sent more than can stand for an item in a prompt")
-    return tuple(PromptPart(part.text, part.rows, part.token) for part in given)
+    if any(part.positions and len(part.positions) != 12 * part.rows for part in given):
+        raise DataLoss("an encoder sent other positions than rows")
+    return tuple(PromptPart(part.text, part.rows, part.token, part.positions, part.advance) for part in given)
 
 
 Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows

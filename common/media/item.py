@@ -131,11 +131,17 @@ class Media:
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """A stretch of what stands in a prompt for an item: a text, with special tokens by their names, and behind it the
-    item's next `rows` rows, each at a place of the token with this id."""
+    item's next `rows` rows, each at a place of the token with this id.
+
+    `positions`, int32 [3, rows] as bytes, says where they are in time, height and width, from where they begin, and
+    `advance` how far from there the prompt goes on; empty: each is one further than the one before.
+    """
 
     text: str = ""
     rows: int = 0
     token: int = 0
+    positions: bytes = b""
+    advance: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,16 @@ class LibraryTower:
         """Named tensors of one item → [tokens, levels, width]. Raises RuntimeError where there are more or fewer."""
         given = {name: self._placed(value) for name, value in inputs.items() if name in self._takes}
         features = self._model.get_image_features(**given, return_dict=True)
-        if beside := [name for name in features.keys() - _OF_NO_PROMPT if features[name] is not None]:
+        deep = features.get("deepstack_features") or [] if self._found.levels > 1 else []
+        known = _OF_NO_PROMPT | ({"deepstack_features"} if deep else set())
+        if beside := [name for name in features.keys() - known if features[name] is not None]:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
-        rows = flat_rows(features.pooler_output, self._found.hidden_size)
-        if len(rows) != tokens:
-            raise RuntimeError(f"the tower gives {len(rows)} rows, and its processor has places for {tokens}")
-        return rows.unsqueeze(1)
+        levels = [flat_rows(level, self._found.hidden_size) for level in (features.pooler_output, *deep)]
+        if {len(level) for level in levels} != {tokens}:
+            raise RuntimeError(f"the tower gives {len(levels[0])} rows, and its processor has places for {tokens}")
+        if len(levels) != self._found.levels:
+            raise RuntimeError(f"the tower gives {len(levels)} levels of rows in place of {self._found.levels}")
+        return torch.stack(levels, dim=1)
 
     def _placed(self, value: Tensor) -> Tensor:
         return value.to(self._device, self._dtype if value.is_floating_point() else None)

@@ -84,10 +84,12 @@ class LibraryAttention:
 class LibraryDecoder:
     """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, *, spans: bool = False) -> None:
-        """`model` is the library's, of which there need be no more than its text. `spans`: rows of one run see each
-        other."""
-        self.dtype, self.device, self.spans = dtype, device, spans
+    def __init__(
+        self, model: Any, dtype: torch.dtype, device: torch.device, *, axes: int = 1, spans: bool = False
+    ) -> None:
+        """`model` is the library's, of which there need be no more than its text. Places are counted on `axes` axes.
+        `spans`: rows of one run see each other."""
+        self.dtype, self.device, self.spans, self._axes = dtype, device, spans, axes
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
         if model.base_model is model or self._text is model:
@@ -117,8 +119,11 @@ class LibraryDecoder:
         places: Tensor | None = None,
     ) -> Tensor:
         """As `Decoder.forward`."""
+        more: dict[str, Any] = {}
         if deepstack is not None:
-            raise CheckpointError("the library's decoder takes no levels beyond the first")
+            more["visual_pos_masks"] = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
+            more["visual_pos_masks"][0, deepstack.index] = True
+            more["deepstack_visual_embeds"] = list(deepstack.values)
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -126,12 +131,13 @@ class LibraryDecoder:
             batch: GeneralBatch = batches[at]
             return batch.attend(query, key, value, caches[at], rule).view(*query.shape[:2], -1)
 
-        out = self._run(hidden, positions, attend)
+        out = self._run(hidden, positions, attend, **more)
         return out if places is None else out[places]
 
-    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
+        places = positions.long().unsqueeze(1) if self._axes > 1 else positions[:1].long()
         with attending(attend):
-            made = self._text(inputs_embeds=hidden.unsqueeze(0), position_ids=positions[:1].long(), use_cache=False)
+            made = self._text(inputs_embeds=hidden.unsqueeze(0), position_ids=places, use_cache=False, **more)
         out: Tensor = made.last_hidden_state[0]
         return out
 
@@ -147,7 +153,7 @@ class LibraryDecoder:
 
         with torch.inference_mode():
             ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._run(self.embed_tokens(ids), ids.unsqueeze(0), attend)
+            self._run(self.embed_tokens(ids), ids.expand(3, 1), attend)
         if not found:
             raise CheckpointError(f"{type(self._text).__name__} does not let others compute its attention")
         return dict(sorted(found.items()))

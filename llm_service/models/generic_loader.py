@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
+from common.library import LibraryModel
 from common.library_models import load
 from llm_service.models.generic import LibraryDecoder, text_alone
 from llm_service.models.trial import try_out
 
 
-def load_library_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryDecoder:
+def load_library_decoder(
+    checkpoint: Checkpoint, library: LibraryModel, dtype: torch.dtype, device: torch.device
+) -> LibraryDecoder:
     """Reads the text's weights alone. Raises CheckpointError where the library cannot, or we cannot serve it so."""
     found = try_out(checkpoint.folder)
     model = load(checkpoint.folder, text_alone, dtype, device)
-    return LibraryDecoder(model, dtype, device, spans=found.spans)
+    return LibraryDecoder(model, dtype, device, axes=library.axes, spans=found.spans)

@@ -35,5 +35,9 @@ class ServedModel:
             text, vision = TextConfig.of(checkpoint.config), checkpoint.config.get("vision_config", {})
             levels = 1 + len(vision.get("deepstack_visual_indexes") or ())
             return cls(text.family, text.hidden_size, text.vocab_size, text.max_position, levels)
-        found = library or describe(checkpoint)
+        return cls.by_library(library or describe(checkpoint))
+
+    @classmethod
+    def by_library(cls, found: LibraryModel) -> ServedModel:
+        """A model that the library computes."""
         return cls(library_family(found), found.hidden_size, found.vocab_size, found.max_position, found.levels, found)

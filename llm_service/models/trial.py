@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_models import config_of, made_up, processor_of, shrink
+from common.library_models import base_of, config_of, level_count, made_up, processor_of, rope_positions, shrink
 from llm_service.layers.cache_spec import cache_shapes
+from llm_service.models.decoder import Deepstack
 from llm_service.models.generic import LibraryDecoder, text_alone
 from llm_service.plan import Chunk
 
@@ -24,7 +25,7 @@ _BLOCK = 16
 _CLOSE = 1e-3
 """Of the largest logit: rounding of float32 is a thousandth of it, another mask a thousand times as much."""
 _PICTURE = 48, 64
-_TYPES = "token_type_ids", "mm_token_type_ids"
+_TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"), "image_grid_thw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class TrialPrompt:
-    """ids int64 [n], the places of rows among them, and the rows [m, hidden]."""
+    """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `more` is what else the library's
+    model takes of a prompt."""
 
     ids: Tensor
     places: Tensor
     rows: Tensor
-    types: dict[str, Tensor]
+    more: dict[str, Tensor]
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -71,9 +73,11 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
         shrink(config.get_text_config(decoder=True))
         model = made_up(config, text_alone)
         prompt = prompted()
+        has_axes = hasattr(model.base_model, "get_rope_index")
+        positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
         expected = _whole(model, prompt)
-        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"))
-        differences = {spans: _difference(decoder, prompt, expected, spans=spans) for spans in (False, True)}
+        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"), axes=3 if has_axes else 1)
+        differences = {spans: _difference(decoder, prompt, positions, expected, spans=spans) for spans in (False, True)}
     except CheckpointError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -92,7 +96,9 @@ def drawn_prompt(config: Any) -> TrialPrompt:
     ids = torch.arange(40) % 7 + 3
     ids[8:20], ids[24:30] = token, token
     types = (ids == token).long().unsqueeze(0)
-    return TrialPrompt(ids, *_rows(config, ids), dict.fromkeys(_TYPES, types))
+    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
+    grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
+    return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids})
 
 
 def _prompt(folder: Path, config: Any) -> TrialPrompt:
@@ -100,59 +106,74 @@ def _prompt(folder: Path, config: Any) -> TrialPrompt:
     processor = processor_of(folder)
     picture = Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))
     text = f"A few words before it {processor.image_token} and a few words behind it, to be read."
-    made = processor(images=[picture], text=[text], return_tensors="pt")
-    ids = made["input_ids"][0]
-    return TrialPrompt(ids, *_rows(config, ids), {kind: made[kind] for kind in _TYPES if kind in made})
+    more = {"return_mm_token_type_ids": True} if hasattr(base_of(config), "get_rope_index") else {}
+    made = processor(images=[picture], text=[text], return_tensors="pt", **more)
+    return _prompt_of(config, made["input_ids"][0], {kind: made[kind] for kind in (*_TYPES, _GRIDS) if kind in made})
 
 
-def _rows(config: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of rows, and drawn rows."""
+def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
+    """With rows that are drawn."""
     places = (ids == config.image_token_id).nonzero().flatten()
     hidden = config.get_text_config(decoder=True).hidden_size
-    return places, torch.randn(len(places), hidden, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(level_count(config), len(places), hidden, generator=torch.Generator().manual_seed(1))
+    return TrialPrompt(ids, places, rows, more)
+
+
+def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
+    """int64 [3, n], by the model's own rule."""
+    return rope_positions(base, {"input_ids": prompt.ids.unsqueeze(0), **prompt.more})
 
 
 def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
     taken = inspect.signature(model.forward).parameters.keys()
-    types = {kind: value for kind, value in prompt.types.items() if kind in taken}
-    output: object = None
-    for rows in ([prompt.rows], prompt.rows.unsqueeze(0), prompt.rows):
-        given = {"image": _Features(rows)}
+    more = {kind: value for kind, value in prompt.more.items() if kind in taken}
+    first, deep = prompt.rows[0], list(prompt.rows[1:])
+    why: object = None
+    apart = [[level] for level in deep]
+    for rows, levels in (([first], apart), ([first], deep), (first.unsqueeze(0), deep), (first, deep)):
+        given = {"image": _Features(rows, levels)}
         try:
-            made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **types)
+            made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **more)
         except (AttributeError, IndexError, TypeError, RuntimeError, ValueError) as error:
-            output = error
+            why = error
             continue
         logits: Tensor = made.logits[0].float()
         return logits
-    raise ValueError(f"it takes no rows from elsewhere: {output}")
+    raise ValueError(f"it takes no rows from elsewhere: {why}")
 
 
 class _Features:
     """As much of an encoder's output as the library's models look at."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Any, deep: Any) -> None:
         self.pooler_output = rows
+        self.deepstack_features = deep or None
 
     def __getattr__(self, _: str) -> None:
         return None
 
 
-def _difference(decoder: LibraryDecoder, prompt: TrialPrompt, expected: Tensor, *, spans: bool) -> float:
+def _difference(
+    decoder: LibraryDecoder, prompt: TrialPrompt, positions: Tensor, expected: Tensor, *, spans: bool
+) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
     chunk of another one that begins with other words, and of the prompt at once."""
     runs = prompt.runs if spans else []
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
-    whole = _logits(decoder, prompt, [(0, length)], runs)
-    cut = _logits(decoder, prompt, [(0, first), (first, last + 1), (last + 1, length)], runs)
+    whole = _logits(decoder, prompt, positions, [(0, length)], runs)
+    cut = _logits(decoder, prompt, positions, [(0, first), (first, last + 1), (last + 1, length)], runs)
     scale = expected.abs().max()
     return float(max((each - expected).abs().max() / scale for each in (whole, cut)))
 
 
 def _logits(
-    decoder: LibraryDecoder, prompt: TrialPrompt, cuts: list[tuple[int, int]], runs: list[tuple[int, int]]
+    decoder: LibraryDecoder,
+    prompt: TrialPrompt,
+    positions: Tensor,
+    cuts: list[tuple[int, int]],
+    runs: list[tuple[int, int]],
 ) -> Tensor:
     blocks = -(-len(prompt.ids) // _BLOCK)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
@@ -160,7 +181,7 @@ def _logits(
     caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
     layers = [next(caches[spec]) for spec in specs]
     embedded = decoder.embed_tokens(prompt.ids)
-    embedded[prompt.places] = prompt.rows.to(embedded)
+    embedded[prompt.places] = prompt.rows[0].to(embedded)
     other = embedded.flip(0)
     found: list[Tensor] = []
     for begin, end in cuts:
@@ -169,8 +190,17 @@ def _logits(
         count = end - begin
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         made = {spec: decoder.backend(shape).batch(chunks, here) for spec, shape in shapes.items()}
-        positions = torch.arange(begin, end).repeat(2).expand(3, -1)
+        placed = positions[:, begin:end].repeat(1, 2)
         packed = torch.cat([other[begin:end], embedded[begin:end]])
-        out = decoder(packed, positions, layers, [made[spec] for spec in specs], None)
+        deepstack = _deepstack(prompt, begin, end)
+        out = decoder(packed, placed, layers, [made[spec] for spec in specs], deepstack)
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
+
+
+def _deepstack(prompt: TrialPrompt, begin: int, end: int) -> Deepstack | None:
+    """The levels beyond the first of what the second of two chunks has of a prompt, from `begin` to `end`."""
+    here = (prompt.places >= begin) & (prompt.places < end)
+    if len(prompt.rows) == 1 or not here.any():
+        return None
+    return Deepstack(prompt.places[here] - begin + end - begin, prompt.rows[1:, here])

@@ -52,8 +52,8 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
     >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
-    if layout.replaced:  # one token after the other
-        return np.tile(np.arange(length, dtype=np.int32), (3, 1)), 0
+    if layout.replaced:
+        return _told_positions(length, spans)
     out = np.empty((3, length), np.int32)
     at, position = 0, 0
     runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].start)
@@ -67,6 +67,22 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
         at = run.start + run.count
     out[:, at:] = np.arange(position, position + length - at)
     return out, int(out.max(initial=-1)) + 1 - length
+
+
+def _told_positions(length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """The same where encoders say it; text, and rows of which nothing is said, count on."""
+    out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    moved = 0  # how far a token is from its index
+    for span in sorted(spans, key=lambda span: span.start):
+        parts = [part for part in span.header.replacement if part.rows]
+        for run, part in zip(span.runs, parts, strict=True):
+            end = run.start + run.count
+            if part.positions:
+                block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
+                out[:, run.start : end] = run.start + moved + block
+                moved += part.advance - run.count
+            out[:, end:] = np.arange(end, length) + moved
+    return out, moved
 
 
 def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:

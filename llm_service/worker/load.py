@@ -120,7 +120,7 @@ def _decoder(
     }
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
-    return load_library_decoder(checkpoint, dtype, device)
+    return load_library_decoder(checkpoint, settings.library, dtype, device)
 
 
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:

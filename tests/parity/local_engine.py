@@ -140,9 +140,9 @@ class LocalEngine:
         library: LibraryModel | None = None,
     ) -> None:
         checkpoint = Checkpoint(directory)
-        served = ServedModel.of(checkpoint, library)
+        served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
         if library is not None:
-            decoder = load_library_decoder(checkpoint, torch.float32, torch.device(device))
+            decoder = load_library_decoder(checkpoint, library, torch.float32, torch.device(device))
             attention = decoder.backend
         else:
             decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from llm_service.models.trial import try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests import reference
-from tests.parity.local_engine import LocalEngine, Prompt
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tools.models.tiny import RECIPES, make
 
 TOKENS = 32
@@ -62,7 +63,7 @@ class Served:
         found = library_models.describe(folder)
         tower = LibraryTower(folder, found, torch.float32, torch.device("cpu"))
         checkpoint = Checkpoint(folder)
-        builder = PromptBuilder(checkpoint, ServedModel.of(checkpoint, found))
+        builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
         return cls(folder, found, ItemProcessor(folder), tower, builder)
 
     def prompt(self, parts: list[Part], salt: str = "") -> Prompt:
@@ -124,6 +125,27 @@ def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None
         pytest.raises(CheckpointError, match="hands on a position_bias"),
     ):
         generic.attention(torch.nn.Module(), query, query, query, None, position_bias=query)
+
+
+def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:
+    """Rows with levels of deepstack, and positions in time, height and width, both ways."""
+    folder = checkpoints("qwen3_vl")
+    theirs = Served.of(folder)
+    assert (theirs.found.levels, theirs.found.axes) == (3, 3)
+    prompts = {name: theirs.prompt(parts) for name, parts in PROMPTS.items()}
+    ours = {name: make_prompt(folder, parts) for name, parts in PROMPTS.items()}
+    for name, prompt in prompts.items():
+        assert prompt.layout.ids == ours[name].layout.ids
+        assert (prompt.layout.positions, prompt.layout.mrope_delta) == (
+            ours[name].layout.positions,
+            ours[name].layout.mrope_delta,
+        )
+        for one, other in zip(prompt.rows, ours[name].rows, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    native = LocalEngine(folder).run(list(ours.values()), GREEDY)
+    for options in ({}, {"step_tokens": 16, "max_running": 3}):
+        said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
+        assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
 
 
 def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:

@@ -20,9 +20,10 @@ pytestmark = pytest.mark.soak  # six processes load the library
 PLANNER = "encoder_service.worker.planner"
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with pair(make("llava", tmp_path_factory.mktemp("llava")), light=False) as running:
+@pytest.fixture(scope="module", params=["llava", "idefics3", "gemma3"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One run of rows; runs with marks between them; rows that see each other."""
+    with pair(make(request.param, tmp_path_factory.mktemp(request.param)), light=False) as running:
         yield running
 
 
