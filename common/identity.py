@@ -39,6 +39,14 @@ VISION: Final = EncoderParts(
 """Of the Qwen families."""
 
 
+QWEN2_AUDIO_PARTS: Final = EncoderParts(
+    tensors=tuple(f"{where}{part}." for where in ("", "model.") for part in ("audio_tower", "multi_modal_projector")),
+    section="audio_config",
+    files=("preprocessor_config.json", "processor_config.json"),
+)
+"""Of Qwen2-Audio."""
+
+
 def framed(*fields: bytes) -> bytes:
     """Fields joined so that they can be told apart: each after its length."""
     return b"".join(len(field).to_bytes(8, "little") + field for field in fields)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from common.media.item import Grid, Media, PromptPart
 
 
 @dataclass(frozen=True, slots=True)
 class Item(Media):
-    """One picture or video to encode; `host` is the one that asks."""
+    """One picture, video or clip to encode; `host` is the one that asks."""
 
     salt: str = ""
     priority: int = 0
@@ -21,17 +22,23 @@ class Item(Media):
         return self.salt, "" if self.salt else self.host
 
 
+SAMPLE_RATE: Final = 16_000
+"""Samples of sound in a second, once it is decoded: what every model takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
 
-    `frames` is 1 and `fps` 0 for a picture.
+    `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples at `SAMPLE_RATE`, `fps` those that its
+    file has in a second, and `channels` how many of them at a time.
     """
 
     width: int
     height: int
     frames: int = 1
     fps: float = 0.0
+    channels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class Plan:
 
     `tokens` are the rows that the tower makes of it. `frames` are the frame numbers to decode, padded to whole frame
     groups (one for a picture); `height` and `width` are what the decoder gives; `resized` is the (height, width) that
-    patches are cut from. `pruning` says which rows stay; None: all. `replacement` is as in `Header`.
+    patches are cut from. `pruning` says which rows stay; None: all. `replacement` is as in `Header`. A pixel has
+    `depth` bytes: 3 colours, or one sample of sound as float32, of which all are one line of one frame.
     """
 
     grid: Grid
@@ -62,6 +70,7 @@ class Plan:
     seconds_per_grid: float = 0.0
     pruning: Pruning | None = None
     replacement: tuple[PromptPart, ...] = ()
+    depth: int = 3
 
     @property
     def kept(self) -> int:
@@ -69,6 +78,11 @@ class Plan:
         return self.tokens if self.pruning is None else self.pruning.count
 
     @property
+    def frame_bytes(self) -> int:
+        """Bytes of one decoded frame, [height, width, depth] uint8."""
+        return self.height * self.width * self.depth
+
+    @property
     def pixel_bytes(self) -> int:
-        """Bytes of the decoded frames, [frames, height, width, 3] uint8."""
-        return len(self.frames) * self.height * self.width * 3
+        """Bytes of all of them."""
+        return len(self.frames) * self.frame_bytes

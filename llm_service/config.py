@@ -156,6 +156,7 @@ class LlmConfig(ServerConfig):
     )
     max_images: int = option(16, "pictures in one request", minimum=0)
     max_videos: int = option(2, "videos in one request", minimum=0)
+    max_audios: int = option(4, "sounds in one request", minimum=0)
     max_choices: int = option(8, "n of one request", minimum=1)
     max_logprobs: int = option(20, "logprobs of one request", minimum=0)
     max_stop_texts: int = option(8, "stop texts of one request", minimum=0)
@@ -197,8 +198,8 @@ class LlmConfig(ServerConfig):
 
     @property
     def max_items(self) -> dict[Modality, int]:
-        """How many items of each modality that is served one request may hold."""
-        return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos}
+        """How many items of each modality one request may hold, where the model takes them."""
+        return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos, Modality.AUDIO: self.max_audios}
 
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""

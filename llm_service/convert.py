@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,14 +41,26 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 31),
     "min_tokens": (0, 1 << 31),
 }
+VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
+"""What most models take."""
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 
 class RequestReader:
-    """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings."""
+    """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings, and
+    `modalities` what the model takes."""
 
-    def __init__(self, config: LlmConfig, model: str, vocab_size: int, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: LlmConfig,
+        model: str,
+        vocab_size: int,
+        defaults: dict[str, Any],
+        modalities: Collection[Modality] = VISION,
+    ) -> None:
         self._config = config
+        self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
+        """How many items of each modality one request may hold."""
         self._model = model
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
@@ -129,12 +141,12 @@ class RequestReader:
         return ChatPrompt(tuple(messages), tuple(tools), chat.thinking if chat.HasField("thinking") else None)
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
-        if len(given) > (limit := sum(self._config.max_items.values())):
+        if len(given) > (limit := sum(self.max_items.values())):
             raise _too_many_items(limit, "media item")
         return [self._media(message, index, f"{field}[{index}]") for index, message in enumerate(given)]
 
     def _media(self, message: media_pb2.Media, index: int, field: str) -> MediaItem:
-        media = read_media(message, field, self._config.max_items)
+        media = read_media(message, field, self.max_items)
         return MediaItem(media.modality, media.source, self._options(media), media.mime_type, field, index)
 
     def _options(self, media: Media) -> Options:
@@ -146,7 +158,7 @@ class RequestReader:
         return replace(given, video_pruning_rate=rate)
 
     def _check_media(self, media: list[MediaItem]) -> None:
-        for kind, limit in self._config.max_items.items():
+        for kind, limit in self.max_items.items():
             if sum(item.modality == kind for item in media) > limit:
                 raise _too_many_items(limit, kind)
 

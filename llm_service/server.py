@@ -114,7 +114,8 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters)
         running.push_async_callback(_prove_idle, generator, encoder_cache)
         meters.watch(admission, engine, encoder_cache, receiver, pool)
-        requests = RequestReader(config, model, prompts.vocab_size, checkpoint.json("generation_config.json"))
+        defaults = checkpoint.json("generation_config.json")
+        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities)
         components = Components(
             config,
             model,

@@ -155,7 +155,7 @@ class LlmServicer(LlmServiceServicer):
             vocab_size=components.prompts.vocab_size,
             tensor_parallel=components.config.tp,
             devices=ready.devices if ready else [],
-            modalities=[MODALITIES[modality] for modality in components.config.max_items],
+            modalities=[MODALITIES[modality] for modality in components.requests.max_items],
             tool_format=_tool_format(components.prompts.template),
         )
 

@@ -65,6 +65,9 @@ class SoundProcessor:
     merge: int = 2
     preprocess: str = "tests.toy_sound:sound_patches"
 
+    def rows(self, grid: Grid) -> int:
+        return grid.t
+
     def plan(self, seen: Inspection, options: Options) -> Plan:
         rows = seen.frames // 16
         return Plan(Grid(rows, 2, 2), rows, tuple(range(16 * rows)), 1, 1, (1, 1), tuple(map(float, range(rows))), 4.0)
@@ -90,6 +93,7 @@ FAMILY = replace(QWEN3_VL, processors=_processors)
 SPEC = ModalitySpec(
     formats={"TOY": Format(lambda head: head.startswith(_HEAD), frozenset({"audio/x-toy"}))},
     options=frozenset(),
+    has_pixels=False,
     has_times=True,
     is_slow=False,
     max_items=lambda _: 1,

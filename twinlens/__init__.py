@@ -14,7 +14,19 @@ from twinlens.answers import Answer, Completion
 from twinlens.channel import Endpoint, Tls
 from twinlens.client import EncoderClient, LlmClient
 from twinlens.errors import InterruptedStreamError, NotReachableError, TwinlensError
-from twinlens.prompts import Prompt, assistant, generate_request, image, message, system, tool, tool_result, user, video
+from twinlens.prompts import (
+    Prompt,
+    assistant,
+    audio,
+    generate_request,
+    image,
+    message,
+    system,
+    tool,
+    tool_result,
+    user,
+    video,
+)
 from twinlens.streams import AsyncStream, Stream
 from twinlens.v1 import SamplingParams
 
@@ -36,6 +48,7 @@ __all__ = [
     "TwinlensError",
     "__version__",
     "assistant",
+    "audio",
     "generate_request",
     "image",
     "message",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from twinlens.v1 import (
+    MODALITY_AUDIO,
     MODALITY_IMAGE,
     MODALITY_VIDEO,
     ChatInput,
@@ -79,6 +80,13 @@ def video(
         video_pruning_rate=pruning_rate,
     )
     return _media(MODALITY_VIDEO, source, options, mime_type, known_key)
+
+
+def audio(source: Source, *, mime_type: str | None = None, known_key: bytes = b"") -> Media:
+    """A sound clip: WAV, MP3, FLAC, Ogg, M4A, or a video, of which its own track is heard. Raises OSError for a file
+    that cannot be read, ValueError for an address of another kind. `mime_type` and `known_key` as in `image`.
+    """
+    return _media(MODALITY_AUDIO, source, MediaOptions(), mime_type, known_key)
 
 
 def message(role: str, *parts: str | Media) -> ChatMessage:

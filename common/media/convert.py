@@ -56,10 +56,11 @@ def read_media(message: media_pb2.Media, field: str, served: Container[Modality]
     """An item of a request; raises Unsupported or InvalidInput for a modality that is not `served`, no source, a known
     key that goes with none, or too many times."""
     modality = _MODALITY_OF.get(message.modality)
-    if modality is Modality.AUDIO and modality not in served:
-        raise Unsupported("audio is not served by this model", reason="NO_AUDIO", field=f"{field}.modality")
-    if modality is None or modality not in served:
+    if modality is None:
         raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
+    if modality not in served:
+        reason = "NO_AUDIO" if modality is Modality.AUDIO else "NO_VISION"
+        raise Unsupported(f"{modality} is not served by this model", reason=reason, field=f"{field}.modality")
     source = _read_source(message, field)
     if message.known_key and not isinstance(source, Url):
         raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")

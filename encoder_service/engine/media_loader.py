@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from common.arena import Range, SharedBuffer
-from common.errors import Unsupported
+from common.errors import InvalidInput, Unsupported
 from common.media.item import Embedding, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
@@ -76,15 +76,19 @@ class MediaLoader:
         processor = self._plans.processors[item.modality]
         match item.source:
             case Embedding() as rows:
-                checks.check_rows(rows, item, self.layout, processor.merge, self._max_patches, self._limits)
+                squares = processor.rows(rows.grid)
+                checks.check_rows(rows, item, self.layout, squares, self._max_patches, self._limits)
                 await in_thread(checks.check_finite, rows, f"{item.field}.embedding")
-                return _plan_of_rows(rows, processor.merge)
+                return _plan_of_rows(rows, squares)
             case Pixels() as pixels:
                 plan = processor.plan_pixels(pixels, item.options)
             case _:
                 seen = await self._inspect(flight, time_budget)
                 spec.check(seen, item.field, self._limits)
-                plan = processor.plan(seen, item.options)
+                try:
+                    plan = processor.plan(seen, item.options)
+                except InvalidInput as error:
+                    raise error.at(item.field) from None
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return pruned(plan, item.options, processor.merge, item.field)
 
@@ -170,9 +174,8 @@ class MediaLoader:
             yield lease
 
 
-def _plan_of_rows(rows: Embedding, merge: int) -> Plan:
-    """The plan of rows that are computed already, and pruned where they are said to be."""
-    squares = rows.grid.patches // merge**2
+def _plan_of_rows(rows: Embedding, squares: int) -> Plan:
+    """The plan of rows that are computed already, of so many, and pruned where they are said to be."""
     pruning = Pruning(rows.count, rows.kept_rows) if rows.count < squares else None
     return Plan(rows.grid, squares, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid, pruning)
 

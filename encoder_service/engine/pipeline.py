@@ -267,14 +267,14 @@ class _ItemWork:
     def _piece(self, first: int, end: int) -> Piece:
         """Frame groups [first, end)."""
         plan = self.plan
-        frame_bytes = plan.height * plan.width * 3
         tokens = plan.tokens // plan.grid.t
         return Piece(
             modality=self.flight.item.modality.value,
-            pixels=self.pixels.offset + first * self.frames_per_group * frame_bytes,
+            pixels=self.pixels.offset + first * self.frames_per_group * plan.frame_bytes,
             frames=(end - first) * self.frames_per_group,
             height=plan.height,
             width=plan.width,
+            depth=plan.depth,
             resized=plan.resized,
             grid=(end - first, plan.grid.h, plan.grid.w),
             tokens=(end - first) * tokens,

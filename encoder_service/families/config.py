@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import describe
 from encoder_service.families.family import LibraryConfig, ModelConfig, ServedConfig
@@ -21,9 +24,11 @@ def read(checkpoint: Checkpoint) -> ModelConfig:
     or contradicts another."""
     config = checkpoint.config
     family = family_of(config)
-    tower = config.get(family.parts.section)
+    tower: Mapping[str, Any] | None = config.get(family.parts.section)
     if not isinstance(tower, dict):
         raise CheckpointError(f"config.json describes no tower: it has no {family.parts.section}")
+    if family.complete is not None:
+        tower = family.complete(config)
     try:
         levels, width = family.row_shape(tower)
         processors = family.processors(checkpoint, tower)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from common.checkpoint import Checkpoint
 from common.identity import VISION, EncoderParts
 from common.library import LIBRARY, LibraryModel
-from common.media.item import Modality, Options, Pixels
+from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 
 
@@ -27,8 +27,12 @@ class Processor(Protocol):
         """The function ("module:function", a `worker.patches.Preprocess`) that makes patches in the device workers."""
         ...
 
+    def rows(self, grid: Grid) -> int:
+        """Rows of a grid; 0 where no item has one like that."""
+        ...
+
     def plan(self, seen: Inspection, options: Options) -> Plan:
-        """The plan of a file."""
+        """The plan of a file. Raises InvalidInput, without a field, for what the model does not take."""
         ...
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
@@ -43,13 +47,15 @@ class Family:
     `tower` is the class ("module:Class") that is built from the tower's part of config.json, imported by device workers
     alone. `row_shape` reads there what a row is: (levels, width). `processors` reads, there and in the checkpoint's
     other files, how items of each modality that the family serves are processed. Both raise CheckpointError for what is
-    not supported, and KeyError for what is not stated. `parts` is where a checkpoint has all of this.
+    not supported, and KeyError for what is not stated. `parts` is where a checkpoint has all of this; `complete` makes
+    of config.json what the tower is built from, where its section there is not all.
     """
 
     tower: str
     row_shape: Callable[[Mapping[str, Any]], tuple[int, int]]
     processors: Callable[[Checkpoint, Mapping[str, Any]], Mapping[Modality, Processor]]
     parts: EncoderParts = VISION
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ class PixelSettings:
         return Grid(groups, resized[0] // self.patch, resized[1] // self.patch)
 
     def rows(self, grid: Grid) -> int:
-        """Rows that a grid becomes."""
-        return grid.patches // self.merge**2
+        """Rows that a grid becomes; 0 where it does not divide into squares."""
+        return 0 if grid.h % self.merge or grid.w % self.merge else grid.patches // self.merge**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class ImageProcessor:
     @property
     def merge(self) -> int:
         return self.pixels.merge
+
+    def rows(self, grid: Grid) -> int:
+        """As `Processor.rows` has it."""
+        return self.pixels.rows(grid)
 
     def plan(self, seen: Inspection, options: Options) -> Plan:
         """A 640 × 480 picture with factor 28 and wide bounds becomes 644 × 476: grid (1, 34, 46)."""
@@ -103,6 +107,10 @@ class VideoProcessor:
     @property
     def merge(self) -> int:
         return self.pixels.merge
+
+    def rows(self, grid: Grid) -> int:
+        """As `Processor.rows` has it."""
+        return self.pixels.rows(grid)
 
     def plan(self, seen: Inspection, options: Options) -> Plan:
         """Which frames, how large, and when each frame group is."""

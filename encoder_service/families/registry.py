@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from encoder_service.families.family import Family
+from encoder_service.families.qwen2_audio import QWEN2_AUDIO
 from encoder_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from encoder_service.families.qwen3_5 import QWEN3_5
 from encoder_service.families.qwen3_vl import QWEN3_VL
@@ -18,6 +19,7 @@ FAMILIES: Final = {
     "qwen3_vl_moe": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "qwen2_audio": QWEN2_AUDIO,
 }
 """By `model_type` in config.json, as in the LLM service."""
 

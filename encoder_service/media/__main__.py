@@ -50,7 +50,7 @@ _UNREADABLE = (
     struct.error,
     zlib.error,
 )
-"""What Pillow and decord raise for broken input."""
+"""What Pillow, decord and PyAV raise for broken input."""
 
 _STANDARD_STREAMS = 3
 """Descriptors that are always open, so that with this as their limit there is no number left for another."""
@@ -93,7 +93,7 @@ class OpenFile(Protocol):
         ...
 
     def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-        """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there."""
+        """Writes frames by number into `out`, [len(frames), height, width, depth] uint8; yields how many are there."""
         ...
 
 
@@ -125,7 +125,7 @@ class Desk:
         return Inspected(seen)
 
     def _decode(self, job: Decode) -> Iterator[FromDecoder]:
-        shape = (len(job.frames), job.height, job.width, 3)
+        shape = (len(job.frames), job.height, job.width, job.depth)
         out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
         yield from map(Decoding, self._file(job).decode(job.frames, out))
         yield Decoded()

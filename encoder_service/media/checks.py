@@ -24,6 +24,8 @@ def check_item(item: Item, limits: MediaLimits) -> None:
     match item.source:
         case Key() | Embedding() | Url():  # see `check_rows` and `Fetcher.check`; what a download brings comes back
             return
+        case Pixels() if not spec.has_pixels:
+            raise InvalidInput(f"pixels are not {item.modality}", reason="BAD_PIXELS", field=f"{item.field}.pixels")
         case Pixels() as pixels:
             _check_size(item, spec, limits)
             _check_pixels(pixels, spec, f"{item.field}.pixels", limits)
@@ -59,15 +61,15 @@ def _check_pixels(pixels: Pixels, spec: ModalitySpec, field: str, limits: MediaL
 
 def _check_options(options: Options, spec: ModalitySpec, field: str, limits: MediaLimits) -> None:
     refuse = partial(_bad_option, field)
+    for name in options.stated():
+        if name not in spec.options:
+            raise refuse(name, "is no option of this kind of media")
     for name in ("min_pixels", "max_pixels"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= limits.max_video_area:
             raise refuse(name, f"must be from 1 to {limits.max_video_area}")
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise refuse("min_pixels", "must not be above max_pixels")
-    for name in ("fps", "max_frames", "video_pruning_rate", "kept_rows"):
-        if name not in spec.options and getattr(options, name) is not None:
-            raise refuse(name, "is an option of videos alone")
     if options.fps is not None and not (math.isfinite(options.fps) and 0 < options.fps <= 1000):
         raise refuse("fps", "must be above 0 and at most 1000")
     if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
@@ -99,21 +101,21 @@ def _bad_option(field: str, name: str, why: str) -> InvalidInput:
 
 
 def check_rows(
-    rows: Embedding, item: Item, layout: RowLayout, merge: int, max_patches: int, limits: MediaLimits
+    rows: Embedding, item: Item, layout: RowLayout, squares: int, max_patches: int, limits: MediaLimits
 ) -> None:
-    """Raises InvalidInput unless the rows are those of one picture or video, in this model's layout.
+    """Raises InvalidInput unless the rows are those of one item, in this model's layout.
 
-    `max_patches` is the most of one frame group. The values are not looked at; `check_finite` does that.
+    `squares` are the rows of its whole grid, 0 where no item has such a grid; `max_patches` is the most of one frame
+    group. The values are not looked at; `check_finite` does that.
     """
     grid, field, spec = rows.grid, f"{item.field}.embedding", SPECS[item.modality]
     if (rows.dtype, rows.levels, rows.width) != (layout.dtype, layout.levels, layout.width):
         raise _bad_rows("the element type, levels or width are not this model's", field)
-    if not 1 <= grid.t <= spec.max_frames(limits) or min(grid.h, grid.w) < 1 or grid.h % merge or grid.w % merge:
+    if not 1 <= grid.t <= spec.max_frames(limits) or min(grid.h, grid.w) < 1 or squares < 1:
         raise _bad_rows(f"the grid is not one of a {item.modality}", field)
     if grid.h * grid.w > max_patches:
         raise _bad_rows(f"the grid has more than {max_patches} patches", field)
     _check_times(rows, field, has_times=spec.has_times)
-    squares = grid.patches // merge**2
     if rows.kept_rows and not ("kept_rows" in spec.options and kept_rows.fits(rows.kept_rows, squares)):
         raise _bad_rows("kept_rows are not those of the video's grid", field)
     if rows.count != (kept_rows.count(rows.kept_rows) if rows.kept_rows else squares):

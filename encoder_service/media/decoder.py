@@ -141,6 +141,7 @@ class DecoderPool:
             frames=list(plan.frames),
             height=plan.height,
             width=plan.width,
+            depth=plan.depth,
         )
         await self._job(job, field, time_budget or self.time_budget(), on_frames)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.config import option, size
 from common.errors import InvalidInput
-from encoder_service.item import Inspection, Plan
+from encoder_service.item import SAMPLE_RATE, Inspection, Plan
 from encoder_service.media.messages import Bounds
 
 MAX_SECONDS = 1e7
@@ -38,8 +38,15 @@ class MediaLimits:
     max_video_chunks: int = option(
         500_000, "most boxes, elements or packets that a video's file may be made of", minimum=64
     )
+    max_audio_bytes: int = option(
+        32 << 20, "largest encoded sound, a video with its track included", parse=size, minimum=1
+    )
+    max_audio_seconds: float = option(600.0, "longest sound; a model may take less", minimum=0.1)
+    max_audio_rate: int = option(192_000, "most samples of sound in a second", minimum=1)
+    max_audio_channels: int = option(8, "most channels of sound", minimum=1)
     max_images: int = option(16, "most pictures in one request", minimum=1)
     max_videos: int = option(2, "most videos in one request", minimum=1)
+    max_audios: int = option(4, "most sounds in one request", minimum=1)
 
     @property
     def bounds(self) -> Bounds:
@@ -50,6 +57,9 @@ class MediaLimits:
             image_scans=self.max_image_scans,
             packed_bmp_bytes=self.max_packed_bmp_bytes,
             video_chunks=self.max_video_chunks,
+            audio_seconds=self.max_audio_seconds,
+            audio_rate=self.max_audio_rate,
+            audio_channels=self.max_audio_channels,
         )
 
 
@@ -66,6 +76,23 @@ def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
     if seen.frames > limits.max_scanned_frames:
         raise InvalidInput(
             f"the video has more than {limits.max_scanned_frames} frames", reason="VIDEO_TOO_LONG", field=field
+        )
+
+
+def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
+    """Checks what a file's sound is, which has been decoded as far as that allows."""
+    if not 0 < seen.fps <= limits.max_audio_rate or not 0 < seen.channels <= limits.max_audio_channels:
+        raise InvalidInput(
+            f"the sound must have at most {limits.max_audio_rate} samples a second, of {limits.max_audio_channels} "
+            "channels",
+            reason="AUDIO_FORMAT",
+            field=field,
+        )
+    if seen.frames > limits.max_audio_seconds * SAMPLE_RATE:
+        raise InvalidInput(
+            f"the sound goes on for more than {limits.max_audio_seconds:g} seconds",
+            reason="AUDIO_TOO_LONG",
+            field=field,
         )
 
 

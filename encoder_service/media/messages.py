@@ -17,6 +17,9 @@ class Bounds(msgspec.Struct, frozen=True):
     image_scans: int
     packed_bmp_bytes: int
     video_chunks: int
+    audio_seconds: float
+    audio_rate: int
+    audio_channels: int
 
 
 class DecoderSettings(msgspec.Struct, tag=True):
@@ -47,7 +50,7 @@ class Inspect(msgspec.Struct, tag=True):
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, 3] uint8.
+    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, depth] uint8.
 
     `key` as in `Inspect`.
     """
@@ -60,6 +63,7 @@ class Decode(msgspec.Struct, tag=True):
     frames: list[int]
     height: int
     width: int
+    depth: int = 3
 
 
 class Ready(msgspec.Struct, tag=True):

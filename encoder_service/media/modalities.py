@@ -1,8 +1,5 @@
 """The modalities that there are, a row for each: all that differs between their files. What a model makes of their
-items, and whether it takes them, its family says (`families.family.Processor`).
-
-Audio, say, is one more row, and the module of its decoder.
-"""
+items, and whether it takes them, its family says (`families.family.Processor`)."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from dataclasses import dataclass
 from common.media.item import Modality
 from encoder_service.item import Inspection
 from encoder_service.media import sniff
-from encoder_service.media.limits import MediaLimits, check_picture, check_video
+from encoder_service.media.limits import MediaLimits, check_picture, check_sound, check_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalitySpec:
     """How items of one modality are told, bounded and decoded.
 
-    `formats` are those that are taken. `options` are those that it knows beside bounds of pixels. `has_times` says that
-    its frames have times. `is_slow` says that it takes long, to look into as well, so that not all decode processes are
-    given to it at once, and what was opened to look at it is kept open to be decoded.
+    `formats` are those that are taken. `options` are those that it knows. `has_pixels` says that a caller may have
+    decoded it, `has_times` that its frames have times. `is_slow` says that it takes long, to look into as well, so that
+    not all decode processes are given to it at once, and what was opened to look at it is kept open to be decoded.
 
     `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
     reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
@@ -31,6 +28,7 @@ class ModalitySpec:
 
     formats: Mapping[str, sniff.Format]
     options: frozenset[str]
+    has_pixels: bool
     has_times: bool
     is_slow: bool
     max_items: Callable[[MediaLimits], int]
@@ -45,7 +43,8 @@ class ModalitySpec:
 SPECS: dict[Modality, ModalitySpec] = {
     Modality.IMAGE: ModalitySpec(
         formats=sniff.IMAGES,
-        options=frozenset(),
+        options=frozenset(("min_pixels", "max_pixels")),
+        has_pixels=True,
         has_times=False,
         is_slow=False,
         max_items=lambda limits: limits.max_images,
@@ -58,7 +57,8 @@ SPECS: dict[Modality, ModalitySpec] = {
     ),
     Modality.VIDEO: ModalitySpec(
         formats=sniff.VIDEOS,
-        options=frozenset(("fps", "max_frames", "video_pruning_rate", "kept_rows")),
+        options=frozenset(("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")),
+        has_pixels=True,
         has_times=True,
         is_slow=True,
         max_items=lambda limits: limits.max_videos,
@@ -68,5 +68,19 @@ SPECS: dict[Modality, ModalitySpec] = {
         too_large="VIDEO_TOO_LARGE",
         check=check_video,
         decoder="encoder_service.media.video:VideoFile",
+    ),
+    Modality.AUDIO: ModalitySpec(
+        formats=sniff.AUDIOS,
+        options=frozenset(),
+        has_pixels=False,
+        has_times=False,
+        is_slow=True,
+        max_items=lambda limits: limits.max_audios,
+        max_bytes=lambda limits: limits.max_audio_bytes,
+        max_area=lambda _: 0,
+        max_frames=lambda _: 1,
+        too_large="AUDIO_TOO_LARGE",
+        check=check_sound,
+        decoder="encoder_service.media.audio:AudioFile",
     ),
 }

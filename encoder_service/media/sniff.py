@@ -12,6 +12,8 @@ from common.errors import InvalidInput
 from common.media.item import Encoded
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_MP3_LAYERS = (b"\xfb", b"\xfa", b"\xf3", b"\xf2", b"\xe3", b"\xe2")
+"""The second byte of a frame: MPEG 1, 2 and 2.5, layer 3, with a checksum or without."""
 _EBML_KINDS = (b"matroska", b"webm")
 
 
@@ -25,6 +27,10 @@ class Format:
 
 def _format(fits: Callable[[bytes], bool], *mime_types: str) -> Format:
     return Format(fits, frozenset(mime_types))
+
+
+def _with(known: Format, *mime_types: str) -> Format:
+    return Format(known.fits, known.mime_types | frozenset(mime_types))
 
 
 IMAGES: Final[dict[str, Format]] = {
@@ -59,6 +65,29 @@ VIDEOS: Final[dict[str, Format]] = {
     "FLV": _format(lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09", "video/x-flv"),
     "MPEGTS": _format(lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47, "video/mp2t"),
 }
+
+
+AUDIOS: Final[dict[str, Format]] = {
+    "WAV": _format(
+        lambda head: head.startswith(b"RIFF") and head[8:12] == b"WAVE",
+        "audio/wav",
+        "audio/x-wav",
+        "audio/wave",
+        "audio/vnd.wave",
+    ),
+    "MP3": _format(
+        lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] in _MP3_LAYERS),
+        "audio/mpeg",
+        "audio/mp3",
+        "audio/x-mp3",
+        "audio/mpeg3",
+    ),
+    "FLAC": _format(lambda head: head.startswith(b"fLaC"), "audio/flac", "audio/x-flac"),
+    "OGG": _format(lambda head: head.startswith(b"OggS"), "audio/ogg", "application/ogg", "audio/opus", "audio/vorbis"),
+    "MP4": _with(VIDEOS["MP4"], "audio/mp4", "audio/m4a", "audio/x-m4a"),
+    "MATROSKA": _with(VIDEOS["MATROSKA"], "audio/webm", "audio/x-matroska"),
+}
+"""Files of sound, and videos with a track of their own."""
 
 
 def format_of(head: bytes, formats: Mapping[str, Format]) -> str | None:

@@ -104,7 +104,16 @@ def frame_groups(grids: Sequence[Grid]) -> list[int]:
     return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
 
 
-class PackedTower(nn.Module):
+class AttendingTower(nn.Module):
+    """A tower that attends inside of segments of a packed batch. The back end is chosen when it is loaded."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.backend: Backend = Sdpa()
+
+
+class PackedTower(AttendingTower):
     """A tower of blocks, built from `vision_config`. A family sets these numbers and gives the steps.
 
     There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
@@ -119,17 +128,15 @@ class PackedTower(nn.Module):
     longest: tuple[int | None, ...] = (None,)
 
     def __init__(self, config: Mapping[str, Any], width: int) -> None:
-        super().__init__()
+        super().__init__(width // config["num_heads"])
         self.width = width
         self.merge: int = config["spatial_merge_size"]
-        self.head_dim: int = width // config["num_heads"]
         rope = config.get("rope_parameters") or {}
         self.theta: float = rope.get("rope_theta", 10000.0)
         if self.head_dim * config["num_heads"] != width or self.head_dim % 4:
             raise CheckpointError(f"{config['num_heads']} heads of rows and columns do not share {width} numbers")
         if rope.get("rope_type", "axial") not in ("axial", "default"):
             raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
-        self.backend: Backend = Sdpa()
         self.capturable: Sequence[Backend] = [self.backend]
         """The back ends that CUDA graphs may have (`attention.capturable`)."""
 
@@ -198,9 +205,10 @@ def load_tower(
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
     finalize_linears(tower)
-    if isinstance(tower, PackedTower):
+    if isinstance(tower, AttendingTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
-        tower.capturable = capturable(attention, device, dtype, tower.head_dim)
+        if isinstance(tower, PackedTower):
+            tower.capturable = capturable(attention, device, dtype, tower.head_dim)
     elif attention != "auto":
         raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
     return tower

@@ -35,7 +35,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
 class Piece(msgspec.Struct):
     """One item, or some frame groups of a video.
 
-    Pixels [frames, height, width, 3] uint8 lie at `pixels` in the staging arena; they become the grid (t, h, w) of
+    Pixels [frames, height, width, depth] uint8 lie at `pixels` in the staging arena; they become the grid (t, h, w) of
     patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the store arena, and to
     `pool` in the worker's pool, unless that is negative.
     """
@@ -50,6 +50,7 @@ class Piece(msgspec.Struct):
     tokens: int
     rows: int
     pool: int = -1
+    depth: int = 3
 
 
 class Batch(msgspec.Struct, tag=True):

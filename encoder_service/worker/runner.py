@@ -20,8 +20,8 @@ from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row
 from common.gpu import CudaCapture, gpu_seconds, use_gpu
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
-from encoder_service.item import Inspection
-from encoder_service.models.tower import PackedTower, Tower, load_tower
+from encoder_service.item import SAMPLE_RATE, Inspection
+from encoder_service.models.tower import AttendingTower, PackedTower, Tower, load_tower
 from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import Preprocess
@@ -132,12 +132,12 @@ class Runner:
         """
         modality, processor = next(iter(self._config.processors.items()))
         for side in (64, 320) if self.device.type == "cuda" else (64,):
-            plan = processor.plan(Inspection(side, side), Options(min_pixels=side * side, max_pixels=side * side))
-            shape = (len(plan.frames), plan.height, plan.width, 3)
+            plan = processor.plan(*_example(modality, side))
+            shape = (len(plan.frames), plan.height, plan.width, plan.depth)
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
             self._staged.run(inputs, self._staged.prepare([plan.grid], self.device)).isfinite().all().item()
-        attention = self._tower.backend.name if isinstance(self._tower, PackedTower) else "its own"
+        attention = self._tower.backend.name if isinstance(self._tower, AttendingTower) else "its own"
         return WorkerReady(attention, self._graphed.budgets if self._graphed else [], self.pool_made())
 
     def pool_made(self) -> PoolMade | None:
@@ -235,9 +235,9 @@ class Runner:
         return made
 
     def pixels_of(self, piece: Piece) -> Tensor:
-        """A piece's frames [T, H, W, 3] uint8, on the host."""
-        shape = (piece.frames, piece.height, piece.width, 3)
-        count = piece.frames * piece.height * piece.width * 3
+        """A piece's frames [T, H, W, depth] uint8, on the host."""
+        shape = (piece.frames, piece.height, piece.width, piece.depth)
+        count = piece.frames * piece.height * piece.width * piece.depth
         return self._staging[piece.pixels : piece.pixels + count].view(shape)
 
     def _patches(self, piece: Piece) -> Tensor:
@@ -273,6 +273,13 @@ def _each(pieces: Sequence[Piece], rows: Tensor) -> Iterator[tuple[Piece, Tensor
 def _bytes(tensor: Tensor) -> Tensor:
     """What lies there, uint8 [n]; the tensor is contiguous."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _example(modality: Modality, side: int) -> tuple[Inspection, Options]:
+    """A picture of so many pixels a side, or a clip of as many hundredths of a second."""
+    if modality is Modality.AUDIO:
+        return Inspection(1, 1, frames=side * SAMPLE_RATE // 100), Options()
+    return Inspection(side, side), Options(min_pixels=side * side, max_pixels=side * side)
 
 
 def _function(name: str) -> Preprocess:

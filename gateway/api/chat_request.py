@@ -57,7 +57,7 @@ class Audio(Model):
     """A clip, in base64."""
 
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    format: Literal["wav", "mp3", "flac", "ogg", "m4a"]
 
 
 class AudioPart(Model):

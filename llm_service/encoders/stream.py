@@ -99,9 +99,7 @@ class EncodeStream:
     def _check(self, header: Header, layout: RowLayout) -> None:
         if layout != self._layout:
             raise DataLoss("the encoder's rows do not fit this model")
-        grid, merge = header.grid, self._merge
-        groups = len(header.timestamps) + (header.modality is Modality.IMAGE)  # only a picture has no times
-        if grid.h % merge or grid.w % merge or header.all_rows * merge**2 != grid.patches or groups != grid.t:
+        if not _is_consistent(header, self._merge):
             raise DataLoss("the encoder's header contradicts itself")
         places = [part.rows for part in header.replacement]
         if (sum(places) if self._replaced else header.tokens) != header.tokens or min(places, default=0) < 0:
@@ -168,6 +166,17 @@ class EncodeStream:
                 # The encoder was sent this one item, under a name that our caller does not know.
                 raise from_plain_status(event.error.status).at(self._field, instead_of=_ITEM)
             yield event
+
+
+def _is_consistent(header: Header, merge: int) -> bool:
+    """Whether grid, rows and times go together. Of a clip, how many rows its grid has is its family's business."""
+    grid = header.grid
+    if header.modality is Modality.AUDIO:
+        return (grid.t, grid.h) == (1, 1) and header.tokens <= grid.w and not (header.timestamps or header.grid_rows)
+    groups = len(header.timestamps) + (header.modality is Modality.IMAGE)  # only a picture has no times
+    if grid.h % merge or grid.w % merge or groups != grid.t:
+        return False
+    return header.all_rows * merge**2 == grid.patches
 
 
 def _run(event: Event) -> ArrivedRows | None:

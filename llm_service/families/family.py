@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from common.identity import VISION, EncoderParts
 from common.media.item import Header, Modality
@@ -59,13 +60,15 @@ class InPrompt:
 
     `token` is what config.json calls the placeholder's id, or the id. `expand` says what stands in its stead: texts,
     special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`: positions in time
-    count seconds · tokens_per_second, else frame groups.
+    count seconds · tokens_per_second, else frame groups. `counted`: rows have no height and width, and count on as text
+    does.
     """
 
     token: str | int
     expand: Callable[[Header], Iterable[str | SpecialToken | Rows]] = in_one_run
     marks: tuple[str, ...] = ()
     timed_frames: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class Family:
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
     norms of layers and heads scale by 1 + weight; `mrope_interleaved`, rotary pairs are dealt out to time, height and
     width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`:
-    what config.json's `layer_types` stand for.
+    what config.json's `layer_types` stand for. `text_defaults`: what holds of the decoder where config.json leaves it
+    out.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -91,4 +95,5 @@ class Family:
     zero_centred_norms: bool = False
     mrope_interleaved: bool = False
     rotary_share: float = 1.0
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {"full_attention": Mixer.ATTENTION})

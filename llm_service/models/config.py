@@ -76,7 +76,7 @@ class TextConfig:
         supported.
         """
         family = family_of(config)
-        text = {**config, **(config.get("text_config") or {})}
+        text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "mrope"):

@@ -70,6 +70,11 @@ class PromptBuilder:
 
         self._thinking = [self.encode(text, allow_special=True) for text in ("<think>", "<think>\n")]
 
+    @property
+    def modalities(self) -> frozenset[Modality]:
+        """What its prompts have places for."""
+        return frozenset(self._media.placeholders.values())
+
     def ends_in_thinking(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends where the model thinks, so that its output begins with that."""
         return any(list(ids[-len(tail) :]) == tail for tail in self._thinking)

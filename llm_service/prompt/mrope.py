@@ -61,9 +61,13 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
         text = run.start - at
         out[:, at : run.start] = np.arange(position, position + text)
         position += text
-        block = _grid_positions(run.grid_rows or run.count, header, layout)[:, kept]
-        out[:, run.start : run.start + run.count] = position + block
-        position += max(header.grid.h, header.grid.w) // layout.merge
+        if layout.modalities[header.modality].counted:
+            out[:, run.start : run.start + run.count] = np.arange(position, position + run.count)
+            position += run.count
+        else:
+            block = _grid_positions(run.grid_rows or run.count, header, layout)[:, kept]
+            out[:, run.start : run.start + run.count] = position + block
+            position += max(header.grid.h, header.grid.w) // layout.merge
         at = run.start + run.count
     out[:, at:] = np.arange(position, position + length - at)
     return out, int(out.max(initial=-1)) + 1 - length

@@ -48,7 +48,7 @@ def rows(staging: np.ndarray, piece: Piece, layout: RowLayout) -> bytes:
     """Row-major [tokens, levels, width]. Each frame group has rows of its own, whichever piece it comes in."""
     groups = piece.grid[0]
     each = piece.tokens // groups
-    size = piece.frames * piece.height * piece.width * 3
+    size = piece.frames * piece.height * piece.width * piece.depth
     pixels = staging[piece.pixels : piece.pixels + size].reshape(piece.frames, -1)
     frames = -(-piece.frames // groups)
     out = []

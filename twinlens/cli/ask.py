@@ -18,7 +18,7 @@ from twinlens.cli.reasoning import ReasoningSplitter
 from twinlens.cli.tables import milliseconds, table
 from twinlens.client import STREAM_TIMEOUT, LlmClient
 from twinlens.errors import InterruptedStreamError, TwinlensError
-from twinlens.prompts import generate_request, image, system, user, video
+from twinlens.prompts import audio, generate_request, image, system, user, video
 from twinlens.v1 import (
     ChatMessage,
     FinishReason,
@@ -61,18 +61,18 @@ _PENALTIES = {
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
-    parser = commands.add_parser("ask", help="ask about pictures and videos", description=__doc__)
+    parser = commands.add_parser("ask", help="ask about pictures, videos and sounds", description=__doc__)
     parser.set_defaults(run=run)
     parser.add_argument("question", help="the question; - reads it from standard input")
-    for kind, article in (("image", "an"), ("video", "a")):
+    for kind, what in (("image", "an image"), ("video", "a video"), ("audio", "a sound clip")):
         parser.add_argument(
             f"--{kind}",
-            dest="media",  # one list for both, so that their order on the command line is kept
+            dest="media",  # one list for all, so that their order on the command line is kept
             type=partial(_named, kind),
             action="append",
             default=[],
             metavar="F",
-            help=f"{article} {kind}: a file, or an http(s) address; repeatable",
+            help=f"{what}: a file, or an http(s) address; repeatable",
         )
     parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
@@ -183,6 +183,8 @@ def _check_preprocessing(arguments: argparse.Namespace) -> None:
 
 
 def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
+    if kind == "audio":
+        return audio(source)
     if kind == "image":
         return image(source, min_pixels=arguments.min_pixels, max_pixels=arguments.max_pixels)
     return video(

@@ -1,0 +1,144 @@
+"""Sound in the decode process: PyAV, held to the formats that were named by their first bytes. What comes of a file, or
+of a video's own track, is mono at 16 kHz: channels are averaged, and other rates resampled."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    # What is beside `av` is what it would import at the first stream of its kind, when no file can be opened any more.
+    import av
+    import av.audio.codeccontext
+    import av.audio.resampler
+    import av.audio.stream
+    import av.filter
+    import av.subtitles.stream
+    import av.video.codeccontext
+    import av.video.stream
+except ImportError:  # as in `transport_stream`
+    av = None  # type: ignore[assignment]
+
+from encoder_service.item import SAMPLE_RATE, Inspection
+from encoder_service.media.complexity import PartCount
+from encoder_service.media.container import check_parts, is_whole
+from encoder_service.media.messages import Bounds, DecoderSettings
+from encoder_service.media.sniff import AUDIOS, format_of
+
+_DEMUXERS = {"WAV": "wav", "MP3": "mp3", "FLAC": "flac", "OGG": "ogg", "MP4": "mov", "MATROSKA": "matroska"}
+_LOUDEST = 1e4
+"""Samples of floating point beyond this are no sound; full scale is 1."""
+_UNKNOWN = (0, 0xFFFFFFFF)
+"""Sizes that WAV files state whose length was not known when they were begun."""
+
+
+class AudioFile:
+    """A file with sound in the decode process (`__main__.OpenFile`): all of it is decoded at once, since few files say
+    how long they are."""
+
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None:
+        if av is None:
+            raise ValueError("sound takes a package that is not installed")
+        self._seen, self._samples = read(data, settings.bounds)
+
+    @staticmethod
+    def prepare() -> None:
+        """Decodes and resamples a moment of silence, which imports the rest."""
+        if av is not None:
+            silence = bytes(1600)
+            rate = (8000).to_bytes(4, "little") + (16000).to_bytes(4, "little")
+            head = b"RIFF" + (36 + len(silence)).to_bytes(4, "little") + b"WAVEfmt \x10\0\0\0\1\0\1\0" + rate
+            _decode(head + b"\2\0\x10\0data" + len(silence).to_bytes(4, "little") + silence, "WAV", 1 << 20, 100)
+
+    def inspect(self) -> Inspection:
+        return self._seen
+
+    def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        """Writes the samples, float32, into `out`, [1, 1, samples, 4] uint8."""
+        out.reshape(-1).view(np.float32)[:] = self._samples
+        yield len(frames)
+
+
+def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
+    """What a file is, and its samples [n] float32 at `SAMPLE_RATE`, one more than are taken at most; none where its
+    rate or its channels are more than are taken.
+
+    Raises ValueError where it cannot be read, or is not all there, and TooComplex for too many parts.
+    """
+    name = format_of(data[:512], AUDIOS)
+    if name is None:
+        raise ValueError("not sound of a supported format")
+    check_parts(data, bounds.video_chunks)
+    if not (is_whole(data) and _wav_is_whole(data, name)):
+        raise ValueError("the file is cut off")
+    try:
+        with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
+            stream: Any = file.streams.best("audio")
+            if stream is None or stream.codec_context is None:  # none, or of a codec that nobody knows
+                raise ValueError("there is no sound")
+            rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
+    except av.FFmpegError as error:
+        raise ValueError("the sound cannot be read") from error
+    seen = Inspection(width=1, height=1, fps=float(rate), channels=channels)
+    if not 0 < rate <= bounds.audio_rate or not 0 < channels <= bounds.audio_channels:
+        return seen, np.empty(0, np.float32)
+    samples = _decode(data, name, int(bounds.audio_seconds * SAMPLE_RATE), bounds.video_chunks)
+    return Inspection(width=1, height=1, frames=len(samples), fps=float(rate), channels=channels), samples
+
+
+def _decode(data: bytes, name: str, most: int, max_parts: int) -> np.ndarray:
+    """At most `most` samples, and one more where there are more."""
+    parts, found, given = list[np.ndarray](), 0, 0
+    count = PartCount(max_parts)
+    try:
+        with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
+            stream: Any = file.streams.best("audio")
+            resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+            for packet in file.demux(stream):
+                count.add()
+                for frame in packet.decode():
+                    given += frame.samples
+                    for piece in resampler.resample(frame):
+                        parts.append(_mono(piece))
+                        found += len(parts[-1])
+                if found > most:
+                    break
+            else:
+                _check_length(data, name, given)
+                parts.extend(_mono(piece) for piece in resampler.resample(None))
+    except av.FFmpegError as error:
+        raise ValueError("the sound cannot be read") from error
+    samples = np.concatenate(parts)[: most + 1] if parts else np.empty(0, np.float32)
+    if not len(samples):
+        raise ValueError("there is no sound")
+    if not np.abs(samples).max() <= _LOUDEST:  # nor a NaN
+        raise ValueError("the samples are no sound")
+    return samples
+
+
+def _mono(frame: Any) -> np.ndarray:
+    """The mean of all channels, [n] float32."""
+    with np.errstate(invalid="ignore", over="ignore"):  # what is no sound is refused afterwards
+        mean: np.ndarray = frame.to_ndarray().mean(axis=0, dtype=np.float32)
+    return mean
+
+
+def _wav_is_whole(data: bytes, name: str) -> bool:
+    """Chunks are: kind (4 bytes), size (4), body, to an even length."""
+    at = 12
+    while name == "WAV" and at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        if data[at : at + 4] == b"data":
+            return size in _UNKNOWN or at + 8 + size <= len(data)
+        at += 8 + size + size % 2
+    return True
+
+
+def _check_length(data: bytes, name: str, given: int) -> None:
+    """Raises ValueError where a FLAC file says that it has more samples, of one channel, than came: 36 bits behind 13
+    bytes and a half of its first block's body."""
+    if name == "FLAC" and given < int.from_bytes(data[21:26], "big") & ((1 << 36) - 1):
+        raise ValueError("the file is cut off")

@@ -1,0 +1,71 @@
+"""From samples to log-mel frames, on the worker's device, equal to the Whisper feature extractor's: the power of each
+mel band in windows of a fixed step, its logarithm held to eight powers of ten below the loudest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from encoder_service.families.qwen2_audio import ClipProcessor
+from encoder_service.item import SAMPLE_RATE
+
+_TOP = SAMPLE_RATE / 2
+_LINEAR, _LINEAR_TOP = 200 / 3, 1000.0
+"""Slaney's mel scale: up to 1 kHz each mel is so many hertz, above it 27 mels are a factor of 6.4."""
+_STEP = np.log(6.4) / 27
+
+
+def preprocess(pixels: Tensor, size: tuple[int, int], processor: ClipProcessor) -> Tensor:
+    """The `Preprocess` of clips: frames [2 · positions + 1, bands] float32 of samples [1, 1, n, 4] uint8, which are
+    float32; `size` is (1, n).
+
+    The last frame is what the convolutions of the tower see behind the last position; behind the longest clip, zeros.
+    """
+    samples = pixels.reshape(-1).view(torch.float32)
+    frames = -(-size[1] // processor.hop)
+    wanted = 2 * ((frames - 1) // 2 + 1) + 1
+    logarithms = log_mel(samples, wanted, processor)
+    return F.pad(logarithms, (0, 0, 0, wanted - len(logarithms)))
+
+
+def log_mel(samples: Tensor, wanted: int, processor: ClipProcessor) -> Tensor:
+    """The first `wanted` frames [wanted, bands] of a clip, or as many as the longest one has.
+
+    The reference has every clip followed by silence, up to the longest one's length. Here as much silence follows as
+    the windows of these frames see, and of two more: what is loudest is in one of them.
+    """
+    window, hop = processor.window, processor.hop
+    length = min(hop * wanted + 2 * window, processor.samples)
+    padded = F.pad(samples, (0, length - len(samples)))
+    spectrum = torch.stft(
+        padded, window, hop, window=torch.hann_window(window, device=samples.device), return_complex=True
+    )
+    power = (spectrum[:, : processor.samples // hop].abs() ** 2).contiguous()
+    bands = torch.from_numpy(mel_bands(processor.bands, window)).to(samples.device)
+    found = (bands.T @ power).clamp(min=1e-10).log10()
+    found = torch.maximum(found, found.max() - 8.0)
+    return ((found + 4.0) / 4.0)[:, :wanted].T.contiguous()
+
+
+@lru_cache(maxsize=4)
+def mel_bands(bands: int, window: int) -> np.ndarray:
+    """How much each frequency of a spectrum counts in each band, [1 + window / 2, bands] float32: triangles between
+    places that are equally far apart in mels, each of the same area (M. Slaney, Auditory Toolbox, 1998)."""
+    tops = np.linspace(0.0, _mels(_TOP), bands + 2)
+    edges = np.where(
+        tops < _LINEAR_TOP / _LINEAR, tops * _LINEAR, _LINEAR_TOP * np.exp(_STEP * (tops - _LINEAR_TOP / _LINEAR))
+    )
+    frequencies = np.linspace(0.0, _TOP, 1 + window // 2)[:, None]
+    rising = (frequencies - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - frequencies) / (edges[2:] - edges[1:-1])
+    triangles: np.ndarray = np.maximum(0.0, np.minimum(rising, falling)) * 2.0 / (edges[2:] - edges[:-2])
+    return triangles.astype(np.float32)
+
+
+def _mels(hertz: float) -> float:
+    """Above 1 kHz."""
+    return float(_LINEAR_TOP / _LINEAR + np.log(hertz / _LINEAR_TOP) / _STEP)

@@ -1,0 +1,29 @@
+"""Qwen2-Audio: a Qwen2 decoder, in whose prompts a clip's rows are counted as words are."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from common.identity import QWEN2_AUDIO_PARTS
+from common.media.item import Modality
+from llm_service.families.family import Family, InPrompt
+
+_TEXT: Final[dict[str, Any]] = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+"""The library's Qwen2, of which the published config.json says only what is otherwise."""
+
+QWEN2_AUDIO = Family(
+    {Modality.AUDIO: InPrompt("audio_token_index", counted=True)},
+    encoder=QWEN2_AUDIO_PARTS,
+    attention_bias=True,
+    text_defaults=_TEXT,
+)

@@ -1,0 +1,68 @@
+"""Files that are no sound, or not all of one, and what an encoder may say of each; "" where it may be heard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from tests import pictures, sounds
+
+_UNREADABLE = ("MEDIA_UNREADABLE",)
+_PERHAPS = ("MEDIA_UNREADABLE", "AUDIO_TOO_SHORT", "AUDIO_FORMAT", "")
+_AS_IT_GROWS = ("mp3", "opus", "webm")
+"""Made to be sent as they grow: a beginning is a whole file, or too little of one."""
+
+Bad = tuple[bytes, tuple[str, ...]]
+
+
+def _made() -> Iterator[tuple[str, Bad]]:
+    rng = np.random.default_rng(3)
+    tune = sounds.tune(1.5, 5)
+    for kind in sounds.KINDS:
+        rate = 48_000 if kind in ("opus", "webm") else sounds.RATE
+        whole = sounds.encoded(sounds.tune(1.5, 5, rate), kind, rate)
+        cut = _PERHAPS if kind in _AS_IT_GROWS else _UNREADABLE
+        for share in (0.1, 0.5, 0.9):
+            yield f"{kind}, {share:.0%} of it", (whole[: int(share * len(whole))], cut)
+        for share in (0.3, 0.7):
+            begin = int(share * len(whole))
+            yield f"{kind}, zeros from {share:.0%}", (whole[:begin] + bytes(len(whole) - begin), _PERHAPS)
+            noise = rng.integers(0, 256, len(whole) - begin, dtype=np.uint8).tobytes()
+            yield f"{kind}, noise from {share:.0%}", (whole[:begin] + noise, _PERHAPS)
+        yield f"{kind}, its first bytes alone", (whole[:40], ("MEDIA_UNREADABLE", "MEDIA_FORMAT"))
+    yield from _waves(sounds.encoded(tune))
+    yield "nothing", (b"", ("MEDIA_EMPTY",))
+    yield "noise", (os.urandom(1000), ("MEDIA_FORMAT",))
+    yield "a picture", (pictures.encoded(pictures.noise(32, 32)), ("MEDIA_FORMAT",))
+    yield "a playlist", (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", ("MEDIA_FORMAT",))
+    yield "a video without sound", (pictures.video(pictures.frames(4, 64, 64)), _UNREADABLE)
+    yield "longer than any model hears", (sounds.encoded(np.zeros(16_000 * 40, np.int16), "flac"), ("AUDIO_TOO_LONG",))
+    yield "a sample", (sounds.encoded(tune[:1]), ("AUDIO_TOO_SHORT",))
+
+
+def _waves(whole: bytes) -> Iterator[tuple[str, Bad]]:
+    """WAV files whose head says something else; numbers are little endian."""
+    head = whole.index(b"fmt ") + 8
+    data = whole.index(b"data") + 4
+
+    def said(at: int, size: int, value: int) -> bytes:
+        return whole[:at] + value.to_bytes(size, "little") + whole[at + size :]
+
+    for name, at, size, value, reasons in (
+        ("no channel", head + 2, 2, 0, (*_UNREADABLE, "AUDIO_FORMAT")),
+        ("65535 channels", head + 2, 2, 65_535, (*_UNREADABLE, "AUDIO_FORMAT")),
+        ("no rate", head + 4, 4, 0, (*_UNREADABLE, "AUDIO_FORMAT")),
+        ("a rate of 1", head + 4, 4, 1, (*_UNREADABLE, "AUDIO_TOO_LONG")),
+        ("the highest rate", head + 4, 4, 0xFFFFFFFF, (*_UNREADABLE, "AUDIO_FORMAT")),
+        ("a rate of a million", head + 4, 4, 1_000_000, ("AUDIO_FORMAT",)),
+        ("no bits", head + 14, 2, 0, _PERHAPS),
+        ("an unknown codec", head, 2, 0x7FFE, _UNREADABLE),
+        ("more data than there is", data, 4, len(whole), _UNREADABLE),
+        ("data of unknown length", data, 4, 0xFFFFFFFF, ("",)),
+    ):
+        yield f"wav, {name}", (said(at, size, value), reasons)
+
+
+BAD: dict[str, Bad] = dict(_made())

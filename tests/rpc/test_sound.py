@@ -1,0 +1,128 @@
+"""Sound through both services, with the real model: Qwen2-Audio's rows and tokens, and files that are none."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests import audio_checkpoint, pictures, sounds
+from tests.bad_sounds import BAD
+from tests.rpc.encoder_client import Client
+from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal, tokens
+from twinlens import audio, image, user, v1
+
+FEW = 16
+TUNES = [sounds.tune(1.7, seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Iterator[Pair]:
+    with pair(audio_checkpoint.make_audio_checkpoint(tmp_path_factory.mktemp("audio")), light=False) as running:
+        yield running
+
+
+def reference(both: Pair, clips: list[np.ndarray], question: str) -> list[int]:
+    content = [*({"type": "audio"} for _ in clips), {"type": "text", "text": question}]
+    heard = [clip.astype(np.float32) / 32768 for clip in clips]
+    inputs = audio_checkpoint.inputs_of(both.checkpoint, [{"role": "user", "content": content}], heard)
+    return audio_checkpoint.tokens_of(both.checkpoint, inputs, FEW)
+
+
+def about(*files: bytes, question: str = "What is heard?") -> v1.ChatMessage:
+    return user(*map(audio, files), question)
+
+
+def test_clips_have_the_references_rows(both):
+    lengths = (2000, 16_000, 27_000)
+    with Client(both.encoder) as client:
+        found = client.encode(*(audio(sounds.encoded(TUNES[0][:count])) for count in lengths))
+    for count, each in zip(lengths, found, strict=True):
+        expected = audio_checkpoint.rows_of(both.checkpoint, TUNES[0][:count].astype(np.float32) / 32768)
+        assert (each.header.modality, each.header.tokens) == (v1.MODALITY_AUDIO, len(expected))
+        np.testing.assert_allclose(each.rows[:, 0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_question_about_clips_has_the_references_tokens(both, count):
+    clips = [TUNES[0], TUNES[1][:9000]][:count]
+    expected = reference(both, clips, "What is heard?")
+    found = answer(both.text, asked(about(*map(sounds.encoded, clips)), greedy(FEW)))
+    assert found.choices[0].token_ids == expected
+    assert [span.rows for span in found.started.spans] == [42, 14][:count]
+    again = answer(both.text, asked(about(*map(sounds.encoded, clips)), greedy(FEW)))
+    assert again.choices[0].token_ids == expected
+    assert again.started.cached_tokens > 0
+    assert tokens(both.text, asked(about(*(sounds.encoded(clip, "flac") for clip in clips)), greedy(FEW))) == expected
+
+
+def test_two_clips_give_two_answers(both):
+    first, second = (tokens(both.text, asked(about(sounds.encoded(clip)), greedy(FEW))) for clip in TUNES[2:])
+    assert first != second
+
+
+def test_a_clip_is_encoded_once_for_many_callers(both):
+    file, before = sounds.encoded(sounds.tune(1.2, 77)), both.media.get_load()
+    with ThreadPoolExecutor(20) as callers:
+        said = list(callers.map(lambda _: tokens(both.text, asked(about(file), greedy(2))), range(100)))
+    assert len({tuple(each) for each in said}) == 1
+    after = both.media.get_load()
+    assert (after.encoded_items - before.encoded_items, after.vit_calls - before.vit_calls) == (1, 1)
+
+
+def test_rows_by_key_and_ready_made_rows_answer_alike(both):
+    file = sounds.encoded(sounds.tune(1.0, 78))
+    right = tokens(both.text, asked(about(file), greedy(FEW)))
+    with Client(both.encoder) as client:
+        made = client.one(audio(file))
+    by_key = v1.Media(modality=v1.MODALITY_AUDIO, key=made.header.key)
+    block = v1.EmbeddingBlock(
+        data=made.rows.tobytes(),
+        dtype=made.header.dtype,
+        count=made.header.tokens,
+        levels=1,
+        width=made.header.width,
+        grid=made.header.grid,
+    )
+    ready = v1.Media(modality=v1.MODALITY_AUDIO, embedding=block)
+    for item in (by_key, ready):
+        assert tokens(both.text, asked(user(item, "What is heard?"), greedy(FEW))) == right
+    block.grid.w += 2
+    wrong = v1.Media(modality=v1.MODALITY_AUDIO, embedding=block)
+    assert refusal(both.text, asked(user(wrong, "What?"))).reason == "BAD_EMBEDDING"
+
+
+def test_a_data_address_and_a_stated_type_are_checked(both):
+    file = sounds.encoded(TUNES[0], "mp3")
+    address = "data:audio/mp3;base64," + base64.b64encode(file).decode()
+    assert len(tokens(both.text, asked(user(audio(address), "What?"), greedy(2)))) == 2
+    assert refusal(both.text, asked(user(audio(file, mime_type="audio/wav"), "What?"))).reason == "MIME_MISMATCH"
+
+
+def test_what_the_model_does_not_take_is_refused_by_name(both):
+    picture = image(pictures.encoded(pictures.noise(64, 64)))
+    found = refusal(both.text, asked(user(picture, "What?")))
+    assert (found.code.name, found.reason) == ("UNIMPLEMENTED", "NO_VISION")
+    pruned = audio(sounds.encoded(TUNES[0]))
+    pruned.options.max_pixels = 10_000
+    assert refusal(both.text, asked(user(pruned, "What?"))).reason == "BAD_OPTION"
+    pixels = v1.PixelBlock(data=bytes(12), frames=1, height=2, width=2)
+    block = v1.Media(modality=v1.MODALITY_AUDIO, pixels=pixels)
+    assert refusal(both.text, asked(user(block, "What?"))).reason == "BAD_PIXELS"
+    assert refusal(both.text, asked(about(sounds.encoded(sounds.tune(2.1))))).reason == "AUDIO_TOO_LONG"
+    assert refusal(both.text, asked(about(*[sounds.encoded(TUNES[0][:999])] * 5))).reason == "TOO_MANY_ITEMS"
+    assert list(both.text.get_info().modalities) == list(both.media.get_info().modalities) == [v1.MODALITY_AUDIO]
+
+
+def test_bad_files_are_answered_as_they_should_be(both):
+    assert len(BAD) >= 60
+    with Client(both.encoder) as client:
+        said = {}
+        for name, (data, _) in BAD.items():
+            found = client.one(v1.Media(modality=v1.MODALITY_AUDIO, data=data))
+            said[name] = found.error.reason if found.error is not None else ""
+        assert {name: reason for name, reason in said.items() if reason not in BAD[name][1]} == {}
+        assert client.one(audio(sounds.encoded(sounds.tune(0.5, 79)))).error is None

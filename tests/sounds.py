@@ -1,0 +1,72 @@
+"""Sounds for tests, and files of them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from tests import pictures
+
+RATE = 16_000
+KINDS = {
+    "wav": ("wav", "pcm_s16le"),
+    "mp3": ("mp3", "libmp3lame"),
+    "flac": ("flac", "flac"),
+    "opus": ("ogg", "libopus"),
+    "m4a": ("ipod", "aac"),
+    "webm": ("webm", "libopus"),
+}
+"""Container and codec of each."""
+
+
+def tune(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:
+    """Tones that come and go over some noise, [n] int16; each seed gives others."""
+    rng = np.random.default_rng(seed)
+    at = np.arange(round(seconds * rate)) / rate
+    tones = np.zeros(len(at))
+    for _ in range(5):
+        frequency, slow, phase = rng.uniform(80, 4000), rng.uniform(0.2, 3), rng.uniform(0, 6)
+        tones += np.sin(2 * np.pi * frequency * at) * np.sin(2 * np.pi * slow * at + phase) ** 2
+    return np.round((tones / 6 + rng.normal(0, 0.01, len(at))) * 20_000).astype(np.int16)
+
+
+def encoded(samples: np.ndarray, kind: str = "wav", rate: int = RATE) -> bytes:
+    """A file of int16 samples, [n], or [channels, n]."""
+    import av
+
+    container, codec = KINDS[kind]
+    lines = samples.reshape(-1, samples.shape[-1])
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        stream: Any = out.add_stream(codec, rate=rate, layout={1: "mono", 2: "stereo"}[len(lines)])
+        _write(out, stream, lines, rate)
+    return file.getvalue()
+
+
+def film(samples: np.ndarray) -> bytes:
+    """A video with these samples as its sound."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        seen: Any = out.add_stream("mpeg4", rate=5)
+        seen.height, seen.width, seen.pix_fmt = 64, 64, "yuv420p"
+        heard: Any = out.add_stream("aac", rate=RATE, layout="mono")
+        for frame in pictures.frames(5, 64, 64):
+            out.mux(seen.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        out.mux(seen.encode())
+        _write(out, heard, samples[None], RATE)
+    return file.getvalue()
+
+
+def _write(out: Any, stream: Any, lines: np.ndarray, rate: int) -> None:
+    import av
+
+    frame = av.AudioFrame.from_ndarray(
+        np.ascontiguousarray(lines.T).reshape(1, -1), format="s16", layout={1: "mono", 2: "stereo"}[len(lines)]
+    )
+    frame.sample_rate = rate
+    out.mux(stream.encode(frame))
+    out.mux(stream.encode())

@@ -1,0 +1,102 @@
+"""What the decode process makes of sound: every format, any rate, one channel or several, and files that are broken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidInput
+from encoder_service.item import SAMPLE_RATE
+from encoder_service.media.audio import AudioFile, read
+from encoder_service.media.complexity import TooComplex
+from encoder_service.media.limits import MediaLimits, check_sound
+from tests import sounds
+
+LIMITS = MediaLimits(max_audio_seconds=3.0)
+TUNE = sounds.tune(1.5, 7)
+
+
+def samples(data: bytes, limits: MediaLimits = LIMITS) -> np.ndarray:
+    AudioFile.prepare()
+    return read(data, limits.bounds)[1]
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+def test_formats_that_lose_nothing_give_every_sample(kind):
+    assert np.array_equal(samples(sounds.encoded(TUNE, kind)), TUNE / np.float32(32768))
+
+
+@pytest.mark.parametrize("kind", ["mp3", "opus", "m4a", "webm"])
+def test_other_formats_give_nearly_the_same(kind):
+    rate = 48_000 if kind in ("opus", "webm") else SAMPLE_RATE
+    wave = sounds.tune(1.5, 7, rate)
+    found, plain = samples(sounds.encoded(wave, kind, rate)), samples(sounds.encoded(wave, "wav", rate))
+    assert abs(len(found) - len(plain)) < 0.2 * SAMPLE_RATE
+    length = min(len(found), len(plain))
+    best = max(np.corrcoef(np.roll(found[:length], -shift), plain[:length])[0, 1] for shift in range(-1200, 1201, 8))
+    assert best > 0.7
+
+
+def test_a_videos_own_track_is_heard():
+    found = samples(sounds.film(TUNE))
+    assert abs(len(found) - len(TUNE)) < 0.2 * SAMPLE_RATE
+    assert 0.05 < np.abs(found).max() < 1.5
+
+
+def test_channels_are_averaged():
+    both = np.stack([TUNE, sounds.tune(1.5, 8)])
+    expected = (both.astype(np.float32) / 32768).mean(0)
+    np.testing.assert_allclose(samples(sounds.encoded(both, "wav")), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+def test_other_rates_are_resampled(rate):
+    at = np.arange(rate) / rate
+    wave = np.round(np.sin(2 * np.pi * 440 * at) * 16_000).astype(np.int16)
+    found = samples(sounds.encoded(wave, "wav", rate))
+    assert abs(len(found) - SAMPLE_RATE) <= 64
+    spectrum = np.abs(np.fft.rfft(found[:SAMPLE_RATE], SAMPLE_RATE))
+    assert spectrum.argmax() == 440
+
+
+def test_no_more_is_decoded_than_is_taken():
+    seen, found = read(sounds.encoded(sounds.tune(9.0), "flac"), LIMITS.bounds)
+    assert len(found) == seen.frames == 3 * SAMPLE_RATE + 1
+    with pytest.raises(InvalidInput) as error:
+        check_sound(seen, "here", LIMITS)
+    assert (error.value.reason, error.value.field) == ("AUDIO_TOO_LONG", "here")
+
+
+@pytest.mark.parametrize("limits", [{"max_audio_rate": 8000}, {"max_audio_channels": 1}])
+def test_more_than_is_taken_at_a_time_is_not_decoded(limits):
+    tight = MediaLimits(**limits)
+    seen, found = read(sounds.encoded(np.stack([TUNE, TUNE]), "wav"), tight.bounds)
+    assert (len(found), seen.channels, seen.fps) == (0, 2, 16_000.0)
+    with pytest.raises(InvalidInput) as error:
+        check_sound(seen, "here", tight)
+    assert error.value.reason == "AUDIO_FORMAT"
+
+
+def test_packets_without_end_are_too_many():
+    data = sounds.encoded(sounds.tune(8.0), "mp3")
+    with pytest.raises(TooComplex):
+        samples(data, MediaLimits(max_video_chunks=64))
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "m4a"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_file_that_is_cut_off_is_refused(kind, share):
+    data = sounds.encoded(TUNE, kind)
+    with pytest.raises(ValueError, match=r"cut off|cannot be read"):
+        samples(data[: int(share * len(data))])
+
+
+def test_a_sound_that_is_none_is_refused():
+    data = bytearray(sounds.encoded(TUNE, "wav"))
+    place = data.index(b"fmt ") + 8
+    data[place : place + 2] = (3).to_bytes(2, "little")  # floating point
+    data[place + 14 : place + 16] = (32).to_bytes(2, "little")
+    data[place + 12 : place + 14] = (4).to_bytes(2, "little")
+    data[-4000:] = np.full(1000, np.inf, np.float32).tobytes()
+    with pytest.raises(ValueError, match="no sound"):
+        samples(bytes(data))
