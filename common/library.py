@@ -35,7 +35,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
-    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3.
+    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3. `one_item`: what
+    stands for a picture depends on how many a prompt has, so that one alone is served.
     """
 
     architecture: str
@@ -45,6 +46,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placeholders: dict[str, int]
     levels: int = 1
     axes: int = 1
+    one_item: bool = False
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

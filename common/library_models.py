@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+from PIL import Image
 from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
@@ -186,8 +187,29 @@ def describe(folder: Path) -> LibraryModel:
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders={"image": placeholder},
         levels=level_count(config),
+        one_item=not stand_alone(processor),
         axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
+
+
+def stand_alone(processor: Any) -> bool:
+    """Whether two pictures in one prompt are made into what each is made into alone."""
+    pictures = [Image.new("RGB", size) for size in _SIZES]
+    asked = [[picture] for picture in pictures] + [pictures]
+    try:
+        first, second, both = (_replacements(processor, each) for each in asked)
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        return False
+    return first + second == both
+
+
+_SIZES = (64, 48), (60, 180)
+
+
+def _replacements(processor: Any, pictures: list[Image.Image]) -> list[str]:
+    text = " and ".join([processor.image_token] * len(pictures))
+    made = processor(images=pictures, text=[text], return_text_replacement_offsets=True)
+    return [each["replacement"] for each in made["text_replacement_offsets"][0]]
 
 
 def check(config: Any) -> None:

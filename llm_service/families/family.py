@@ -77,6 +77,7 @@ class Family:
     computes rows.
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
+    `one_item`: a prompt may have one item, as what stands for one depends on the others.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
@@ -89,6 +90,7 @@ class Family:
     modalities: Mapping[Modality, InPrompt]
     encoder: EncoderParts = VISION
     replaced: bool = False
+    one_item: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False

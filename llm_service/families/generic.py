@@ -21,5 +21,8 @@ def library_family(found: LibraryModel) -> Family:
     """The family of a model that the library computes."""
     tokens = {Modality(name): token for name, token in found.placeholders.items()}
     return Family(
-        {modality: InPrompt(token, _as_told) for modality, token in tokens.items()}, encoder=LIBRARY, replaced=True
+        {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
+        encoder=LIBRARY,
+        replaced=True,
+        one_item=found.one_item,
     )

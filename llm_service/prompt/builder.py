@@ -65,6 +65,7 @@ class PromptBuilder:
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
         self._first = list(self.tokenizer.encode("").ids)
         self.template = ChatTemplate.of(checkpoint)
+        self._one_item = model.family.one_item
         self._media = MediaTokens.of(checkpoint.config, model.family)
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
@@ -114,12 +115,13 @@ class PromptBuilder:
         """The final prompt, when the header of every item is known (in item order)."""
         ids: list[int] = []
         spans: list[Span] = []
-        text = ""
+        text, first = "", True  # nothing stands before it but what the tokenizer puts there
         for piece in self._expanded(pieces, headers):
             if isinstance(piece, str):
                 text += piece  # texts that meet are tokenized as one, as the reference does
                 continue
-            ids.extend(self._tokenize(text, first=ids in ([], self._first)) if text else ())
+            ids.extend(self._tokenize(text, first=first) if text else ())
+            first = first and not text and piece is self._first
             text = ""
             if isinstance(piece, int):
                 ids.append(piece)
@@ -127,7 +129,7 @@ class PromptBuilder:
                 ids.extend(piece)
             else:
                 self._place(piece, headers[piece.item], ids, spans)
-        ids.extend(self._tokenize(text, first=ids in ([], self._first)) if text else ())
+        ids.extend(self._tokenize(text, first=first) if text else ())
         where, mrope_delta = positions(len(ids), spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
@@ -169,6 +171,9 @@ class PromptBuilder:
                 found.append(modality)
             else:
                 out.append(piece)
+        if self._one_item and len(found) > 1:
+            why = "what this model sees of a picture depends on how many there are: one in a prompt is served"
+            raise InvalidInput(why, reason="TOO_MANY_ITEMS", field=field)
         if found != list(modalities):
             raise InvalidInput(
                 f"the prompt has {len(found)} media placeholders for {len(modalities)} items, or their kinds differ",

@@ -3,6 +3,8 @@ tokens, so that whoever is told how likely they were can read them."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -101,11 +103,16 @@ def _byte_signs() -> dict[str, int]:
 _BYTES = _byte_signs()
 
 
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
 class TokenTexts:
-    """Bytes of the tokens of a byte-level tokenizer, as every model here has one."""
+    """Bytes of the tokens of a byte-level tokenizer, or of one of pieces, which spells a space as ▁ and a byte that is
+    no piece as <0x0A>."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
         self._added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
         self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
 
@@ -114,6 +121,9 @@ class TokenTexts:
         if token in self._added:
             return self._added[token].encode()
         spelled = self._tokenizer.id_to_token(token) or ""
+        if not self._is_byte_level:
+            byte = _BYTE.fullmatch(spelled)
+            return bytes.fromhex(byte[1]) if byte else spelled.replace("▁", " ").encode()
         return bytes(_BYTES[sign] for sign in spelled if sign in _BYTES)
 
     def text_of(self, token: int) -> str:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 
 from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
+from common.errors import InvalidInput
 from common.library import LibraryModel
 from common.media.item import Grid, Header, Key, Modality
 from encoder_service.models.generic import LibraryTower, flat_rows
@@ -23,6 +26,7 @@ from llm_service.models import generic
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_out
 from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests import reference
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
@@ -146,6 +150,37 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
     for options in ({}, {"step_tokens": 16, "max_running": 3}):
         said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
+
+
+def test_tokens_of_pieces_have_their_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(make("mistral3", tmp_path) / "tokenizer.json"))
+    texts, ids = TokenTexts(tokenizer), tokenizer.encode("a b\n é").ids
+    assert b"".join(map(texts.bytes_of, ids[1:])) == " a b\n é".encode()
+    assert texts.text_of(ids[0]) == "<s>"
+
+
+def test_pictures_that_depend_on_each_other_are_told() -> None:
+    class Counting:
+        image_token = "<i>"
+
+        def __init__(self, *, alone: bool) -> None:
+            self.alone = alone
+
+        def __call__(self, images: list[Image.Image], **_: object) -> dict[str, object]:
+            count = 1 if self.alone else len(images)
+            return {"text_replacement_offsets": [[{"replacement": "<i>" * count} for _ in images]]}
+
+    assert library_models.stand_alone(Counting(alone=True))
+    assert not library_models.stand_alone(Counting(alone=False))
+
+
+def test_a_prompt_has_one_picture_where_they_depend_on_each_other(windowed: Path) -> None:
+    found = msgspec.structs.replace(library_models.describe(windowed), one_item=True)
+    builder = PromptBuilder(Checkpoint(windowed), ServedModel.by_library(found))
+    items = [MediaItem(Modality.IMAGE, Key(b""), index=n) for n in range(2)]
+    assert builder.pieces(ChatPrompt((Message("user", (items[0], "?")),)), [Modality.IMAGE])
+    with pytest.raises(InvalidInput, match="one in a prompt is served"):
+        builder.pieces(ChatPrompt((Message("user", tuple(items)),)), [Modality.IMAGE] * 2)
 
 
 def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:

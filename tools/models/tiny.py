@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,15 @@ _TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a checkpoint of one architecture is made: its other special tokens, its configuration, of the ids of special
-    tokens and the vocabulary's size, and its processor, of the tokenizer and the template. `image` stands for a picture
-    in a prompt."""
+    """How a checkpoint of one architecture is made: its configuration, of the ids of special tokens and the size of the
+    vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which those in `named`
+    have a name in the tokenizer. `pieces`: that is one of pieces, which sets a mark before the first word of a text;
+    else one of bytes."""
 
     config: Callable[[dict[str, int], int], Any]
     processor: Callable[[Any, str], Any]
     words: tuple[str, ...] = ()
+    pieces: bool = False
     named: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,11 +61,11 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     recipe = RECIPES[name]
     words = (*WORDS, *recipe.words)
     tokenizer = library().PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(words),
+        tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words),
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
     )
-    config, ids = config_of_recipe(name), _ids(words)
+    config, ids = config_of_recipe(name), _ids(recipe)
     model = library().AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
@@ -75,14 +77,15 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
 def config_of_recipe(name: str) -> Any:
     """The configuration of an architecture in `RECIPES`."""
     recipe = RECIPES[name]
-    ids = _ids((*WORDS, *recipe.words))
-    config = recipe.config(ids, _BYTES + len(ids))
+    ids = _ids(recipe)
+    config = recipe.config(ids, max(ids.values()) + 1)
     config.get_text_config().tie_word_embeddings = config.tie_word_embeddings  # tied, it would only repeat itself
     return config
 
 
-def _ids(words: Sequence[str]) -> dict[str, int]:
-    return {word: _BYTES + at for at, word in enumerate(words)}
+def _ids(recipe: Recipe) -> dict[str, int]:
+    first = len(_PIECES) if recipe.pieces else _BYTES
+    return {word: first + at for at, word in enumerate((*WORDS, *recipe.words))}
 
 
 def redraw(model: torch.nn.Module, seed: int) -> None:
@@ -101,7 +104,20 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(1.3 * noise / parameter[0].numel() ** 0.5)
 
 
-def _tokenizer(words: tuple[str, ...]) -> Tokenizer:
+_PIECES = (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(0x21, 0x7F)))
+
+
+def _of_pieces(words: tuple[str, ...]) -> Tokenizer:
+    """Signs, bytes for those that it does not know, and special tokens; a text begins with <s>."""
+    made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(_PIECES)}, [], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _with_special(made, words)
+
+
+def _of_bytes(words: tuple[str, ...]) -> Tokenizer:
     """Bytes, and special tokens; a text begins with <s>."""
     signs = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({sign: at for at, sign in enumerate(signs)}, []))
@@ -112,6 +128,10 @@ def _tokenizer(words: tuple[str, ...]) -> Tokenizer:
         ]
     )
     made.decoder = decoders.ByteLevel()
+    return _with_special(made, words)
+
+
+def _with_special(made: Tokenizer, words: tuple[str, ...]) -> Tokenizer:
     made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
     first = made.token_to_id("<s>")
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
@@ -173,6 +193,31 @@ def _llava_next_processor(tokenizer: Any, template: str) -> Any:
         patch_size=VISION["patch_size"],
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
+        chat_template=template,
+    )
+
+
+def _llava_onevision(ids: dict[str, int], vocabulary: int) -> Any:
+    lib = library()
+    return lib.LlavaOnevisionConfig(
+        vision_config=_siglip(vision_use_head=False),
+        text_config=lib.Qwen2Config(**TEXT, vocab_size=vocabulary),
+        image_token_index=ids["<image>"],
+        video_token_index=ids["<video>"],
+        image_grid_pinpoints=_PINPOINTS,
+        vision_aspect_ratio="anyres_max_9",
+        tie_word_embeddings=False,
+    )
+
+
+def _llava_onevision_processor(tokenizer: Any, template: str) -> Any:
+    lib = library()
+    return lib.LlavaOnevisionProcessor(
+        lib.LlavaOnevisionImageProcessor(**_side(image_grid_pinpoints=_PINPOINTS)),
+        tokenizer,
+        lib.LlavaOnevisionVideoProcessor(**_side()),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
         chat_template=template,
     )
 
@@ -319,7 +364,8 @@ _AYA_VISION = {
 RECIPES = {
     "llava": Recipe(_llava, _llava_processor),
     "llava_next": Recipe(_llava_next, _llava_next_processor),
-    "mistral3": Recipe(_mistral3, _mistral3_processor, ("<break>", "<end>")),
+    "llava_onevision": Recipe(_llava_onevision, _llava_onevision_processor, ("<video>",)),
+    "mistral3": Recipe(_mistral3, _mistral3_processor, ("<break>", "<end>"), pieces=True),
     "idefics3": Recipe(
         _idefics3,
         _idefics3_processor,
@@ -330,8 +376,8 @@ RECIPES = {
             *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
         ),
     ),
-    "internvl": Recipe(_internvl, _internvl_processor, ("<start>", "<end>", "<video>"), _INTERNVL),
+    "internvl": Recipe(_internvl, _internvl_processor, ("<start>", "<end>", "<video>"), named=_INTERNVL),
     "aya_vision": Recipe(_aya_vision, _aya_vision_processor, ("<start>", "<end>", "<patch>")),
-    "gemma3": Recipe(_gemma3, _gemma3_processor, ("<soft>", "<end>"), _GEMMA3),
+    "gemma3": Recipe(_gemma3, _gemma3_processor, ("<soft>", "<end>"), named=_GEMMA3),
 }
 """By `model_type`."""
