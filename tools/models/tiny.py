@@ -44,8 +44,8 @@ _TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a checkpoint of one architecture is made: its configuration, of the ids of special tokens and the size of the
-    vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which those in `named`
-    have a name in the tokenizer. `pieces`: that is one of pieces, which sets a mark before the first word of a text;
+    vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which the tokenizer
+    has a name for those in `named`. `pieces`: it is one of pieces, which sets a mark before the first word of a text;
     else one of bytes."""
 
     config: Callable[[dict[str, int], int], Any]
