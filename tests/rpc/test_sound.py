@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import base64
+import http.client
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from tests import audio_checkpoint, pictures, sounds
 from tests.bad_sounds import BAD
+from tests.launch import gateway
 from tests.rpc.encoder_client import Client
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal, tokens
+from tests.waiting import until
 from twinlens import audio, image, user, v1
+from twinlens.cli import main
 
 FEW = 16
 TUNES = [sounds.tune(1.7, seed) for seed in range(4)]
@@ -115,6 +121,37 @@ def test_what_the_model_does_not_take_is_refused_by_name(both):
     assert refusal(both.text, asked(about(sounds.encoded(sounds.tune(2.1))))).reason == "AUDIO_TOO_LONG"
     assert refusal(both.text, asked(about(*[sounds.encoded(TUNES[0][:999])] * 5))).reason == "TOO_MANY_ITEMS"
     assert list(both.text.get_info().modalities) == list(both.media.get_info().modalities) == [v1.MODALITY_AUDIO]
+
+
+def test_a_clip_over_http_and_by_the_command_line_has_the_same_answer(both, tmp_path, capsys):
+    file = sounds.encoded(TUNES[0])
+    right = answer(both.text, asked(about(file), greedy(FEW))).choices[0].text
+    clip = {"type": "input_audio", "input_audio": {"data": base64.b64encode(file).decode(), "format": "wav"}}
+    body = {
+        "messages": [{"role": "user", "content": [clip, {"type": "text", "text": "What is heard?"}]}],
+        "max_tokens": FEW,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with gateway(both.llm.address) as door:
+        until(lambda: asked_over_http(door.address, "GET", "/health/ready")[0] == 200, "the gateway is ready")
+        status, reply = asked_over_http(door.address, "POST", "/v1/chat/completions", json.dumps(body))
+    assert status == 200
+    assert json.loads(reply)["choices"][0]["message"]["content"] == right
+    path = tmp_path / "clip.wav"
+    path.write_bytes(file)
+    flags = ["--audio", str(path), "--llm", both.llm.address, "--max-tokens", str(FEW), "--temperature", "0"]
+    assert main(["ask", "What is heard?", *flags]) == 0
+    said = capsys.readouterr().out.removesuffix("\n")
+    assert said, "it may end sooner, where the request above went on"
+    assert right.startswith(said)
+
+
+def asked_over_http(address: str, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+    with closing(http.client.HTTPConnection(address, timeout=120)) as line:
+        line.request(method, path, body, {"content-type": "application/json"})
+        reply = line.getresponse()
+        return reply.status, reply.read()
 
 
 def test_bad_files_are_answered_as_they_should_be(both):

@@ -73,6 +73,13 @@ class TestAsk:
         assert image.media.options == v1.MediaOptions(max_pixels=100)
         assert video.media.options == v1.MediaOptions(fps=1, max_frames=4, video_pruning_rate=0.5)
 
+    def test_sounds_stand_among_the_other_media(self, llm: FakeLlm, llm_address: str, picture) -> None:
+        flags = ["--audio", picture, "--image", picture, "--audio", "https://example.org/a.mp3"]
+        assert ask(llm_address, "what?", *flags) == 0
+        media = [part.media for part in llm.requests[0].chat.messages[0].parts[:3]]
+        assert [each.modality for each in media] == [v1.MODALITY_AUDIO, v1.MODALITY_IMAGE, v1.MODALITY_AUDIO]
+        assert [each.WhichOneof("source") for each in media] == ["data", "data", "url"]
+
     def test_a_flag_that_nothing_could_obey_is_refused(self, llm: FakeLlm, llm_address: str, capsys) -> None:
         assert ask(llm_address, "what?", "--fps", "1") == 2
         assert "--fps needs --video" in capsys.readouterr().err
