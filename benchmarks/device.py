@@ -1,13 +1,23 @@
-"""Timing on a device, and what the device could do at best: by its data sheet, and as it copies and multiplies here."""
+"""`python -m benchmarks.device`: what this device could do at best: by its data sheet, and as it copies and multiplies
+here. It is what other benchmarks of devices have in common, as well: options, timing, and a file of their rows.
+
+Both are *repeated* over the same numbers; there are no caches, and the data sheet stands for a peer.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from common.gpu import Capture, CudaCapture
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,81 @@ SHEETS = {
 }
 """By a part of the name that the driver gives, from NVIDIA's data sheets of the H200, H100 (SXM where nothing else is
 said) and A100 (SXM, 80 GB). Those of the Hopper GPUs state arithmetic with sparsity, which is twice as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it runs, what that could do at best, and what it does `here`; `capture` None: without graphs. A `tiny` one
+    is asked whether everything runs, not how fast. `file` gets a line of JSON for each row."""
+
+    device: torch.device
+    dtype: torch.dtype
+    peaks: Peaks
+    here: Peaks
+    runs: int
+    capture: Callable[[], Capture] | None = None
+    tiny: bool = False
+    file: Path | None = None
+
+    def keep(self, **row: object) -> None:
+        """Adds a row to the file, at once: whatever ends the run later, it is there."""
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({**row, **({"tiny": True} if self.tiny else {})}) + "\n")
+
+
+class Again:
+    """On a CPU a graph is its callable, and takes no memory."""
+
+    held = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+
+def add_options(parser: argparse.ArgumentParser, runs: int) -> None:
+    """Those that every benchmark of a device has."""
+    parser.add_argument("--runs", type=int, default=runs, help="of each kind; the median is shown")
+    parser.add_argument("--json", type=Path, help="a file that gets each row as a line of JSON, once it is measured")
+    parser.add_argument(
+        "--tiny", action="store_true", help="whether it runs: small shapes, no figures; on CPUs as well"
+    )
+
+
+def machine(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Machine:
+    """The first GPU, or with `--tiny` the CPU where there is none; says so. Ends the program where it cannot be."""
+    gpu, tiny = torch.cuda.is_available(), given.tiny
+    if not gpu and not tiny:
+        parser.error("torch sees no GPU here")
+    device, dtype = (torch.device("cuda:0"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
+    here = measured(device, dtype, *((64, 1 << 16) if tiny else ()))
+    peaks = (sheet(torch.cuda.get_device_name(device)) if gpu else None) or here
+    capture = (lambda: CudaCapture(device)) if gpu else Again
+    print(f"{about(device)}{'; TINY SHAPES: these figures mean nothing' if tiny else ''}")
+    for name, each in (("data sheet", peaks), ("a copy and a product here", here)):
+        print(f"{name}: {each.bandwidth / 1e12:.2f} TB/s, {each.operations / 1e12:.0f} TFLOP/s")
+    made = Machine(device, dtype, peaks, here, 1 if tiny else given.runs, capture, tiny, given.json)
+    made.keep(table="device", name=about(device), bandwidth=here.bandwidth, operations=here.operations)
+    return made
+
+
+def head(cells: Sequence[object]) -> str:
+    """The first two lines of a table."""
+    return f"{line(cells)}\n{'|---:' * len(cells)}|"
+
+
+def line(cells: Sequence[object]) -> str:
+    """One of the others."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def ms(seconds: float) -> str:
+    """As tables have it."""
+    return f"{1e3 * seconds:.3f} ms"
+
+
+_HEALTHY = 0.6
 
 
 def sheet(name: str) -> Peaks | None:
@@ -73,3 +158,17 @@ def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Measures and prints; the exit code is 1 where a GPU falls far behind its data sheet: then no figure counts."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
+    add_options(parser, 10)
+    found = machine(parser, parser.parse_args())
+    here, peaks = found.here, found.peaks
+    slow = here.bandwidth < _HEALTHY * peaks.bandwidth or here.operations < _HEALTHY * peaks.operations
+    sys.exit("this device falls far behind its data sheet: is it shared, or throttled?" if slow else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,31 @@
 """`python -m benchmarks.llm_device`: the decoder of Qwen3-VL-8B, random weights, on a GPU: decoding and prefill.
 
 A step is all that a rank does with a plan, from token ids to the tokens that are chosen. *Least* is the time in which
-memory gives all weights, and the keys and values of all sequences, once, by the data sheet. Weights are made on the
-device, so no checkpoint is needed. Ways take turns; where no graph fits, as above 1024 tokens, a step of that way runs
-eagerly, too. *Replay* is the graph alone, without what a step does before it and after it. A step is *repeated* over
-the same tokens and the same cache, which is full of noise: nothing below the services remembers tokens, so there are no
-hits to count. The data sheet stands for a peer.
+memory gives the weights that are needed, and the keys and values of all sequences, once, or the arithmetic is done, by
+the data sheet. Weights are made on the device, so no checkpoint is needed. Ways take turns; where no graph fits, as
+above 1024 tokens, a step of that way runs eagerly, too. *Replay* is the graph alone, without what a step does before it
+and after it. In *mixed lengths* one sequence is as long as any, and the others are 8 to 64 times shorter; the *next
+turn* is a chunk of few tokens behind a context. A step is *repeated* over the same tokens and the same cache, which is
+full of noise: nothing below the services remembers tokens, so there are no hits to count. The data sheet stands for a
+peer.
 """
 
 from __future__ import annotations
 
 import argparse
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks.device import Peaks, about, measured, sheet, timed
-from benchmarks.shapes import MODEL, cache_bytes, prefill_operations, weight_bytes
+from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
+from benchmarks.shapes import EXPERTS, MODEL, TINY, cache_bytes, step_operations, weight_bytes
 from common.arena import SharedBuffer
-from common.gpu import Capture, CudaCapture
 from llm_service.layers.group import ALONE
+from llm_service.layers.linear import PackedLinear
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
@@ -31,41 +34,96 @@ from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 
-_BLOCK = 16
 _LEVELS = 4
 _GRAPH_BYTES = 8 << 30
+_REST_BYTES = 6 << 30
+"""Of a GPU's memory, for graphs and for what a step computes with."""
+_NEXT_TURN = 20
 
 Times = dict[str, float]
 """Seconds of a step, by the way."""
-Found = dict[str, list[tuple[int, Times]]]
-"""Times by the number of sequences ("decode") and of tokens ("prefill")."""
 Step = Callable[[StepPlan], object]
 
 _REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Where it runs, and what that could do at best; `capture` None: without graphs."""
+class Case:
+    """A kind of step: chunks of (context, count) tokens, each of a sequence of its own."""
 
-    device: torch.device
-    dtype: torch.dtype
-    peaks: Peaks
-    runs: int
-    capture: Callable[[], Capture] | None = None
+    name: str
+    chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def tokens(self) -> int:
+        """That are computed."""
+        return sum(count for _, count in self.chunks)
+
+    @property
+    def context(self) -> int:
+        """Of the longest sequence, with what is computed."""
+        return max(map(sum, self.chunks))
+
+    def blocks(self, size: int) -> int:
+        """Of `size` tokens, that its sequences fill."""
+        return sum(-(-sum(chunk) // size) for chunk in self.chunks)
 
 
-def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: str = "auto") -> ModelRunner:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the decoder is computed: as the service's options say."""
+
+    attention: str = "auto"
+    block_size: int = 16
+    int8: bool = False
+
+
+def cases(sequences: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> list[Case]:
+    """All kinds, each number of sequences at each context; the longest context is that of the last three kinds."""
+    most, longest = max(sequences), max(contexts)
+    shorter = [(max(1, longest // 64 * (1 + n % 8)), 1) for n in range(most - 1)]
+    return [
+        *(Case("decode", ((context, 1),) * many) for context in contexts for many in sequences),
+        Case("mixed lengths", ((longest, 1), *shorter)),
+        *(Case("prefill", ((0, many),)) for many in tokens),
+        Case("next turn", ((longest, _NEXT_TURN),)),
+    ]
+
+
+def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
+    """Draws a token behind each chunk. Blocks alternate, as they do when sequences have grown side by side."""
+    needed = [-(-sum(chunk) // block_size) for chunk in chunks]
+    tables: list[list[int]] = [[] for _ in chunks]
+    number = 0
+    for depth in range(max(needed)):
+        for table, need in zip(tables, needed, strict=True):
+            if depth < need:
+                table.append(number)
+                number += 1
+    places = array("i", [context + n for context, count in chunks for n in range(count)])
+    ends, draws = 0, []
+    for _, count in chunks:
+        ends += count
+        draws.append(Draw(at=ends - 1))
+    made = [Chunk(context, count, table) for (context, count), table in zip(chunks, tables, strict=True)]
+    return StepPlan(array("i", [5] * ends).tobytes(), (places * 3).tobytes(), made, [], draws)
+
+
+def make_runner(config: TextConfig, blocks: int, here: Machine, settings: Settings) -> ModelRunner:
     """A rank with weights whose sums stay around 1, and a cache full of noise."""
-    decoder = Decoder(config, ALONE, machine.dtype, machine.device)
+    decoder = Decoder(config, ALONE, here.dtype, here.device)
     for parameter in decoder.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0, parameter.shape[1] ** -0.5)
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
         else:
             parameter.fill_(1.0)
+    for part in decoder.modules():
+        if settings.int8 and isinstance(part, PackedLinear):
+            part.finalize(int8=True)
     decoder.finalize()
-    caches = Caches(decoder.mixers(), blocks, _BLOCK, machine.dtype, machine.device, attention=attention)
-    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, machine.dtype)
+    made = decoder.mixers(), blocks, settings.block_size, here.dtype, here.device
+    caches = Caches(*made, attention=settings.attention)
+    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, _LEVELS, config.hidden_size, here.dtype)
     runner = ModelRunner(decoder.eval(), arena, caches)
     for kind in caches.paged.values():
         kind.cache.normal_()
@@ -73,74 +131,54 @@ def make_runner(config: TextConfig, blocks: int, machine: Machine, attention: st
     return runner
 
 
-def decodes(sequences: int, context: int) -> StepPlan:
-    """One token for each sequence. Their blocks alternate, as they do when sequences have grown side by side."""
-    each = -(-(context + 1) // _BLOCK)
-    chunks = [Chunk(context, 1, list(range(n, sequences * each, sequences))) for n in range(sequences)]
-    ids, places = array("i", [5] * sequences), array("i", [context] * 3 * sequences)
-    return StepPlan(ids.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(sequences)])
-
-
-def prefill(tokens: int) -> StepPlan:
-    """A prompt's first tokens, and one token drawn."""
-    ids, places = array("i", [5] * tokens), array("i", list(range(tokens)) * 3)
-    chunk = Chunk(0, tokens, list(range(-(-tokens // _BLOCK))))
-    return StepPlan(ids.tobytes(), places.tobytes(), [chunk], [], [Draw(at=tokens - 1)])
-
-
 def measure(
-    config: TextConfig,
-    machine: Machine,
-    *,
-    sequences: Sequence[int],
-    context: int,
-    tokens: Sequence[int],
-    attention: str = "auto",
-    compiled: bool = False,
-) -> Found:
-    """Times every step in every way; where layers are `compiled`, once more so."""
-    blocks = max(max(sequences) * -(-(context + 1) // _BLOCK), -(-max(tokens) // _BLOCK))
-    runner = make_runner(config, blocks, machine, attention)
-    bounds = CaptureBounds(max(sequences), max(*tokens, *sequences), blocks * _BLOCK, _LEVELS)
-    found = _round(runner, machine, bounds, sequences, context, tokens)
-    if compiled:
-        runner._decoder.compile_layers()
-        again = _round(runner, machine, bounds, sequences, context, tokens)
-        for kind, rows in again.items():
-            for (_, times), (_, more) in zip(found[kind], rows, strict=True):
-                times.update({f"{name}, compiled": seconds for name, seconds in more.items()})
-    return found
+    config: TextConfig, here: Machine, wanted: Sequence[Case], settings: Settings, *, compiled: bool = False
+) -> Iterator[tuple[Case, Times]]:
+    """Times every step in every way; where layers are `compiled`, all of them once more so. Cases whose keys and
+    values do not fit the device are left out, by name."""
+    room = _room(config, here, settings)
+    fitting = [case for case in wanted if cache_bytes(config, here.dtype.itemsize, case.chunks) <= room]
+    for case in wanted:
+        if case not in fitting:
+            print(f"left out, for lack of memory: {case.name}, {len(case.chunks)} × {case.context}")
+    blocks = max(case.blocks(settings.block_size) for case in fitting)
+    runner = make_runner(config, blocks, here, settings)
+    decodes = [case for case in fitting if case.tokens == len(case.chunks)]
+    bounds = CaptureBounds(
+        max(len(case.chunks) for case in decodes),
+        max(case.tokens for case in fitting),
+        max(case.context for case in fitting),
+        _LEVELS,
+    )
+    for name in ("", ", compiled")[: 1 + compiled]:
+        if name:
+            runner._decoder.compile_layers()
+        ways = _ways(runner, here, bounds)
+        for case in fitting:
+            plan = step(case.chunks, settings.block_size)
+            passes: dict[str, Callable[[], object]] = {way: partial(run, plan) for way, run in ways.items()}
+            found = timed(passes, here.runs, here.device)
+            yield case, {f"{way}{name}": whole for way, (whole, _) in found.items()}
 
 
-def _round(
-    runner: ModelRunner,
-    machine: Machine,
-    bounds: CaptureBounds,
-    sequences: Sequence[int],
-    context: int,
-    tokens: Sequence[int],
-) -> Found:
-    ways = _ways(runner, machine, bounds)
-
-    def times(plan: StepPlan) -> Times:
-        passes: dict[str, Callable[[], object]] = {name: partial(way, plan) for name, way in ways.items()}
-        return {name: whole for name, (whole, _) in timed(passes, machine.runs, machine.device).items()}
-
-    return {
-        "decode": [(many, times(decodes(many, context))) for many in sequences],
-        "prefill": [(many, times(prefill(many))) for many in tokens],
-    }
+def _room(config: TextConfig, here: Machine, settings: Settings) -> float:
+    """Bytes for keys and values."""
+    if here.device.type != "cuda":
+        return float("inf")
+    weights = weight_bytes(config, 1 if settings.int8 else here.dtype.itemsize, tokens=1 << 20)
+    embeddings = config.vocab_size * config.hidden_size * here.dtype.itemsize
+    return torch.cuda.mem_get_info(here.device)[0] - weights - embeddings - _GRAPH_BYTES - _REST_BYTES
 
 
-def _ways(runner: ModelRunner, machine: Machine, bounds: CaptureBounds) -> dict[str, Step]:
+def _ways(runner: ModelRunner, here: Machine, bounds: CaptureBounds) -> dict[str, Step]:
     """What there is to compare, by name."""
-    if machine.capture is None:
+    if here.capture is None or runner.not_capturable():
         return {"eager": runner.run}
-    runner.capture(bounds, machine.capture(), max_bytes=_GRAPH_BYTES, agree=lambda number: number)
+    runner.capture(bounds, here.capture(), max_bytes=_GRAPH_BYTES, agree=lambda number: number)
     captured = runner.graphs
     assert captured is not None
 
-    def step(plan: StepPlan, *, graphs: bool) -> object:
+    def run(plan: StepPlan, *, graphs: bool) -> object:
         runner.graphs = captured if graphs else None
         return runner.run(plan)
 
@@ -151,76 +189,77 @@ def _ways(runner: ModelRunner, machine: Machine, bounds: CaptureBounds) -> dict[
             graph.replay()
 
     return {
-        "eager": lambda plan: step(plan, graphs=False),
-        "graph": lambda plan: step(plan, graphs=True),
+        "eager": lambda plan: run(plan, graphs=False),
+        "graph": lambda plan: run(plan, graphs=True),
         _REPLAY: replay,
     }
 
 
-def report(config: TextConfig, machine: Machine, context: int, found: Found) -> str:
-    """Two metadata."""
-    element, peaks = machine.dtype.itemsize, machine.peaks
-    names = list(found["decode"][0][1])
-    lines = _head(["sequences", "least", *names, "fastest ÷ least", "tokens/s"])
-    for many, times in found["decode"]:
-        least = (weight_bytes(config, element) + cache_bytes(config, element, many, context)) / peaks.bandwidth
-        best = _best(times)
-        lines.append(_row([many, *map(_ms, (least, *times.values())), f"{best / least:.2f}", f"{many / best:.0f}"]))
-    lines += ["", *_head(["tokens of a prefill", *names, "tokens/s", "of peak"])]
-    for many, times in found["prefill"]:
-        best = _best(times)
-        share = prefill_operations(config, many) / best / peaks.operations
-        lines.append(_row([many, *map(_ms, times.values()), f"{many / best:.0f}", f"{share:.0%}"]))
-    return "\n".join(lines)
+def rows(
+    config: TextConfig, here: Machine, wanted: Sequence[Case], settings: Settings, *, compiled: bool = False
+) -> Iterator[str]:
+    """The table, row by row."""
+    names: list[str] = []
+    element = here.dtype.itemsize
+    for case, times in measure(config, here, wanted, settings, compiled=compiled):
+        if list(times) != names:
+            names = list(times)
+            yield "\n" + head(
+                ["step", "sequences", "context", "tokens", "least", *names, "fastest ÷ least", "tokens/s"]
+            )
+        read = weight_bytes(config, 1 if settings.int8 else element, case.tokens)
+        read += cache_bytes(config, element, case.chunks)
+        least = max(read / here.peaks.bandwidth, step_operations(config, case.chunks) / here.peaks.operations)
+        best = min(seconds for name, seconds in times.items() if not name.startswith(_REPLAY))
+        here.keep(
+            table="llm_device",
+            step=case.name,
+            sequences=len(case.chunks),
+            context=case.context,
+            tokens=case.tokens,
+            experts=config.experts,
+            layers=config.layers,
+            attention=settings.attention,
+            block_size=settings.block_size,
+            int8=settings.int8,
+            least=least,
+            seconds=times,
+        )
+        told = [case.name, len(case.chunks), case.context, case.tokens, *map(ms, (least, *times.values()))]
+        yield line([*told, f"{best / least:.2f}", f"{case.tokens / best:.0f}"])
 
 
-def _best(times: Times) -> float:
-    return min(seconds for name, seconds in times.items() if not name.startswith(_REPLAY))
-
-
-def _head(cells: Sequence[str]) -> list[str]:
-    return [_row(cells), "|---:" * len(cells) + "|"]
-
-
-def _row(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
+def config_of(layers: int, *, experts: bool, tiny: bool) -> TextConfig:
+    """The shape that was asked for."""
+    text: dict[str, Any] = {**MODEL["text_config"], **(EXPERTS if experts else {})}
+    text |= TINY if tiny else {}
+    if experts and tiny:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text["num_hidden_layers"] = min(layers, text["num_hidden_layers"])
+    return TextConfig.of({**MODEL, "text_config": text})
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llm_device", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="steps of each kind; the median is shown")
+    add_options(parser, 20)
     parser.add_argument("--sequences", type=int, nargs="+", default=(1, 4, 16, 64), help="that decode side by side")
-    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache of each of them")
+    parser.add_argument("--context", type=int, nargs="+", default=(1024,), help="tokens in the cache of each of them")
     parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048, 8192), help="of a prefill")
-    parser.add_argument("--layers", type=int, default=36, help="fewer, for a GPU with less memory")
+    parser.add_argument("--layers", type=int, default=48, help="fewer, for a GPU with less memory, or longer contexts")
+    parser.add_argument("--experts", action="store_true", help="the mixture of experts of Qwen3-VL-30B-A3B instead")
+    parser.add_argument("--int8", action="store_true", help="weights in 8 bits")
     parser.add_argument("--attention", default="auto", help="as the service's option")
+    parser.add_argument("--block-size", type=int, default=16, help="as the service's option")
     parser.add_argument("--compile", action="store_true", help="once more with layers compiled by torch: minutes more")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no GPU here")
-    device, dtype = torch.device("cuda:0"), torch.bfloat16
-    here = measured(device, dtype)
-    peaks = sheet(torch.cuda.get_device_name(device)) or here
-    config = TextConfig.of({**MODEL, "text_config": {**MODEL["text_config"], "num_hidden_layers": given.layers}})
-    machine = Machine(device, dtype, peaks, given.runs, lambda: CudaCapture(device))
-    print(f"{about(device)}; {given.context} tokens in the cache of each sequence")
-    for name, each in (("data sheet", peaks), ("a copy and a product here", here)):
-        print(f"{name}: {each.bandwidth / 1e12:.2f} TB/s, {each.operations / 1e12:.0f} TFLOP/s")
-    found = measure(
-        config,
-        machine,
-        sequences=given.sequences,
-        context=given.context,
-        tokens=given.tokens,
-        attention=given.attention,
-        compiled=given.compile,
-    )
-    print("\n" + report(config, machine, given.context, found))
+    here = machine(parser, given)
+    config = config_of(given.layers, experts=given.experts, tiny=given.tiny)
+    asked = ((1, 3), (20,), (16, 40)) if given.tiny else (given.sequences, given.context, given.tokens)
+    attention = given.attention if here.device.type == "cuda" else "triton"  # which the interpreter can capture
+    settings = Settings(attention, given.block_size, given.int8)
+    for row in rows(config, here, cases(*asked), settings, compiled=given.compile):
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

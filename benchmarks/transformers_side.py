@@ -21,6 +21,7 @@ from PIL import Image
 from benchmarks.hits import Hits
 from benchmarks.sides import Job, Measured, Timed, measure
 from benchmarks.workload import Question
+from common.devices import default_device, default_dtype
 from tests import reference
 
 
@@ -45,7 +46,8 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         self._processor = reference.processor(folder)
         self._processor.tokenizer.padding_side = "left"
-        self._model = reference.model(folder)
+        self._device = default_device()
+        self._model = reference.model(folder, getattr(torch, default_dtype(self._device))).to(self._device)
         self._model.generation_config.eos_token_id = None
 
     def run(self, questions: Sequence[Question], tokens: int) -> Timed:
@@ -54,7 +56,7 @@ class Peer:
         clock, started = _Clock(), time.perf_counter()
         images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
         texts = [self._prompt(question.text) for question in questions]
-        inputs = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
+        inputs = self._processor(text=texts, images=images, padding=True, return_tensors="pt").to(self._device)
         with torch.inference_mode():
             out = self._model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)
         whole = time.perf_counter() - started

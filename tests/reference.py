@@ -48,9 +48,9 @@ def processor(directory: Path) -> Any:
 
 
 @lru_cache(maxsize=8)
-def model(directory: Path) -> Any:
-    """The library's model of a checkpoint, float32 on the CPU."""
-    loaded = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+def model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The library's model of a checkpoint, on the CPU."""
+    loaded = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, local_files_only=True)
     return loaded.eval()
 
 

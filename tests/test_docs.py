@@ -32,6 +32,7 @@ OPTIONS = {
 OF_OTHERS = {"--help", *(f"--{name}" for name in ("build", "build-arg", "network", "remove-orphans", "scale"))}
 OF_OTHERS |= {"--from-file", "--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
 OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
+OF_OTHERS |= {"--no-build-isolation"}
 OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's
 OF_OTHERS |= {f"--{name}" for name in ("backend", "constraint", "data", "profile", "tokenizer")}  # of guidellm
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import llm_device, real_shape, shapes, vit
-from benchmarks.device import Peaks, measured, sheet, timed
+from benchmarks.device import Again, Machine, Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
@@ -19,59 +20,35 @@ from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 
 CPU = torch.device("cpu")
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 10_000,
-    "max_position_embeddings": 256,
-    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
-}
-TOWER = {
-    **shapes.TOWER,
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-}
-
-
-class Again:
-    """A graph is its callable."""
-
-    held = 0
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
+HERE = Machine(CPU, torch.float32, Peaks(1e9, 1e9), Peaks(1e9, 1e9), runs=1, capture=Again, tiny=True)
 
 
 def text_config() -> TextConfig:
-    return TextConfig.of({**shapes.MODEL, "text_config": TEXT})
+    return llm_device.config_of(2, experts=False, tiny=True)
 
 
 @pytest.mark.soak
 def test_the_decoder_s_steps_are_timed_eagerly_and_replayed() -> None:
-    machine = llm_device.Machine(CPU, torch.float32, Peaks(1e9, 1e9), runs=1, capture=Again)
-    found = llm_device.measure(
-        text_config(), machine, sequences=(1, 3), context=20, tokens=(16, 40), attention="triton"
-    )
-    assert [many for many, _ in found["decode"]] == [1, 3]
-    assert all(list(times) == ["eager", "graph", "replay"] for kind in found.values() for _, times in kind)
-    table = llm_device.report(text_config(), machine, 20, found).splitlines()
-    assert [row.count("|") for row in table] == [8] * 4 + [0] + [7] * 4
+    wanted = llm_device.cases((1, 3), (20,), (16, 40))
+    found = list(llm_device.measure(text_config(), HERE, wanted, llm_device.Settings("triton")))
+    assert [case for case, _ in found] == wanted
+    assert all(list(times) == ["eager", "graph", "replay"] for _, times in found)
+
+
+def test_a_step_is_of_the_chunks_that_were_asked_for() -> None:
+    plan = llm_device.step([(20, 1), (0, 17), (3, 2)])
+    assert [(chunk.context, chunk.count, chunk.blocks) for chunk in plan.chunks] == [
+        (20, 1, [0, 3]),
+        (0, 17, [1, 4]),
+        (3, 2, [2]),
+    ]
+    assert [draw.at for draw in plan.draws] == [0, 17, 19]
+    assert plan.tokens == 20
 
 
 def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, machine = text_config(), llm_device.Machine(CPU, torch.float32, Peaks(1e9, 1e9), runs=1)
-    runner = llm_device.make_runner(shape, 8, machine, "torch")
+    shape, eager = text_config(), replace(HERE, capture=None)
+    runner = llm_device.make_runner(shape, 8, eager, llm_device.Settings("torch"))
     products: list[int] = []
 
     def watched(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -79,12 +56,22 @@ def test_a_step_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         return x @ weight.T
 
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
-    runner.run(llm_device.prefill(40))
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * 40 * 41 / 2
-    assert sum(products) + attention == shapes.prefill_operations(shape, 40)
+    for chunks in ([(0, 40)], [(20, 10)]):
+        products.clear()
+        runner.run(llm_device.step(chunks))
+        seen = sum(context * count + count * (count + 1) / 2 for context, count in chunks)
+        attention = 4 * shape.layers * shape.heads * shape.head_dim * seen
+        assert sum(products) + attention == shapes.step_operations(shape, chunks)
     products.clear()
-    runner.run(llm_device.decodes(1, 20))
+    runner.run(llm_device.step([(20, 1)]))
     assert sum(products) / 2 * 4 == shapes.weight_bytes(shape, 4)
+
+
+def test_of_experts_those_count_that_tokens_reach() -> None:
+    shape = llm_device.config_of(48, experts=True, tiny=False)
+    one, many = (shapes.weight_bytes(shape, 1, tokens) / 1e9 for tokens in (1, 1 << 20))
+    assert round(one, 1) == 3.0, "3 B of weights are active"
+    assert round(many) == 30
 
 
 def test_the_published_shape_has_as_many_weights_as_its_name_says() -> None:
@@ -93,16 +80,22 @@ def test_the_published_shape_has_as_many_weights_as_its_name_says() -> None:
     assert round((shapes.weight_bytes(shape, 1) + embeddings) / 1e9, 1) == 8.2
 
 
-def test_the_tower_s_passes_are_timed_eagerly_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vit, "MIXES", {"one": [Grid(1, 4, 6)], "two": [Grid(1, 2, 2), Grid(2, 4, 4)]})
-    given: dict[str, Any] = {"runs": 1, "peak": 1e9, "budgets": (32, 64), "capture": Again}
-    rows = list(vit.rows(TOWER, CPU, torch.float32, ["triton", "sdpa"], **given))
+def test_the_tower_s_passes_are_timed_eagerly_and_replayed(tmp_path: Path) -> None:
+    here = replace(HERE, file=tmp_path / "rows.jsonl")
+    rows = list(vit.rows(shapes.TINY_TOWER, here, ["triton", "sdpa"], vit.TINY_MIXES, (32, 64)))
     assert [row.split(" | ")[2] for row in rows] == ["triton", "triton", "sdpa", "sdpa"]
     assert ["nan" in row for row in rows] == [False, False, True, True], "torch's own attention has no graphs"
+    kept = [json.loads(row) for row in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["attention"] for row in kept] == ["triton", "triton", "sdpa", "sdpa"]
+    assert len(list(vit.stages(shapes.TINY_TOWER, HERE, vit.TINY_MIXES))) == 2
 
 
 def test_a_checkpoint_of_a_given_shape_is_loaded_by_both_services(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(real_shape.write(tmp_path / "made", TEXT, TOWER, CPU, shard=40_000))
+    checkpoint = Checkpoint(
+        real_shape.write(
+            tmp_path / "made", {**shapes.MODEL["text_config"], **shapes.TINY}, shapes.TINY_TOWER, CPU, shard=40_000
+        )
+    )
     assert len({info.file for info in checkpoint.tensors.values()}) > 3
     assert load_decoder(checkpoint, torch.float32, CPU).config == text_config()
     tower = load_tower(checkpoint, config.read(checkpoint), CPU, torch.float32)

@@ -1,0 +1,95 @@
+"""`python -m benchmarks.attention_device`: attention of one layer over a paged cache, on a GPU, by each back end.
+
+32 query heads and 8 key heads of 128, as in Qwen3-VL-8B. Decoding is held to a copy: *of a copy* is the rate at which
+keys and values are read, by the rate of a copy here. Prefills are held to the data sheet's arithmetic. What is timed is
+a graph of several layers over one batch, so that launches do not count; the batch is *repeated*, over a cache full of
+noise. There are no caches of results, so there are no hits to count; the back ends are each other's peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
+from benchmarks.llm_device import Case, cases, step
+from common.checkpoint import CheckpointError
+from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
+from llm_service.layers.attention.choose import choose
+
+_LAYERS = 8
+_BACKENDS = ("flash", "triton")
+
+
+def backends(shape: CacheShape, here: Machine) -> Iterator[AttentionBackend]:
+    """Those that can be here."""
+    for name in _BACKENDS:
+        try:
+            yield choose(name, shape, here.dtype, here.device)
+        except CheckpointError as error:
+            print(f"left out: {error}")
+
+
+@torch.inference_mode()
+def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape) -> Iterator[str]:
+    """The table's rows; each case fits into the shape's blocks."""
+    cache = shape.new_cache(here.dtype, here.device)[0].normal_()
+    assert here.capture is not None
+    for backend in backends(shape, here):
+        for case in wanted:
+            plan = step(case.chunks, shape.block_size)
+            heads = [part.normal_() for part in shape.zeros(case.tokens, here.dtype, here.device)]
+            replay = here.capture()(partial(_layers, backend.batch(plan.chunks), heads, cache))
+            seconds = timed({"replay": replay}, here.runs, here.device)["replay"][0] / _LAYERS
+            read = 2 * shape.kv_heads * shape.head_dim * here.dtype.itemsize * sum(map(sum, case.chunks))
+            seen = sum(context * count + count * (count + 1) / 2 for context, count in case.chunks)
+            of_copy = read / seconds / here.here.bandwidth
+            of_peak = 4 * shape.heads * shape.head_dim * seen / seconds / here.peaks.operations
+            here.keep(
+                table="attention_device",
+                backend=backend.name,
+                block_size=shape.block_size,
+                step=case.name,
+                sequences=len(case.chunks),
+                context=case.context,
+                tokens=case.tokens,
+                seconds=seconds,
+                of_copy=of_copy,
+                of_peak=of_peak,
+            )
+            told = [backend.name, shape.block_size, case.name, len(case.chunks), case.context, case.tokens, ms(seconds)]
+            yield line([*told, f"{of_copy:.0%}", f"{of_peak:.0%}"])
+
+
+def _layers(batch: AttentionBatch, heads: Sequence[torch.Tensor], cache: torch.Tensor) -> None:
+    query, key, value = heads
+    for _ in range(_LAYERS):
+        batch.attend(query, key, value, cache)
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_device", description=__doc__)
+    add_options(parser, 10)
+    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8, 24, 64), help="that decode side by side")
+    parser.add_argument("--context", type=int, nargs="+", default=(1024, 8192, 32_768), help="tokens of each of them")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 2048, 8192), help="of a prefill")
+    parser.add_argument("--block-size", type=int, nargs="+", default=(16, 64, 256), help="tokens of a block")
+    given = parser.parse_args()
+    here = machine(parser, given)
+    asked = ((1, 3), (20, 70), (16, 40)) if given.tiny else (given.sequences, given.context, given.tokens)
+    sizes, counts = ((16,), (4, 2, 16)) if given.tiny else (given.block_size, (32, 8, 128))
+    wanted = cases(*asked)
+    names = ["back end", "block", "step", "sequences", "context", "tokens", "a layer", "of a copy", "of peak"]
+    print("\n" + head(names))
+    for size in sizes:
+        shape = CacheShape(1, max(case.blocks(size) for case in wanted), size, *counts)
+        for row in rows(here, wanted, shape):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`python -m benchmarks.gpu_day PART FOLDER`: a part of what is to be found out when a GPU is there for half an hour.
+
+1: versions, imports and ceilings, then kernels against plain torch. 2: all other tests for GPUs, and kernels under
+compute-sanitizer. 3: attention, decoder, tower and engine, and where their time goes. 4: both services with the shape
+of Qwen3-VL-8B and random weights, against transformers in the same run. Each part takes less than nine minutes, each
+section of it has a limit of its own. A section's output goes to a file in the folder, rows of benchmarks go to
+rows.jsonl as well, one by one, so that what was reached is kept; a section whose file is there is not run again, and
+one that failed leaves its words in a file that ends in `.failed`. What is new and what is *repeated*, and what caches
+gave, each benchmark says. `tools/gpu_day.sh` sets up the environment for this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.tables import Table, take
+
+_PART_SECONDS = 530.0
+_LEAST_SECONDS = 10.0
+"""With less left, a section is not begun."""
+_KERNEL_TESTS = ("test_rows_on_gpu", "test_vision_attention_on_gpu", "test_gdn_on_gpu")
+_TESTS = (
+    "test_graphs_on_gpu",
+    "test_parity_on_gpu",
+    "test_cuda_ipc_on_gpu",
+    "test_encoder_on_gpu",
+    "test_ranks_on_gpus",
+)
+_SANITIZED = (
+    "tests/gpu/test_rows_on_gpu.py::test_a_gate_is_torch_s",
+    "tests/gpu/test_vision_attention_on_gpu.py::test_what_is_not_finite_stays_in_its_segment",
+    "tests/gpu/test_llm_on_gpu.py::test_long_contexts_are_split_and_put_together",
+)
+
+
+def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
+    """The sections of each part, in order."""
+    sanitizer = shutil.which("compute-sanitizer")
+    model = Path("models/demo") if tiny else folder / "model"
+    little = ("--runs", "1", "--tokens", "4") if tiny else ("--runs", "3", "--tokens", "64")
+    sanitized = _tests("sanitizer", 150, *_SANITIZED, tiny=tiny)
+    if sanitizer:
+        program = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+        watched = (sanitizer, "--error-exitcode", "9", sys.executable, *sanitized.command)
+        sanitized = replace(sanitized, command=("-c", program, *watched))
+
+    def bench(name: str, module: str, seconds: float, *arguments: str) -> Table:
+        settings = ("--json", str(folder / "rows.jsonl"), *(("--tiny",) if tiny else ()))
+        return Table(name, ("-m", f"benchmarks.{module}", *arguments, *settings), seconds, _environ(tiny=tiny))
+
+    return {
+        1: [
+            bench("ceilings", "device", 60),
+            *(_tests(name, 150, f"tests/gpu/{name}.py", tiny=tiny) for name in _KERNEL_TESTS),
+        ],
+        2: [
+            _tests(
+                "test_llm_on_gpu", 240, "tests/gpu/test_llm_on_gpu.py", "tests/gpu/test_shapes_on_gpu.py", tiny=tiny
+            ),
+            *(_tests(name, 200, f"tests/gpu/{name}.py", tiny=tiny) for name in _TESTS),
+            sanitized if sanitizer or tiny else replace(sanitized, hindrance="there is no compute-sanitizer"),
+        ],
+        3: [
+            bench("attention", "attention_device", 90),
+            bench("decoder", "llm_device", 100),
+            bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
+            bench("tower", "vit", 80),
+            bench("engine", "engine_device", 80),
+            bench("profile", "profile_device", 60),
+            bench("decoder_int8", "llm_device", 60, "--int8", "--tokens", "512"),
+            bench("decoder_experts", "llm_device", 60, "--experts", "--layers", "24", "--tokens", "512", "2048"),
+        ],
+        4: [
+            *([] if tiny else [Table("checkpoint", ("-m", "benchmarks.real_shape", str(model)), 150)]),
+            Table("services", ("-m", "benchmarks", "--model", str(model), *little), 380),
+        ],
+    }
+
+
+def _tests(name: str, seconds: float, *files: str, tiny: bool) -> Table:
+    """Tests of GPUs; where all is tiny they are collected alone. Warnings are errors with the pinned versions alone."""
+    command = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "--timeout", "120", *files)
+    return Table(name, (*command, *(("--collect-only",) if tiny else ())), seconds)
+
+
+def _environ(*, tiny: bool) -> dict[str, str]:
+    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if tiny else {}
+
+
+def run(sections: Sequence[Table], folder: Path, head: Sequence[str], seconds: float) -> list[str]:
+    """Runs all that are missing, each within its own limit and what is left of `seconds`; names of those that failed,
+    or for which no time was left."""
+    end, failed = time.monotonic() + seconds, []
+    for section in sections:
+        left = end - time.monotonic()
+        print(f"{section.name}: ", end="", flush=True)
+        if left < _LEAST_SECONDS and not (folder / f"{section.name}.md").exists():
+            said = "no time is left"
+        else:
+            said = take(replace(section, seconds=min(section.seconds, left)), folder, head)
+        print(said, flush=True)
+        if "FAILED" in said or said == "no time is left":
+            failed.append(section.name)
+    return failed
+
+
+def main() -> None:
+    """Runs a part; the exit code is 1 where anything of it failed, or is still to be run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=__doc__)
+    parser.add_argument("part", type=int, choices=(1, 2, 3, 4))
+    parser.add_argument("folder", type=Path, help="where results go; made if it is not there")
+    parser.add_argument("--seconds", type=float, default=_PART_SECONDS, help="for the part")
+    parser.add_argument(
+        "--tiny", action="store_true", help="whether all runs: small shapes, no figures; on CPUs as well"
+    )
+    given = parser.parse_args()
+    folder: Path = given.folder / "tiny" if given.tiny else given.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    head = [f"processor: {machine.processor()}", f"software: {machine.software()}", f"commit: {machine.source()}"]
+    head += ["TINY SETTINGS: these figures mean nothing"] if given.tiny else []
+    print("\n".join(head), flush=True)
+    failed = run(parts(folder, tiny=given.tiny)[given.part], folder, head, given.seconds)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else None)
+
+
+if __name__ == "__main__":
+    main()

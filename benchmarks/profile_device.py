@@ -1,0 +1,91 @@
+"""`python -m benchmarks.profile_device`: which kernels take the time, on a GPU, by torch's profiler.
+
+Of four things: a replay of the decoder's graph, a step that draws with temperature, top-p and top-k, a prefill, and a
+pass of the tower; shapes of Qwen3-VL-8B, random weights, the same input *repeated*; there are no caches and no peers in
+this. Shown are the kernels that take most, how often they ran, and what the GPU was idle in between. Without a GPU the
+operators of the CPU are shown instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import vit
+from benchmarks.device import Machine, add_options, head, line, machine, ms
+from benchmarks.llm_device import Settings, config_of, make_runner, step
+from benchmarks.shapes import TINY_TOWER, TOWER, patch_numbers
+from common.media.item import Grid
+from encoder_service.worker.graphs import GraphedTower
+from llm_service.worker.graphs import CaptureBounds
+
+_SHOWN = 15
+_WARM = 3
+
+
+@torch.inference_mode()
+def things(here: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is profiled, by name."""
+    shape, side, budget = (TINY_TOWER, 4, 64) if here.tiny else (TOWER, 64, 4096)
+    tower, grids = vit.tower(shape, here.device, here.dtype), [Grid(1, side, side)]
+    patches = torch.randn(side * side, patch_numbers(shape), device=here.device, dtype=here.dtype)
+    yield "tower, eager", lambda: tower(patches, grids)
+    if here.capture is not None and tower.backend.stable(budget, budget, here.device) is not None:
+        given = {"max_bytes": 8 << 30, "device": here.device, "dtype": here.dtype}
+        graphed = GraphedTower(tower, [budget], here.capture(), **given)
+        yield "tower, replayed", lambda: graphed(patches, grids)
+    most, context, tokens = (2, 20, 16) if here.tiny else (8, 8192, 2048)
+    blocks = max(most * -(-(context + 1) // 16), -(-tokens // 16))
+    settings = Settings("auto" if here.device.type == "cuda" else "triton")
+    runner = make_runner(config_of(48, experts=False, tiny=here.tiny), blocks, here, settings)
+    plan, prefill = step([(context, 1)] * most), step([(0, tokens)])
+    drawn = [msgspec.structs.replace(each, temperature=0.7, top_p=0.8, top_k=20, uniform=0.4) for each in plan.draws]
+    yield "prefill, eager", lambda: runner.run(prefill)
+    if here.capture is not None:
+        bounds = CaptureBounds(most, most, context + 1, 4)
+        runner.capture(bounds, here.capture(), max_bytes=8 << 30, agree=lambda number: number)
+    yield "decode, greedy", lambda: runner.run(plan)
+    yield "decode, sampled", lambda: runner.run(msgspec.structs.replace(plan, draws=drawn))
+
+
+def rows(here: Machine) -> Iterator[str]:
+    """The tables, line by line."""
+    gpu = here.device.type == "cuda"
+    for name, run in things(here):
+        for _ in range(_WARM):
+            run()
+        with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as seen:
+            began = time.perf_counter()
+            run()
+            if gpu:
+                torch.cuda.synchronize(here.device)
+            whole = time.perf_counter() - began
+        spent = {
+            each.key: ((each.self_device_time_total if gpu else each.self_cpu_time_total) / 1e6, each.count)
+            for each in seen.key_averages()
+        }
+        busy, launches = sum(seconds for seconds, _ in spent.values()), sum(count for _, count in spent.values())
+        most = sorted(spent.items(), key=lambda each: -each[1][0])[:_SHOWN]
+        here.keep(table="profile_device", name=name, whole=whole, busy=busy, launches=launches, kernels=dict(most))
+        yield f"\n{name}: {ms(whole)}, busy {ms(busy)}, {launches} kernels\n"
+        yield head(["kernel", "times", "in all"])
+        for kernel, (seconds, count) in most:
+            yield line([kernel[:80].replace("|", "/"), count, ms(seconds)])
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile_device", description=__doc__)
+    add_options(parser, 1)
+    here = machine(parser, parser.parse_args())
+    for row in rows(here):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

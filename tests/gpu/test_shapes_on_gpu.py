@@ -1,0 +1,40 @@
+"""Shapes that small models do not have, on a GPU. `make gpu-check`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.choose import choose
+from tests import shape_cases
+from tests.attention_cases import WAYS, Case
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_32_heads_over_8_in_blocks_of_any_size(size: int, counts: tuple[int, ...]) -> None:
+    shape = CacheShape(1, 16 * 256 // size, size, 32, 8, 128)
+    Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose("triton", shape, torch.bfloat16, CUDA))
+
+
+def test_what_is_not_a_number_outside_of_live_slots_is_not_read() -> None:
+    shape_cases.check_noise_outside(CacheShape(1, 100, 16, 32, 8, 128), torch.bfloat16, CUDA, "triton")
+
+
+def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
+    shape = CacheShape(1, 70_000, 16, 32, 8, 128)
+    assert shape.blocks * shape.block_elements > 1 << 31
+    shape_cases.check_far_blocks(shape, torch.bfloat16, CUDA, "triton")
+
+
+def test_128_experts_most_of_which_have_no_token() -> None:
+    shape_cases.check_idle_experts(128, 8, torch.bfloat16, CUDA)
+
+
+def test_graphs_are_eager_steps_for_any_mix() -> None:
+    shape_cases.check_graphs_on_random_steps(CUDA, "triton", 200)
