@@ -205,7 +205,7 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
 
 
 def _worker_settings(
-    config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType, library: LibraryModel | None
+    config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType, library: LibraryModel | None = None
 ) -> list[WorkerSettings]:
     """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
     in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
