@@ -87,7 +87,7 @@ def _set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[st
 
 
 def is_constrained(request: llm_pb2.GenerateRequest) -> bool:
-    """The answer must have a form, from its first token on."""
+    """The answer must have a form."""
     return request.sampling.WhichOneof("structured") is not None
 
 

@@ -108,6 +108,7 @@ def _path(location: tuple[str | int, ...]) -> str:
 
 
 _OURS = {"session_id": "prompt_cache_key", "text.prompt": "prompt", "tokens.ids": "prompt"}
+_TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")
 
 
@@ -120,6 +121,8 @@ def param_of(field: str) -> str:
     if match := _CHAT.fullmatch(field):
         message, part, role = match.groups()
         return f"messages[{message}]" + (f".content[{part}]" if part else ".role" if role else "")
+    if match := _TOOL.fullmatch(field):
+        return f"{match[1]}.function.{match[2]}"
     if field in _OURS:
         return _OURS[field]
     return field.removeprefix("sampling.").removeprefix("chat.")

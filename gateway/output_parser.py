@@ -69,8 +69,8 @@ Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 
 class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
-    first call stand alone; `thinking`: the text begins inside of the model's reasoning; `constrained`: it must have a
-    form from its first token on, which leaves no room for reasoning, whatever the prompt ends in."""
+    first call stand alone; `thinking`: the text begins inside of the model's reasoning; `constrained`: the answer must
+    have a form, which leaves no room for reasoning but for that which the prompt has begun."""
 
     def __init__(
         self,
@@ -84,7 +84,6 @@ class OutputParser:
         self._tools = tools
         self._functions = functions
         self._single = single
-        self._constrained = constrained
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, self._words)
         self._step = self._answer if constrained else self._beginning
         self.begin(thinking=thinking)
@@ -94,7 +93,7 @@ class OutputParser:
 
     def begin(self, *, thinking: bool) -> None:
         """Before the first text: whether it begins inside of the model's reasoning."""
-        if thinking and not self._constrained:
+        if thinking:
             self._step = self._before_reasoning
 
     @property
@@ -183,7 +182,7 @@ class OutputParser:
             return False
         body = self._held if end < 0 else self._held[:end]
         rest = "" if end < 0 else self._held[end + len(CALL[1]) :]
-        call = _json_call(body) if self._tools is ToolFormat.JSON else self._xml_call(body)
+        call = _json_call(body) if self._is_json() else self._xml_call(body)
         if call is None:
             _add(out, TextDelta(self._gap + CALL[0] + self._held[: len(self._held) - len(rest)]))
         else:
@@ -192,10 +191,14 @@ class OutputParser:
         self._step = self._words
         return True
 
+    def _is_json(self) -> bool:
+        """Strict functions are called by JSON, whichever form the model was taught."""
+        return self._tools is ToolFormat.JSON or self._held.lstrip().startswith("{")
+
     def _end_of_call(self) -> int:
         """Where the mark stands; one inside of a JSON text is none."""
         end = self._held.find(CALL[1])
-        if end < 0 or self._tools is ToolFormat.XML:
+        if end < 0 or not self._is_json():
             return end
         blank = _STRING.sub(lambda text: " " * len(text[0]), self._held)
         quote = blank.find('"')  # a text that has not ended

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from common.call_schema import one_call
 from common.errors import InvalidInput
 from gateway.api.chat_request import ChatRequest, Function, NamedTool, Tool
 from gateway.output_parser import ToolFormat
@@ -47,27 +48,18 @@ def offered(body: ChatRequest) -> list[Tool]:
 
 
 def definition(function: Function) -> llm_pb2.ToolDefinition:
-    """A function that the model may call."""
+    """A function that the model may call. Where it must, the form of its answer holds it to the parameters, strict or
+    not."""
     return llm_pb2.ToolDefinition(
         name=function.name,
         description=function.description or "",
         parameters="" if function.parameters is None else to_json(function.parameters).decode(),
+        strict=bool(function.strict),
     )
 
 
 def calls_schema(functions: Sequence[Function], max_items: int | None) -> str:
     """What an answer looks like that is one or more calls, at most so many."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"enum": [function.name]},
-                "parameters": function.parameters or {"type": "object"},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
+    call, definitions = one_call([(function.name, function.parameters) for function in functions], "parameters")
     bound = {} if max_items is None else {"maxItems": max_items}
-    return to_json({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **bound}).decode()
+    return to_json({"$defs": definitions, "type": "array", "items": call, "minItems": 1, **bound}).decode()

@@ -300,7 +300,7 @@ def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> To
     """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
     _check_name(message.name, field)
     parameters = _parsed(message.parameters, max_depth, f"{field}.parameters") if message.parameters else None
-    return ToolDefinition(message.name, message.description, parameters)
+    return ToolDefinition(message.name, message.description, parameters, message.strict)
 
 
 def read_tool_call(message: llm_pb2.ToolCall, max_depth: int, field: str) -> ToolCall:

@@ -19,11 +19,13 @@ class MediaItem(Media):
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function that the model may call; `parameters` is a JSON Schema, None for a function without any."""
+    """A function that the model may call; `parameters` is a JSON Schema, None for a function without any. Calls that
+    the model makes by itself are held to it where one of the functions is `strict`."""
 
     name: str
     description: str
     parameters: dict[str, Any] | None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,18 @@ class Structure:
     text: str
 
 
+class Trigger(msgspec.Struct, frozen=True):
+    """The token behind which a grammar begins. Where it `recurs` (a call's mark), anything may be said before it and
+    again behind what the grammar allows; else (the end of reasoning) it must come before the answer may end."""
+
+    token: int
+    recurs: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
-    `grammar` is a checked structure in llguidance's form, empty for none, and `grammar_bytes` what it holds when it is
-    compiled."""
+    `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
+    compiled, and `grammar_trigger` where it begins; None: with the first token."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -102,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     grammar: str = ""
     grammar_bytes: int = 0
+    grammar_trigger: Trigger | None = None
 
     @property
     def greedy(self) -> bool:

@@ -245,9 +245,14 @@ def _started(request: Request, event: Begun, prompts: PromptBuilder) -> llm_pb2.
         cached_tokens=event.cached,
         spans=spans,
         request_id=request.id,
-        thinking=prompts.ends_in_thinking(event.layout.ids),
+        thinking=_thinks(request, event.layout.ids, prompts),
         resumed_choices=len(request.resume),
     )
+
+
+def _thinks(request: Request, ids: Sequence[int], prompts: PromptBuilder) -> bool:
+    """Whether the output begins with reasoning: not where it has its form from its first token on."""
+    return prompts.ends_in_thinking(ids) and (request.structure is None or prompts.reasoning_end(ids) is not None)
 
 
 def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:

@@ -78,7 +78,8 @@ class Scheduler:
             add, arrival=self._arrivals, seed=secrets.randbits(64), max_length=self.limits.max_context, eos=self._eos
         )
         if add.sampling.grammar and self._match is not None:
-            form = Form(add.sampling.grammar, add.sampling.grammar_bytes, add.salt)
+            asked = add.sampling
+            form = Form(asked.grammar, asked.grammar_bytes, add.salt, asked.grammar_trigger)
             for sequence in sequences:
                 sequence.use_grammar(self._match(form, sequence.output))
             self._matching += len(sequences)
@@ -363,6 +364,8 @@ def _dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
 
 def _leaves_any(draw: Draw) -> bool:
     """Whether some token is allowed and not banned."""
+    if not draw.allowed:  # no mask: anything is
+        return True
     left = bytearray(draw.allowed)
     for token in draw.banned:
         left[token // 8] &= ~(1 << token % 8)

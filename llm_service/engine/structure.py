@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from llm_service.request import Structure
+from llm_service.request import Structure, Trigger
 
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
 """What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
@@ -39,7 +40,7 @@ class Matcher(Protocol):
     """The state of one answer. A matcher that meets a limit turns to error and stays there."""
 
     def compute_bitmask(self) -> bytes:
-        """Bit i of the little-endian mask says whether token i may come next."""
+        """Bit i of the little-endian mask says whether token i may come next; no mask at all: any may."""
         ...
 
     def consume_token(self, token: int) -> bool:
@@ -56,12 +57,14 @@ class Matcher(Protocol):
 
 
 class Form(NamedTuple):
-    """What a request's answers must be like: a checked grammar, the bytes that its compiled form holds, and the
-    tenant's salt. Tenants share no compiled form: how soon it is there would tell what another has sent."""
+    """What a request's answers must be like: a checked grammar, the bytes that its compiled form holds, the tenant's
+    salt, and behind which token it begins. Tenants share no compiled form: how soon it is there would tell what another
+    has sent."""
 
     grammar: str
     bytes: int = 0
     salt: str = ""
+    trigger: Trigger | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +94,39 @@ class _Counted:
         return taken
 
 
+class _Triggered:
+    """A matcher that begins behind a token. `before` is the mask until then, and `begin` gives the matcher."""
+
+    def __init__(self, trigger: Trigger, before: bytes, begin: Callable[[], Matcher]) -> None:
+        self._trigger = trigger
+        self._before = before
+        self._begin = begin
+        self._begun: Matcher | None = None
+
+    def compute_bitmask(self) -> bytes:
+        """See `Matcher`."""
+        return self._before if self._begun is None else self._begun.compute_bitmask()
+
+    def consume_token(self, token: int) -> bool:
+        """See `Matcher`."""
+        if self._begun is None:
+            if token == self._trigger.token:
+                self._begun = self._begin()
+            return True
+        taken = self._begun.consume_token(token)
+        if self._trigger.recurs and self._begun.is_stopped() and not self._begun.is_error():
+            self._begun = None
+        return taken
+
+    def is_stopped(self) -> bool:
+        """See `Matcher`."""
+        return self._begun is not None and self._begun.is_stopped()
+
+    def is_error(self) -> bool:
+        """See `Matcher`."""
+        return self._begun is not None and self._begun.is_error()
+
+
 class Structures:
     """Grammars over one checkpoint's tokens. Compiling takes milliseconds at most; still, not for the event loop.
     Compiled forms are kept while they count `cache_bytes` or less together, the ones used last."""
@@ -101,6 +137,7 @@ class Structures:
             raise CheckpointError("the checkpoint has no tokenizer.json")
         ends = sorted(eos)
         self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=ends or None)
+        self._unended = _all_but(ends, vocab_size)
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
@@ -132,7 +169,9 @@ class Structures:
         held = self.kept_bytes
         while held > self._cache_bytes:
             held -= self._kept.popitem(last=False)[1].bytes
-        return kept.matcher()
+        if form.trigger is None:
+            return kept.matcher()
+        return _Triggered(form.trigger, b"" if form.trigger.recurs else self._unended, kept.matcher)
 
     @property
     def kept_bytes(self) -> int:
@@ -141,6 +180,14 @@ class Structures:
 
     def _compiled(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
+    """The mask that allows every token but these, as long as llguidance's."""
+    mask = bytearray(b"\xff" * (4 * math.ceil(vocab_size / 32)))
+    for token in tokens:
+        mask[token // 8] &= ~(1 << token % 8)
+    return bytes(mask)
 
 
 class Matchers:

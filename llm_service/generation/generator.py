@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import PromptLayout, Request
+from llm_service.request import PromptLayout, Request, Trigger
 
 
 @dataclass(slots=True)
@@ -209,6 +210,7 @@ class Generator:
             items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.salt))
             self._check_length(layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
+            request = self._behind_reasoning(request, layout)
             add = self._add(request, layout, items, resume, self._retain_for_session(request, layout))
             engine_request = job.engine_request = media.submit(
                 self._engine, add, lambda: stages.mark("rows"), request.max_handovers
@@ -221,12 +223,23 @@ class Generator:
                 self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
 
     async def _with_grammar(self, request: Request) -> Request:
-        """The request with its structure compiled, in bounded time and off the event loop."""
-        if request.structure is None:
+        """The request with its structure compiled, in bounded time and off the event loop: the form of its answer, or
+        else of the calls in it."""
+        calls = None if request.structure else self._prompts.strict_calls(request.prompt)
+        structure, trigger = calls or (request.structure, None)
+        if structure is None:
             return request
-        made = await self._compiler.grammar(request.structure, request.salt, request.salt or request.peer)
-        sampling = msgspec.structs.replace(request.sampling, grammar=made.grammar, grammar_bytes=made.bytes)
-        return replace(request, sampling=sampling)
+        try:
+            made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
+        except InvalidInput as error:
+            raise error.at("chat.tools") if calls else error from None
+        return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
+
+    def _behind_reasoning(self, request: Request, layout: PromptLayout) -> Request:
+        """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
+        if request.structure is None or (end := self._prompts.reasoning_end(layout.ids)) is None:
+            return request
+        return _sampled(request, grammar_trigger=Trigger(end))
 
     async def _choices(self, request: Request) -> dict[int, Choice]:
         """The choices that are not finished, behind what they come with."""
@@ -315,6 +328,11 @@ class Generator:
             yield Begun(layout, 0)
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
+
+
+def _sampled(request: Request, **values: Any) -> Request:
+    """The request with some of its sampling parameters as given."""
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, **values))
 
 
 def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:

@@ -19,8 +19,9 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
+from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens
-from llm_service.request import ChatPrompt, PromptLayout, Run, Span, TextPrompt, TokenPrompt
+from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,15 @@ class PromptBuilder:
     def ends_in_thinking(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends where the model thinks, so that its output begins with that."""
         return any(list(ids[-len(tail) :]) == tail for tail in self._thinking)
+
+    def reasoning_end(self, ids: Sequence[int]) -> int | None:
+        """The token behind which the answer begins, where a prompt ends where the model thinks; None where it does not,
+        or where that mark is no token of its own."""
+        return self._added.get("</think>") if self.ends_in_thinking(ids) else None
+
+    def strict_calls(self, prompt: ChatPrompt | TextPrompt | TokenPrompt) -> tuple[Structure, Trigger] | None:
+        """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
+        return strict_calls(prompt.tools, self.template, self._added) if isinstance(prompt, ChatPrompt) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens by their names."""

@@ -83,7 +83,8 @@ class ChatTemplate:
         self.never_thinks = "<think>" not in source and not self.knows_thinking
         self.knows_reasoning = "reasoning_content" in source
         self.writes_xml_calls = "<function=" in source
-        self.writes_json_calls = "<tool_call>" in source and not self.writes_xml_calls
+        self.marks_calls = "<tool_call>" in source
+        self.writes_json_calls = self.marks_calls and not self.writes_xml_calls
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ChatTemplate:

@@ -86,6 +86,7 @@ def test_a_models_calls_are_the_answers(door: Scripted, client: openai.OpenAI) -
     (tool,) = door.llm.requests[0].chat.tools
     assert (tool.name, tool.description) == ("weather", "The weather")
     assert json.loads(tool.parameters) == TOOL["function"]["parameters"]
+    assert tool.strict
 
 
 def test_a_stream_has_the_same_calls(door: Scripted, client: openai.OpenAI) -> None:
@@ -147,7 +148,9 @@ def test_a_call_that_is_required_is_compiled(door: Scripted, client: openai.Open
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
     assert choice.finish_reason == "tool_calls"
     schema = json.loads(door.llm.requests[0].sampling.json_schema)
-    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == TOOL["function"]["parameters"]
+    (call,) = schema["items"]["anyOf"]
+    assert call["properties"]["parameters"] == {"$ref": "#/$defs/f0"}
+    assert schema["$defs"] == {"f0": TOOL["function"]["parameters"]}
 
 
 def test_the_arguments_of_a_named_function_are_streamed(door: Scripted, client: openai.OpenAI) -> None:
@@ -171,15 +174,33 @@ def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: 
 
 def test_an_answer_that_must_have_a_form_has_no_reasoning(door: Scripted, client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    says(door, '{"a": "</think>"}', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    says(door, '{"a": "</think>"}', v1.FINISH_REASON_STRUCTURE)
     assert streamed(client, tools=[], response_format=form)[:2] == ("", '{"a": "</think>"}')
     message = client.chat.completions.create(**{**ASK, "tools": []}, response_format=form).choices[0].message
     assert (message.content, hasattr(message, "reasoning_content")) == ('{"a": "</think>"}', False)
     text: Any = {"format": {"type": "json_object"}}
     assert client.responses.create(model="demo", input="x", text=text).output_text == '{"a": "</think>"}'
-    says(door, '[{"name": "weather", "parameters": {"city": "Rome"}}]', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    says(door, '[{"name": "weather", "parameters": {"city": "Rome"}}]', v1.FINISH_REASON_STRUCTURE)
     calls = client.chat.completions.create(**ASK, tool_choice="required").choices[0].message.tool_calls
     assert [call.function.name for call in calls or []] == ["weather"]
+
+
+def test_an_answer_has_its_form_behind_the_reasoning_that_its_prompt_begins(
+    door: Scripted, client: openai.OpenAI
+) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    says(door, 'Hm.\n</think>\n\n{"a": "</think>"}', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    assert streamed(client, tools=[], response_format=form)[:2] == ("Hm.", '{"a": "</think>"}')
+    text: Any = {"format": {"type": "json_object"}}
+    thought, said = client.responses.create(model="demo", input="x", text=text).output
+    assert (thought.type, said.type, said.content[0].text) == ("reasoning", "message", '{"a": "</think>"}')  # type: ignore[union-attr]
+    says(door, 'Hm.</think>\n{"city": "Rome"}', v1.FINISH_REASON_STRUCTURE, thinking=True)
+    named = {"type": "function", "function": {"name": "weather"}}
+    thought, words, (call,), _ = streamed(client, tool_choice=named)
+    assert (thought, words, call["name"], call["arguments"]) == ("Hm.", "", "weather", '{"city": "Rome"}')
+    says(door, 'Hm.</think>[{"name": "weather", "parameters": {"city": "Rome"}}]', thinking=True)
+    thought, words, (call,), _ = streamed(client, tool_choice="required")
+    assert (thought, words, call["name"], json.loads(call["arguments"])) == ("Hm.", "", "weather", {"city": "Rome"})
 
 
 @pytest.mark.parametrize(
@@ -218,7 +239,11 @@ def test_a_template_that_knows_tools_lays_them_out_and_says_so(checkpoint: Path,
         info = door.services.text.get_info()
         assert info.tool_format == v1.TOOL_FORMAT_JSON
         assert list(info.modalities) == [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO]
-        reply = door.chat(messages=messages, tools=[TOOL])
+        reply = door.chat(messages=messages, tools=[TOOL])  # this tokenizer has no tokens for the marks of a call
+        assert (reply.status, reply.error["code"]) == (400, "NO_STRICT_TOOLS")
+        assert reply.error["param"] == "tools[0].function.strict"
+        free = {**TOOL, "function": {**TOOL["function"], "strict": False}}
+        reply = door.chat(messages=messages, tools=[free])
         assert reply.status == 200, reply.body
         expected = door.services.text.tokenize(plain(prompt), allow_special=True)
         assert json.loads(reply.body)["usage"]["prompt_tokens"] == len(expected)

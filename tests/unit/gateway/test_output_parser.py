@@ -84,6 +84,18 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
     "nearly a mark": ("<thin ice", J, {}, [("text", "<thin ice")]),
     "nearly a call": ("a <tool_cal b <tool_", J, {}, [("text", "a <tool_cal b <tool_")]),
     "no tools": (CALL_J, ToolFormat.NONE, {}, [("text", CALL_J)]),
+    "a strict call": (
+        f"So.\n{CALL_J}{CALL_X}",
+        X,
+        {},
+        [("text", "So."), MADE, MADE],
+    ),
+    "a strict call with a mark inside": (
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        X,
+        {},
+        [("call", "f", {"a": "</tool_call>"})],
+    ),
     "no JSON": ("Hm.\n<tool_call>{nope}</tool_call> So.", J, {}, [("text", "Hm.\n<tool_call>{nope}</tool_call> So.")]),
     "no name": (
         '<tool_call>{"arguments": {}}</tool_call>',

@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import Structure
+from llm_service.request import Structure, Trigger
 from tests.checkpoints import VOCABULARY
 from tests.waiting import until
 
@@ -192,3 +192,30 @@ def test_large_structures_are_no_countless_ones(structures: Structures, builder:
         assert token in allowed(schema.compute_bitmask())
         schema.consume_token(token)
     assert not schema.is_error()
+
+
+def test_behind_the_end_of_reasoning_the_form_begins_and_before_it_nothing_ends(structures: Structures) -> None:
+    form = held(structures, Structure("choice", '["yes"]'))._replace(trigger=Trigger(5))
+    matcher, plain = structures.matcher(form), structures.matcher(form._replace(trigger=None))
+    assert allowed(matcher.compute_bitmask()) == set(range(VOCABULARY)) - {0}
+    assert len(matcher.compute_bitmask()) == len(plain.compute_bitmask())
+    assert all(map(matcher.consume_token, (7, 8, 5)))
+    assert matcher.compute_bitmask() == plain.compute_bitmask()
+    assert not matcher.is_stopped()
+
+
+def test_a_form_that_recurs_leaves_what_is_around_it_free(structures: Structures, builder: PromptBuilder) -> None:
+    form = held(structures, Structure("grammar", 'start: "y" <[6]>'))._replace(trigger=Trigger(5, recurs=True))
+    matcher = structures.matcher(form)
+    letter = builder.encode("y")[0]
+    for _ in range(2):
+        assert matcher.compute_bitmask() == b""
+        assert all(map(matcher.consume_token, (7, 5)))
+        assert allowed(matcher.compute_bitmask()) == {letter}
+        assert matcher.consume_token(letter)
+        assert allowed(matcher.compute_bitmask()) == {6}
+        assert matcher.consume_token(6)
+        assert not matcher.is_stopped()
+    matcher.consume_token(5)
+    matcher.consume_token(7)
+    assert matcher.is_error()

@@ -1,0 +1,140 @@
+"""Forms that begin within an answer: behind the model's reasoning, and behind its mark of a call."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from tests.rpc.pairs import Pair, answer, asked, pair
+from tests.rpc.test_resume import check_cut, whole_of
+from twinlens import user, v1
+
+MARKS = {
+    mark: VOCABULARY + n for n, mark in enumerate(("<think>", "</think>", "<tool_call>", "</tool_call>", "<function="))
+}
+END = SPECIAL_IDS["<|im_end|>"]
+TEMPLATE = """\
+{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{# calls are written as <tool_call><function=f> #}"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22, 333]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+COUNT = {
+    "type": "object",
+    "properties": {"of": {"$ref": "#/$defs/shape"}, "at_most": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["of", "at_most"],
+    "additionalProperties": False,
+    "$defs": {"shape": {"enum": ["circle", "</tool_call>"]}},
+}
+
+
+@pytest.fixture(scope="module")
+def marked(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Services of a model that has a token for each mark, and that thinks when it is asked to."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("marked") / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    like = {**tokenizer["added_tokens"][0], "special": False}
+    tokenizer["added_tokens"] += [{**like, "id": token, "content": mark} for mark, token in MARKS.items()]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = VOCABULARY + len(MARKS)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with pair(folder) as running:
+        yield running
+
+
+def shaped(thinking: bool, **more: Any) -> v1.GenerateRequest:
+    """An answer that ends wherever it may, and stops thinking now and then."""
+    sampling = v1.SamplingParams(
+        max_tokens=400, temperature=1.5, seed=7, n=3, logit_bias={END: 60, MARKS["</think>"]: 6}, **more
+    )
+    request = asked(user("Count."), sampling)
+    request.chat.thinking = thinking
+    return request
+
+
+def test_a_model_that_thinks_does_so_first_and_its_answer_has_the_form_then(marked: Pair) -> None:
+    with marked.text.generate(shaped(True, json_schema=json.dumps(SCHEMA))) as stream:
+        first, *_ = stream
+    assert first.started.thinking
+    found = answer(marked.text, shaped(True, json_schema=json.dumps(SCHEMA))).choices
+    thoughts = [choice.text.partition("</think>") for choice in found]
+    assert all(json.loads(said)["a"] in (1, 22, 333) for _, _, said in thoughts)
+    assert any(thought for thought, _, _ in thoughts), "it could have ended before it had thought"
+    assert {choice.reason for choice in found} <= {v1.FINISH_REASON_STRUCTURE, v1.FINISH_REASON_STOP}
+
+
+def test_a_model_that_does_not_think_has_the_form_from_its_first_token_on(marked: Pair) -> None:
+    request = shaped(False, json_schema=json.dumps(SCHEMA))
+    assert all(json.loads(choice.text)["a"] for choice in answer(marked.text, request).choices)
+    with marked.text.generate(request) as stream:
+        assert not next(iter(stream)).started.thinking
+
+
+def calling(*tools: v1.ToolDefinition) -> v1.GenerateRequest:
+    """A model that would call all the time, and write anything there."""
+    bias = {MARKS["<tool_call>"]: 12, END: -100}
+    sampling = v1.SamplingParams(max_tokens=400, temperature=1.5, seed=11, n=2, logit_bias=bias)
+    request = asked(user("Count."), sampling)
+    request.chat.tools.extend(tools)
+    return request
+
+
+STRICT = v1.ToolDefinition(name="count", parameters=json.dumps(COUNT), strict=True)
+FREE = v1.ToolDefinition(name="note", parameters=json.dumps(SCHEMA))
+
+
+def calls(text: str) -> list[dict[str, Any]]:
+    """Those that are complete, of a text in which a mark may stand within JSON."""
+    found = []
+    for rest in re.split("<tool_call>", text)[1:]:
+        try:
+            call, end = json.JSONDecoder().raw_decode(rest.lstrip())
+        except json.JSONDecodeError:
+            assert "</tool_call>" not in rest.replace('"</tool_call>"', ""), "what is complete is a call"
+            continue
+        if left := rest.lstrip()[end:].lstrip(" \n"):
+            assert left.startswith("</tool_call>")
+        found.append(call)
+    return found
+
+
+def test_calls_of_strict_functions_follow_their_parameters_and_words_are_free(marked: Pair) -> None:
+    made = [calls(choice.text) for choice in answer(marked.text, calling(STRICT, FREE)).choices]
+    assert max(map(len, made)) > 1
+    for call in (call for each in made for call in each):
+        assert call["name"] in ("count", "note")
+        assert isinstance(call["arguments"], dict)
+        if call["name"] == "count":
+            assert call["arguments"]["of"] in ("circle", "</tool_call>")
+            assert 1 <= call["arguments"]["at_most"] <= 9
+
+
+def test_without_a_strict_function_calls_are_as_the_model_writes_them(marked: Pair) -> None:
+    text = answer(marked.text, calling(FREE)).choices[0].text
+    assert "<tool_call>" in text
+    assert not re.search(r'<tool_call>\s*\{"name"', text)
+
+
+@pytest.mark.parametrize("request_", [shaped(True, json_schema=json.dumps(SCHEMA)), calling(STRICT)])
+def test_such_an_answer_goes_on_behind_every_cut(marked: Pair, request_: v1.GenerateRequest) -> None:
+    request_.sampling.n = 1
+    request_.sampling.max_tokens = 60
+    events = whole_of(marked, request_)
+    for cut in range(1, len(events) + 1, 7):
+        check_cut(marked.text, request_, events, cut)
