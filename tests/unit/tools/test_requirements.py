@@ -30,7 +30,7 @@ def test_an_unknown_extra_is_an_error() -> None:
 
 def test_the_services_ask_for_what_they_import_and_for_nothing_else() -> None:
     """Optional packages aside: those are looked for where they are used."""
-    optional = {"triton", "flash_attn", "opentelemetry"}
+    optional = {"triton", "flash_attn", "opentelemetry", "transformers", "torchvision"}
     tree = Tree.read(ROOT, ("common", "encoder_service", "llm_service"))
     ours = {"common", "encoder_service", "llm_service", "twinlens", *optional, *sys.stdlib_module_names}
     imported = {name.name.partition(".")[0] for module in tree.modules.values() for name in module.imports} - ours
