@@ -12,16 +12,17 @@ RUN python3 -m venv /opt/twinlens
 WORKDIR /src
 # The dependencies change more rarely than the sources, so they are a layer of their own.
 COPY pyproject.toml constraints.txt ./
-COPY tools/requirements.py tools/
-RUN python3 tools/requirements.py services gateway > requirements.txt \
- && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --requirement requirements.txt
+RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
+ && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --group services --group gateway
 COPY README.md LICENSE ./
+COPY proto proto
+COPY wheels wheels
 COPY twinlens twinlens
 COPY common common
 COPY encoder_service encoder_service
 COPY llm_service llm_service
 COPY gateway gateway
-RUN /opt/twinlens/bin/pip install --no-deps .
+RUN /opt/twinlens/bin/pip install --no-deps . ./wheels/services
 
 FROM ${PYTHON_IMAGE}
 # For GPUs `--build-arg PACKAGES="gcc libc6-dev"`: Triton builds its kernels with a C compiler when a service starts.

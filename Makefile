@@ -7,6 +7,7 @@ MODEL ?= models/demo
 ENCODERS ?= 1
 TP ?= 1
 OUT ?= build/tables
+IMAGES ?=
 ENVIRONMENT ?=
 ARGS ?=
 # What the tests of one file share is started once. Files go in their order: those of few long tests come first.
@@ -19,7 +20,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables models gpu-check demo-model clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables models gpu-check demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -31,7 +32,8 @@ setup: $(STAMP)  ## make .venv with everything that is tested together
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/pip install --quiet 'pip>=25.1'  # the first that knows dependency groups
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable . --group dev
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt --no-deps torchvision
 	@touch $@
 
@@ -101,6 +103,12 @@ gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 
 demo-model: $(STAMP)  ## train models/demo again
 	$(BIN)/python -m tools.demo_model $(ARGS)
+
+dist: $(STAMP)  ## a release: wheels of client and services in dist/, with IMAGES=docker (or podman) the image by its version
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./wheels/services
+	$(if $(IMAGES),$(IMAGES) build --tag twinlens:$$($(BIN)/python -c 'import twinlens; print(twinlens.__version__)') .)
+	@ls dist
 
 clean:  ## remove what can be made again
 	rm -rf $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -14,8 +14,8 @@ from tests.launch import ROOT
 
 
 def test_every_package_of_the_services_is_looked_for() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [spec.partition(">")[0] for spec in project["optional-dependencies"]["services"]] == list(MODULES)
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert [spec.partition(">")[0] for spec in groups["services"]] == list(MODULES)
     assert all(find_spec(module) for module in MODULES.values())
 
 
