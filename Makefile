@@ -46,8 +46,8 @@ up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODE
 test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-soak: $(STAMP)  ## minutes of mixed load, storms of faults, rolling restarts
-	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS)
+test-soak: $(STAMP)  ## minutes of mixed load, storms of faults, rolling restarts; the longest first
+	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak tests
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(BIN)/ruff check .

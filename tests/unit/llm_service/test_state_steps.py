@@ -73,11 +73,3 @@ def test_thousands_of_steps_leak_no_slot_and_read_no_other_state(seed: int) -> N
     _, hits, preempted = run(seed, 4000)
     assert hits > 0
     assert preempted > 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_half_a_million_steps_leak_no_slot_and_read_no_other_state() -> None:
-    _, hits, preempted = run(3, 500_000)
-    assert hits > 0
-    assert preempted > 0
