@@ -60,10 +60,14 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     carried: int = -1
 
     @property
+    def alters(self) -> bool:
+        """Logits are changed before anything is chosen."""
+        return bool(self.banned or self.logit_bias or self.prompt or self.output or self.allowed)
+
+    @property
     def plain(self) -> bool:
         """The highest logit wins, untouched."""
-        asked = self.banned or self.logit_bias or self.prompt or self.output or self.allowed
-        return self.temperature == 0.0 and not asked
+        return self.temperature == 0.0 and not self.alters
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -29,7 +29,20 @@ from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, Kern
 from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import int8_kernel as int8_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
+from llm_service.layers.gpu import sampling_kernels as sampling
+from llm_service.worker import gpu_sampler
 
+_FIXED = {
+    "weight": "*i8",
+    "counts": "*i32",
+    "masks": "*u8",
+    "table": "*fp64",
+    "tokens": "*i64",
+    "places": "*i64",
+    "scale": "fp32",
+    "eps": "fp32",
+}
+"""What parameters of these names are, whatever a model's type."""
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs")
 _POINTERS = ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
@@ -46,9 +59,10 @@ _POINTERS += (
     "conv",
     "a_log",
     "dt_bias",
+    "logits",
 )
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
-_ALIGNED += ("query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
+_ALIGNED += ("stride", "vocabulary", "query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
 
 Needs = tuple[int, int, bool, int]
 """Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, and a thread's
@@ -64,12 +78,10 @@ def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, 
             signature[name] = "constexpr"
         elif name in _INTEGERS:
             signature[name] = "*i32"
-        elif name == "weight":
-            signature[name] = "*i8"
         elif name in wide:
             signature[name] = "*fp32"
-        elif name in ("scale", "eps"):
-            signature[name] = "fp32"
+        elif name in _FIXED:
+            signature[name] = _FIXED[name]
         else:
             signature[name] = f"*{_NAMES[dtype]}" if name in _POINTERS else "i32"
     aligned = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in _ALIGNED]
@@ -155,6 +167,16 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
 
 
+def sampler(capability: int) -> dict[str, Needs]:
+    """As `gpu_sampler` launches them."""
+    launch = {"BLOCK": gpu_sampler._BLOCK, "num_warps": 8}
+    numbers = {"LARGEST": gpu_sampler._NUMBER.max, "SEEN": gpu_sampler._SEEN}
+    return {
+        "adjust": compiled(capability, sampling.adjust_kernel, torch.float32, **numbers, **launch),
+        "draw": compiled(capability, sampling.draw_kernel, torch.float32, COUNT=sampling.HEAD, BITS=18, **launch),
+    }
+
+
 def main(capability: int) -> dict[str, Needs]:
     """All kernels, in the types and sizes of head that models have."""
     found: dict[str, Needs] = {}
@@ -168,6 +190,7 @@ def main(capability: int) -> dict[str, Needs]:
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
+    found |= sampler(capability)
     precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
     parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
     found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch import Tensor
 from common.gpu import Capture
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
-from llm_service.plan import StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
+from llm_service.worker import sampler
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.row_arena import RowArena
-from llm_service.worker.sampler import sample, score
+from llm_service.worker.sampler import Drawn, score
 
 
 class ModelRunner:
@@ -30,6 +31,7 @@ class ModelRunner:
         self._replayed = False
         self.graphs: GraphRunner | None = None
         self.changeover: Changeover | None = None
+        self._draw = _sampler_on(decoder.device)
 
     @property
     def row_bytes(self) -> int:
@@ -43,8 +45,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
+        """Has the back ends' and the sampler's kernels compiled, where they compile any, so that no request waits."""
         self.caches.warm_up()
+        if isinstance(self._decoder, Decoder):  # the library's does not say how many words it has
+            logits = torch.zeros(1, self._decoder.config.vocab_size, device=self._decoder.device)
+            self._draw(logits, [Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)]).result()
 
     def kernels(self) -> list[str]:
         """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
@@ -64,7 +69,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Computes the KV of every token of the plan, one new token for each draw, and the scores."""
         logits, scores = self.forward(plan)
-        drawn = StepResult([], []) if logits is None else sample(logits, plan.draws)
+        drawn = StepResult([], []) if logits is None else self._draw(logits, plan.draws).result()
         return StepResult(drawn.tokens, drawn.logprobs, scores, self._replayed)
 
     @torch.inference_mode()
@@ -101,3 +106,15 @@ class ModelRunner:
             out = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
         self.caches.copy_states(plan.kept)
         return out
+
+
+def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw]], Drawn]:
+    """What draws the tokens there."""
+    if device.type == "cuda":
+        from llm_service.layers.gpu import row_kernels
+
+        if row_kernels.run_on(device):
+            from llm_service.worker import gpu_sampler
+
+            return gpu_sampler.draw
+    return sampler.draw

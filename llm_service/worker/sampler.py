@@ -1,6 +1,7 @@
 """One token from each row of logits, as its `Draw` says, all rows of a step together; and how likely tokens were. In
 transformers' order: penalties, bias, bans (its logits processors), temperature, top-k, top-p, min-p; then the draw by
-inverse CDF at the plan's `uniform`, so that a token depends on its logits and its seed and on nothing else."""
+inverse CDF at the plan's `uniform`, so that a token depends on its logits and its seed and on nothing else. These are
+torch's operators; `gpu_sampler` draws the same tokens by kernels of ours."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llm_service.plan import Draw, Score, StepResult, TokenLogprobs
+from llm_service.worker.transfer import ToHost
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
 """Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""
@@ -23,14 +25,38 @@ _PLACES = 128
 """Places whose logits are held at once: with 150 000 words, about 80 MB of float32."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> StepResult:
+class Drawn:
+    """What was drawn: `tokens` int64 [len(draws)], on the device, and on their way to the host together with
+    log-probabilities where these were asked for. Those are of the model's own distribution: of untouched `logits`, at
+    temperature 1."""
+
+    def __init__(self, tokens: Tensor, logits: Tensor, draws: Sequence[Draw]) -> None:
+        self.tokens = tokens
+        self._read = ToHost(tokens)
+        self._likely: list[tuple[list[int], list[int], ToHost]] = []
+        for part in _parts([index for index, draw in enumerate(draws) if draw.logprobs >= 0], logits.device):
+            at, tops = torch.tensor(part, device=logits.device), [draws[index].logprobs for index in part]
+            values = logits[at].double().log_softmax(-1)
+            self._likely.append((part, tops, ToHost(_likeliest(values, tokens[at], max(tops)))))
+
+    def result(self) -> StepResult:
+        """The same on the host; waits for it."""
+        tokens: list[int] = self._read.read().tolist()
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        for part, tops, likely in self._likely:
+            for index, entry in zip(part, _entries(likely.read(), tops), strict=True):
+                found[index] = entry
+        return StepResult(tokens, found)
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities where asked for."""
     tokens = logits.argmax(-1)
     altered = [index for index, draw in enumerate(draws) if not draw.plain]
     for part in _parts(altered, logits.device):
         at = torch.tensor(part, device=logits.device)
         tokens[at] = _choose(logits[at], [draws[index] for index in part])
-    return StepResult(tokens.tolist(), _logprobs(logits, draws, tokens))
+    return Drawn(tokens, logits, draws)
 
 
 def _choose(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -160,18 +186,6 @@ def _kept(head: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, vocabulary: 
     return torch.where((top_k > n) & (top_k < vocabulary), n, kept)  # what top-k leaves in all is not known yet
 
 
-def _logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLogprobs | None]:
-    """Of the model's own distribution: untouched logits at temperature 1."""
-    found: list[TokenLogprobs | None] = [None] * len(draws)
-    asking = [index for index, draw in enumerate(draws) if draw.logprobs >= 0]
-    for part in _parts(asking, logits.device):
-        at = torch.tensor(part, device=logits.device)
-        values = logits[at].double().log_softmax(-1)
-        for index, entry in zip(part, _entries(values, tokens[at], [draws[k].logprobs for k in part]), strict=True):
-            found[index] = entry
-    return found
-
-
 def _parts(indices: list[int], device: torch.device) -> Iterator[list[int]]:
     size = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_GPU
     for first in range(0, len(indices), size):
@@ -190,16 +204,21 @@ def score(hidden: Tensor, scores: list[Score], logits: Callable[[Tensor], Tensor
         for first in range(0, len(targets), _PLACES):
             part = targets[first : first + _PLACES]
             places = hidden[asked.at + first : asked.at + first + len(part)]
-            found.extend(_entries(logits(places).double().log_softmax(-1), part, [asked.top] * len(part)))
+            likely = _likeliest(logits(places).double().log_softmax(-1), part, asked.top)
+            found.extend(_entries(likely.cpu(), [asked.top] * len(part)))
         out.append(found)
     return out
 
 
-def _entries(values: Tensor, targets: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → of each row the target's, and the highest."""
-    chosen = values.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
-    likeliest = values.topk(max(tops, default=0))
-    found = zip(chosen, likeliest.indices.tolist(), likeliest.values.tolist(), tops, strict=True)
-    return [
-        TokenLogprobs(own, list(zip(tokens[:top], logprobs[:top], strict=True))) for own, tokens, logprobs, top in found
-    ]
+def _likeliest(values: Tensor, targets: Tensor, top: int) -> Tensor:
+    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → float64 [m, 1 + 2 · top]: of each row the
+    target's, the highest, and whose those are."""
+    highest = values.topk(top)
+    return torch.cat([values.gather(1, targets.unsqueeze(1)), highest.values, highest.indices.double()], dim=1)
+
+
+def _entries(likely: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """From what `_likeliest` gives, and how many each row wants of it."""
+    width = likely.shape[1] // 2
+    found = zip(likely[:, : 1 + width].tolist(), likely[:, 1 + width :].long().tolist(), tops, strict=True)
+    return [TokenLogprobs(own, list(zip(tokens[:top], rest[:top], strict=True))) for (own, *rest), tokens, top in found]

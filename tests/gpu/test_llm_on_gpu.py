@@ -23,13 +23,13 @@ from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
+from llm_service.worker import gpu_sampler, sampler
 from llm_service.worker.caches import Caches
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, decode_sizes, prefill_sizes
 from llm_service.worker.load import load_runner
 from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
-from llm_service.worker.sampler import sample
 from tests import pictures
 from tests.attention_cases import WAYS, Case, shape_of
 from tests.checkpoints import Family
@@ -202,7 +202,9 @@ def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -
         Draw(at=4, prompt=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
         Draw(at=5, allowed=bytes([0b10101010] * (vocabulary // 8))),
     ]
-    assert sample(logits.cuda(), draws).tokens == sample(logits, draws).tokens
+    expected = sampler.draw(logits, draws).result().tokens
+    assert sampler.draw(logits.cuda(), draws).result().tokens == expected
+    assert gpu_sampler.draw(logits.cuda(), draws).result().tokens == expected
 
 
 def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..., Path]) -> None:

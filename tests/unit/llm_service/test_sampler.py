@@ -17,13 +17,17 @@ from transformers.generation.logits_process import (
 )
 
 from llm_service.engine.batch import uniform
-from llm_service.plan import Draw, TokenLogprobs
-from llm_service.worker.sampler import sample
+from llm_service.plan import Draw, StepResult, TokenLogprobs
+from llm_service.worker import sampler
 
 VOCABULARY = 24
 PROMPT, OUTPUT = [3, 5, 5, 9], [5, 7, 7, 7]
 SEEN: dict[str, Any] = {"prompt": array("i", sorted(set(PROMPT))).tobytes(), "output": array("i", OUTPUT).tobytes()}
 GRID = 1000
+
+
+def sample(rows: torch.Tensor, draws: list[Draw]) -> StepResult:
+    return sampler.draw(rows, draws).result()
 
 
 def logits(seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,130 @@
+"""The sampler on a GPU: the draws of `sampler`, without a question to the device on the way. All that draws say goes
+over in one copy, the tokens come back in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.gpu.sampling_kernels import ADJUST, DRAW, HEAD, adjust_kernel, draw_kernel
+from llm_service.plan import Draw
+from llm_service.worker.sampler import Drawn
+from llm_service.worker.transfer import to_device
+
+_SEEN = 1 << 30
+"""Stands for a token of the prompt in a count of those of the output."""
+_SHARPEST = 1e30
+"""One over the least temperature: all but the likeliest vanish, and nothing overflows."""
+_BLOCK = 4096
+_NUMBER = torch.finfo(torch.float32)
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+    """float32 logits [len(draws), vocabulary], whose rows may be apart → one token for each draw; see `sampler.draw`.
+
+    How many operators that takes does not depend on how many rows there are.
+    """
+    altered = [index for index, draw in enumerate(draws) if draw.alters]
+    drawn = [index for index, draw in enumerate(draws) if draw.temperature > 0.0]
+    adjustments, choices = _adjustments(draws, altered, logits.shape[1]), _choices(draws, drawn, logits.shape[1])
+    there = to_device([*adjustments, *choices], logits.device) if altered or drawn else []
+    scores = logits
+    if altered:
+        scores = logits.clone()
+        _adjust(scores, *there[: len(adjustments)])
+    whole = len(drawn) == len(draws)
+    tokens = logits.new_empty(len(draws), dtype=torch.int64) if whole else scores.argmax(-1)
+    if drawn:
+        at, table = there[len(adjustments) :]
+        _choose(tokens, scores if whole else scores[at], table)
+    return Drawn(tokens, logits, draws)
+
+
+def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
+    """What `_adjust` takes."""
+    table = np.full((len(altered), ADJUST), -1.0)
+    asked, said, masks = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    cells, values = list[int](), list[float]()
+    for own, index in zip(table, altered, strict=True):
+        draw = draws[index]
+        repetition = max(_NUMBER.tiny, draw.repetition_penalty)
+        own[[0, 3, 4, 5]] = index, repetition, draw.presence_penalty, draw.frequency_penalty
+        if draw.prompt or draw.output:
+            own[1] = len(asked)
+            base = len(asked) * vocabulary
+            asked.append(np.frombuffer(draw.prompt, np.int32).astype(np.int64) + base)
+            said.append(np.frombuffer(draw.output, np.int32).astype(np.int64) + base)
+        if draw.allowed:
+            own[2] = len(masks)
+            masks.append(np.frombuffer(draw.allowed, np.uint8))
+        cells += [index * vocabulary + token for token in (*draw.logit_bias, *draw.banned)]
+        values += [*draw.logit_bias.values(), *([-math.inf] * len(draw.banned))]
+    seen = (np.concatenate(each or [np.empty(0, np.int64)]) for each in (asked, said))
+    packed = np.stack(masks) if masks else np.empty((0, 0), np.uint8)
+    return (table, *seen, packed, np.array(cells, np.int64), np.array(values, np.float32))
+
+
+def _adjust(
+    scores: Tensor, table: Tensor, asked: Tensor, said: Tensor, masks: Tensor, cells: Tensor, values: Tensor
+) -> None:
+    """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `asked` and `said` int64 are
+    the places of the prompts' tokens and of the outputs' in the counts; `values` go to the places `cells` of scores."""
+    vocabulary = scores.shape[1]
+    counts = table.new_empty(0, dtype=torch.int32)
+    if len(asked) or len(said):
+        counts = counts.new_zeros(len(table) * vocabulary)
+        counts.index_fill_(0, asked, _SEEN)
+        counts.scatter_add_(0, said, counts.new_ones(1).expand(len(said)))
+    if len(counts) or len(masks):
+        adjust_kernel[(len(table), triton.cdiv(vocabulary, _BLOCK))](
+            scores,
+            table,
+            counts,
+            masks,
+            scores.stride(0),
+            vocabulary,
+            masks.shape[1],
+            LARGEST=_NUMBER.max,
+            SEEN=_SEEN,
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
+    if len(cells):
+        scores.view(-1).scatter_add_(0, cells, values)
+
+
+def _choices(draws: Sequence[Draw], drawn: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
+    """The rows that are drawn from, and what `draw_kernel` needs to know of each."""
+    table = np.empty((len(drawn), DRAW))
+    for own, index in zip(table, drawn, strict=True):
+        draw = draws[index]
+        sharpness = min(_SHARPEST, 1.0 / draw.temperature)
+        least = math.log(draw.min_p) if draw.min_p else -math.inf
+        own[:] = index, sharpness, draw.uniform, min(draw.top_k or vocabulary, vocabulary), draw.top_p, least
+    return np.array(drawn, np.int64), table
+
+
+def _choose(tokens: Tensor, scores: Tensor, table: Tensor) -> None:
+    """Draws a token for each row of scores float32 [k, vocabulary], and puts it where the table says."""
+    vocabulary = scores.shape[1]
+    head = min(HEAD, vocabulary)
+    values, places = scores.topk(head)
+    draw_kernel[(len(table),)](
+        tokens,
+        scores,
+        values,
+        places,
+        table,
+        scores.stride(0),
+        vocabulary,
+        head,
+        COUNT=HEAD,
+        BITS=vocabulary.bit_length(),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

@@ -1,0 +1,51 @@
+"""Numbers on their way between host and device: one copy for all that goes together, and none that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 8
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Each array as a tensor on the device, of the same shape and type: all in one copy, which nobody waits for.
+
+    The memory that it reads from is locked, and torch's own allocator gives it to nobody else before the copy is over.
+    """
+    ends: list[int] = []
+    for array in arrays:
+        begin = -(-(ends[-1] if ends else 0) // _ALIGNMENT) * _ALIGNMENT
+        ends.append(begin + array.nbytes)
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    for array, end in zip(arrays, ends, strict=True):
+        packed[end - array.nbytes : end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = torch.empty(len(host), dtype=torch.uint8, device=device)
+    there.copy_(host, non_blocking=True)
+    return [
+        there[end - array.nbytes : end].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for array, end in zip(arrays, ends, strict=True)
+    ]
+
+
+class ToHost:
+    """A tensor's copy to the host, begun when this is made; `read` waits for it and for nothing that is begun later."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._copy = source
+        if source.device.type == "cuda":
+            self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._copy.copy_(source, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """The copy, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy
