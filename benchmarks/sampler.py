@@ -67,7 +67,7 @@ def _draw(index: int, history: Tensor, settings: dict[str, Any]) -> Draw:
 
 
 def _ours(rows: Tensor, draws: list[Draw]) -> StepResult:
-    return sampler.draw(rows, draws).result()
+    return sampler.draw(rows, draws, torch.empty(0, dtype=torch.int64)).result()
 
 
 def _peer(rows: Tensor, history: Tensor, settings: dict[str, Any]) -> Tensor:

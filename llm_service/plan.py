@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
 
 import msgspec
 
@@ -59,6 +58,12 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     allowed: bytes = b""
     carried: int = -1
 
+    def with_last(self, token: int) -> Draw:
+        """The draw with the last token of its output put in."""
+        output = array("i", self.output)
+        output[-1] = token
+        return msgspec.structs.replace(self, output=output.tobytes(), carried=-1)
+
     @property
     def alters(self) -> bool:
         """Logits are changed before anything is chosen."""
@@ -107,23 +112,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     def tokens(self) -> int:
         """Tokens of the batch."""
         return len(self.token_ids) // 4
-
-    def filled(self, chosen: Sequence[int]) -> StepPlan:
-        """The plan with nothing left to carry over, when the plan before it chose these tokens, one for each draw."""
-        if not self.carried:
-            return self
-        ids = array("i", self.token_ids)
-        for place, draw in self.carried:
-            ids[place] = chosen[draw]
-        draws = [draw if draw.carried < 0 else _with_last(draw, chosen[draw.carried]) for draw in self.draws]
-        return msgspec.structs.replace(self, token_ids=ids.tobytes(), draws=draws, carried=[])
-
-
-def _with_last(draw: Draw, token: int) -> Draw:
-    """The draw with the last token of its output put in."""
-    output = array("i", draw.output)
-    output[-1] = token
-    return msgspec.structs.replace(draw, output=output.tobytes(), carried=-1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

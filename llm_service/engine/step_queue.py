@@ -15,8 +15,16 @@ import msgspec
 from llm_service.plan import MirrorOrder, Pull, Pulled, StepPlan, StepResult
 
 
+class StepUnderWay(Protocol):
+    """A step that has begun."""
+
+    def result(self) -> StepResult:
+        """What came of it; waits until it is over. For any thread, once."""
+        ...
+
+
 class Executor(Protocol):
-    """Whatever runs a plan: one rank, a group of them, or a fake in tests.
+    """Whatever computes plans: one rank, a group of them, or a fake in tests.
 
     While there is nothing to run, `beat` is called every `beat_seconds`; None: not at all.
     """
@@ -27,8 +35,8 @@ class Executor(Protocol):
         """Keeps in touch with the ranks; raises where one is gone."""
         ...
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step."""
+    def launch(self, plan: StepPlan) -> StepUnderWay:
+        """Begins a step, whose carried tokens are those of the step launched before it. On a CPU it is over then."""
         ...
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -37,11 +45,12 @@ class Executor(Protocol):
 
 
 class StepQueue:
-    """Runs plans one after the other, in the order in which they were handed over, and orders for the ranks' mirrors
-    between them.
+    """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
+    mirrors between them.
 
     `submit`, `order`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes,
-    which calls `on_pulled` for each `Pull`, with its id and what came of it.
+    which calls `on_pulled` for each `Pull`, with its id and what came of it. The one that decides waits for a step's
+    tokens; so on a GPU the other one launches the next step meanwhile, and the GPU never waits for either.
 
     Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
     parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
@@ -52,14 +61,17 @@ class StepQueue:
         self._executor = executor
         self._on_pulled = on_pulled
         self._plans: SimpleQueue[StepPlan | MirrorOrder | str] = SimpleQueue()
-        self._results: SimpleQueue[StepResult] = SimpleQueue()
-        self._since: float | None = None
+        self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
+        self._ended = 0.0
+        self._launching_since: float | None = None
+        self._collecting_since: float | None = None
 
     @property
     def busy_seconds(self) -> float:
-        """For how long the computing thread has been at what it is doing; for any thread."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        """For how long the computing thread has been at what it is doing, or a step has been waited for; for any
+        thread."""
+        since = [each for each in (self._launching_since, self._collecting_since) if each is not None]
+        return time.monotonic() - min(since) if since else 0.0
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; what it carries over comes from the plan handed over before it."""
@@ -70,8 +82,13 @@ class StepQueue:
         self._plans.put(order)
 
     def collect(self) -> StepResult:
-        """Waits for the result of the oldest plan that has not been collected."""
-        return self._results.get()
+        """Waits for the result of the oldest plan that has not been collected. A step begins, at the earliest, when the
+        one before it has ended."""
+        self._collecting_since = time.monotonic()
+        result = self._launched.get().result()
+        self._collecting_since = None
+        began, self._ended = max(result.began, self._ended), result.ended
+        return msgspec.structs.replace(result, began=began)
 
     def beat(self) -> None:
         """Has the computing thread keep in touch with its ranks. For when there is nothing to compute."""
@@ -83,18 +100,14 @@ class StepQueue:
 
     def work(self) -> None:
         """Computes until `close`. An error of the executor ends it, and with it the process."""
-        chosen: list[int] = []
         while (order := self._plans.get()) != "close":
-            self._since = time.monotonic()
+            self._launching_since = time.monotonic()
             if isinstance(order, StepPlan):
-                began = time.perf_counter()
-                result = self._executor.run(order.filled(chosen))
-                chosen = result.tokens
-                self._results.put(msgspec.structs.replace(result, began=began, ended=time.perf_counter()))
+                self._launched.put(self._executor.launch(order))
             elif isinstance(order, str):
                 self._executor.beat()
             else:
                 end = self._executor.obey(order)
                 if isinstance(order, Pull):
                     self._on_pulled(order.id, end)
-            self._since = None
+            self._launching_since = None

@@ -63,6 +63,12 @@ class TensorGroup:
             dist.all_reduce(x, group=self.process_group)
         return x
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, of the same shape and type on every rank, which it overwrites there."""
+        if self.process_group is not None:
+            dist.broadcast(x, group=self.process_group, group_src=0)
+        return x
+
     def join(self, x: Tensor, total: int) -> Tensor:
         """All ranks' parts [m, part] of a vocabulary, side by side: [m, total], on every rank."""
         if self.process_group is None:

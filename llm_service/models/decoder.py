@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self._group = group
+        self.group = group
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
@@ -157,4 +157,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""
-        return self._group.join(self.lm_head(hidden), self.config.vocab_size).float()
+        return self.group.join(self.lm_head(hidden), self.config.vocab_size).float()

@@ -15,6 +15,7 @@ from common.checkpoint import CheckpointError
 from common.library_models import keep_only, library
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.group import ALONE
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack
 
@@ -82,7 +83,9 @@ class LibraryAttention:
 
 
 class LibraryDecoder:
-    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
+    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand. One rank computes it."""
+
+    group = ALONE
 
     def __init__(
         self, model: Any, dtype: torch.dtype, device: torch.device, *, axes: int = 1, spans: bool = False

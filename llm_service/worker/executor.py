@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import MirrorOrder, Pulled, StepPlan, StepResult, ToRank
-from llm_service.worker.model_runner import ModelRunner
+from llm_service.plan import MirrorOrder, Pulled, StepPlan, ToRank
+from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
 BEAT_SECONDS = 1.0
@@ -21,11 +21,11 @@ class LoneExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begins a step."""
         if (changeover := self._runner.changeover) is not None and changeover.due:
             changeover.ask(ALONE.all_reduce_min)
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Does something to the mirror."""
@@ -45,12 +45,12 @@ class GroupExecutor:
         self._ranks = ranks
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step on all ranks; raises RuntimeError where one is gone."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begins a step on all ranks; raises RuntimeError where one is gone."""
         self._change_over()
         self._ranks.tell(self._encode(ToRank(plan=plan)))
         self._ranks.share_rows(plan.rows, self._runner.arena)
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
@@ -78,7 +78,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         told = decode(message)
         if told.plan is not None:
             ranks.share_rows(told.plan.rows, runner.arena)
-            runner.forward(told.plan)
+            runner.follow(told.plan)
         if told.changeover:
             assert runner.changeover is not None, "ranks begin alike"
             runner.changeover.ask(ranks.group.all_reduce_min)

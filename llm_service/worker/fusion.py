@@ -24,7 +24,6 @@ def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | N
             blocks.append(part.to(hidden.device, hidden.dtype, non_blocking=True))
             hidden[at : at + len(part)] = blocks[-1][:, 0]
             at += len(part)
-    arena.record_copies()
     if arena.levels == 1:
         return None
     index = torch.cat([torch.arange(piece.at, piece.at + piece.count, device=hidden.device) for piece in rows])

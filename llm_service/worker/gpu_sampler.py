@@ -24,7 +24,7 @@ _BLOCK = 4096
 _NUMBER = torch.finfo(torch.float32)
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
     """float32 logits [len(draws), vocabulary], whose rows may be apart → one token for each draw; see `sampler.draw`.
 
     How many operators that takes does not depend on how many rows there are.
@@ -36,7 +36,7 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     scores = logits
     if altered:
         scores = logits.clone()
-        _adjust(scores, *there[: len(adjustments)])
+        _adjust(scores, chosen, *there[: len(adjustments)])
     whole = len(drawn) == len(draws)
     tokens = logits.new_empty(len(draws), dtype=torch.int64) if whole else scores.argmax(-1)
     if drawn:
@@ -49,6 +49,7 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
     """What `_adjust` takes."""
     table = np.full((len(altered), ADJUST), -1.0)
     asked, said, masks = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    carried, length = list[tuple[int, int, int]](), 0
     cells, values = list[int](), list[float]()
     for own, index in zip(table, altered, strict=True):
         draw = draws[index]
@@ -59,6 +60,9 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
             base = len(asked) * vocabulary
             asked.append(np.frombuffer(draw.prompt, np.int32).astype(np.int64) + base)
             said.append(np.frombuffer(draw.output, np.int32).astype(np.int64) + base)
+            length += len(said[-1])
+            if draw.carried >= 0:
+                carried.append((length - 1, draw.carried, base))
         if draw.allowed:
             own[2] = len(masks)
             masks.append(np.frombuffer(draw.allowed, np.uint8))
@@ -66,19 +70,33 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
         values += [*draw.logit_bias.values(), *([-math.inf] * len(draw.banned))]
     seen = (np.concatenate(each or [np.empty(0, np.int64)]) for each in (asked, said))
     packed = np.stack(masks) if masks else np.empty((0, 0), np.uint8)
-    return (table, *seen, packed, np.array(cells, np.int64), np.array(values, np.float32))
+    unknown = np.array(carried, np.int64).reshape(-1, 3).T
+    return (table, *seen, unknown, packed, np.array(cells, np.int64), np.array(values, np.float32))
 
 
 def _adjust(
-    scores: Tensor, table: Tensor, asked: Tensor, said: Tensor, masks: Tensor, cells: Tensor, values: Tensor
+    scores: Tensor,
+    chosen: Tensor,
+    table: Tensor,
+    asked: Tensor,
+    said: Tensor,
+    unknown: Tensor,
+    masks: Tensor,
+    cells: Tensor,
+    values: Tensor,
 ) -> None:
     """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `asked` and `said` int64 are
-    the places of the prompts' tokens and of the outputs' in the counts; `values` go to the places `cells` of scores."""
+    the places of the prompts' tokens and of the outputs' in the counts; `values` are added at the places `cells` of
+    scores. `unknown` int64 [3, u]: which of `said` are not known, which token of `chosen` each is, and its row's first
+    place."""
     vocabulary = scores.shape[1]
     counts = table.new_empty(0, dtype=torch.int32)
     if len(asked) or len(said):
         counts = counts.new_zeros(len(table) * vocabulary)
         counts.index_fill_(0, asked, _SEEN)
+        if unknown.shape[1]:
+            places, draws, bases = unknown
+            said.index_copy_(0, places, chosen[draws] + bases)
         counts.scatter_add_(0, said, counts.new_ones(1).expand(len(said)))
     if len(counts) or len(masks):
         adjust_kernel[(len(table), triton.cdiv(vocabulary, _BLOCK))](

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,35 @@ from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
+from llm_service.worker.transfer import to_device
+
+
+class Launched:
+    """A step that has begun: on a GPU its tokens are on their way to the host, on a CPU it is over."""
+
+    def __init__(
+        self,
+        drawn: Drawn | None,
+        scores: list[list[TokenLogprobs]],
+        device: torch.device,
+        *,
+        began: float,
+        replayed: bool,
+    ) -> None:
+        self._drawn, self._scores, self._replayed = drawn, scores, replayed
+        self._began, self._ended = began, time.perf_counter()
+        self._over: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._over = torch.cuda.Event()
+            self._over.record()
+
+    def result(self) -> StepResult:
+        """What came of it; waits until it is over, and its rows may be overwritten. For any thread."""
+        if self._over is not None:
+            self._over.synchronize()
+            self._ended = time.perf_counter()
+        drawn = StepResult([], []) if self._drawn is None else self._drawn.result()
+        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, self._began, self._ended)
 
 
 class ModelRunner:
@@ -32,6 +63,7 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self.changeover: Changeover | None = None
         self._draw = _sampler_on(decoder.device)
+        self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 
     @property
     def row_bytes(self) -> int:
@@ -49,7 +81,8 @@ class ModelRunner:
         self.caches.warm_up()
         if isinstance(self._decoder, Decoder):  # the library's does not say how many words it has
             logits = torch.zeros(1, self._decoder.config.vocab_size, device=self._decoder.device)
-            self._draw(logits, [Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)]).result()
+            draw = Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)
+            self._draw(logits, [draw], self._chosen).result()
 
     def kernels(self) -> list[str]:
         """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
@@ -65,32 +98,50 @@ class ModelRunner:
         assert isinstance(self._decoder, Decoder), "the library's are not captured"
         self.graphs = GraphRunner(self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes the KV of every token of the plan, one new token for each draw, and the scores."""
-        logits, scores = self.forward(plan)
-        drawn = StepResult([], []) if logits is None else self._draw(logits, plan.draws).result()
-        return StepResult(drawn.tokens, drawn.logprobs, scores, self._replayed)
+        """Computes a step and waits for it."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
-        """Computes the KV of every token of the plan; when it returns, the plan's rows may be overwritten.
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
+        plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
+        device, but for scores, and where torch computes attention or draws."""
+        began = time.perf_counter()
+        logits, scores = self._forward(plan)
+        drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
+        if drawn is not None:
+            self._chosen = drawn.tokens
+        return Launched(drawn, scores, self._decoder.device, began=began, replayed=self._replayed)
 
-        Gives float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores.
-        """
-        # Where no scores are asked for, only the places of draws are wanted; where there are none either, any place.
-        places = torch.tensor([draw.at for draw in plan.draws] or [0], device=self._decoder.device)
-        hidden = self._hidden(plan, None if plan.scores else places)
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """The same on a rank that does not draw: it gets the tokens when a plan carries them over."""
+        self._forward(plan)
+        if plan.draws:
+            self._chosen = self._chosen.new_empty(len(plan.draws))
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
+        """float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores."""
+        numbers = [
+            np.frombuffer(plan.token_ids, np.int32),
+            np.frombuffer(plan.positions, np.int32).reshape(3, -1),
+            # Where no scores are asked for, only the places of draws are wanted; where there are none, any place.
+            np.array([draw.at for draw in plan.draws] or [0]),
+            np.array(plan.carried, np.int64).reshape(-1, 2).T,
+        ]
+        token_ids, positions, places, carried = to_device(numbers, self._decoder.device)
+        if plan.carried:
+            self._chosen = self._decoder.group.broadcast(self._chosen)
+            token_ids.index_copy_(0, carried[0], self._chosen[carried[1]].int())
+        hidden = self._hidden(plan, token_ids, positions, None if plan.scores else places)
         scores = score(hidden, plan.scores, self._decoder.logits)
-        self.arena.synchronize()
         if not plan.draws:
             return None, scores
         return self._decoder.logits(hidden[places] if plan.scores else hidden), scores
 
-    def _hidden(self, plan: StepPlan, places: Tensor | None) -> Tensor:
+    def _hidden(self, plan: StepPlan, token_ids: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
         """Hidden states [m, hidden] of some places of a plan's batch, or [n, hidden] of all."""
-        token_ids = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32).to(self._decoder.device)
-        positions = torch.frombuffer(bytearray(plan.positions), dtype=torch.int32).view(3, -1)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
         self.caches.copy_states(plan.restored)
@@ -102,13 +153,12 @@ class ModelRunner:
         else:
             spans = [(rows.at, rows.at + rows.count) for rows in plan.rows] if self.whole_media else []
             batches = self.caches.batches(plan.chunks, plan.slots, plan.passed, spans)
-            placed = positions.to(self._decoder.device)
-            out = self._decoder(hidden, placed, self.caches.layers, batches, deepstack, places)
+            out = self._decoder(hidden, positions, self.caches.layers, batches, deepstack, places)
         self.caches.copy_states(plan.kept)
         return out
 
 
-def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw]], Drawn]:
+def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:
     """What draws the tokens there."""
     if device.type == "cuda":
         from llm_service.layers.gpu import row_kernels

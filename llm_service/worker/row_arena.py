@@ -21,8 +21,7 @@ _PORTABLE = 1
 
 
 class PinnedCopies:
-    """Copies from `memory` (uint8), which stays mapped and locked as long as this object lives. `synchronize` says when
-    a copy that was begun no longer reads from it; until then, nobody may write there."""
+    """Lets a GPU copy from `memory` (uint8) by itself; it stays mapped and locked as long as this object lives."""
 
     def __init__(self, memory: Tensor) -> None:
         try:
@@ -31,18 +30,6 @@ class PinnedCopies:
             _log.warning("rows are copied to the GPU from ordinary memory: it cannot be locked", cause=str(error))
         else:
             weakref.finalize(self, _unlock, memory)
-        self._copied: torch.cuda.Event | None = None
-
-    def record(self) -> None:
-        """Copies have been begun on the current stream."""
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def synchronize(self) -> None:
-        """Waits for the copies that were recorded last."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
 
 
 def _unlock(memory: Tensor) -> None:
@@ -65,19 +52,8 @@ class RowArena:
         self._pinned: PinnedCopies | None = None
 
     def pin(self) -> None:
-        """Lets a GPU copy rows by itself. From now on `synchronize` is to be called before anybody may write
-        new rows."""
+        """Lets a GPU copy rows by itself: nobody may write where a step reads before that step is over."""
         self._pinned = PinnedCopies(self._bytes)
-
-    def record_copies(self) -> None:
-        """Copies to the device have been begun."""
-        if self._pinned is not None:
-            self._pinned.record()
-
-    def synchronize(self) -> None:
-        """Waits until nothing that was begun reads from the arena any more."""
-        if self._pinned is not None:
-            self._pinned.synchronize()
 
     @property
     def the_mirror(self) -> Mirror:

@@ -49,8 +49,14 @@ class Drawn:
         return StepResult(tokens, found)
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
-    """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities where asked for."""
+def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
+    """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities where asked for.
+
+    `chosen` int64 are the tokens of the step before, for draws that carry one over.
+    """
+    if any(draw.carried >= 0 for draw in draws):
+        known = chosen.tolist()
+        draws = [draw if draw.carried < 0 else draw.with_last(known[draw.carried]) for draw in draws]
     tokens = logits.argmax(-1)
     altered = [index for index, draw in enumerate(draws) if not draw.plain]
     for part in _parts(altered, logits.device):

@@ -8,7 +8,8 @@ import sys
 
 from llm_service.__main__ import main
 from llm_service.engine.process import Loaded, serve
-from llm_service.plan import StepPlan, StepResult
+from llm_service.engine.step_queue import StepUnderWay
+from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
 from tests.light import engine
 
@@ -18,14 +19,14 @@ DEADLY = 13
 
 def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
     loaded = engine.load(settings, arena_fd)
-    run = loaded.executor.run
+    launch = loaded.executor.launch
 
-    def run_or_die(plan: StepPlan) -> StepResult:
+    def launch_or_die(plan: StepPlan) -> StepUnderWay:
         if any(DEADLY in draw.logit_bias and len(draw.output) == 5 * 4 for draw in plan.draws):
             os.kill(os.getpid(), signal.SIGKILL)
-        return run(plan)
+        return launch(plan)
 
-    loaded.executor.run = run_or_die
+    loaded.executor.launch = launch_or_die
     return loaded
 
 

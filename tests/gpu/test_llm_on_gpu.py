@@ -183,7 +183,7 @@ def test_rows_are_copied_from_locked_memory_and_their_place_is_free_once_settled
         arena.bytes_of(everything).copy_(rows.view(torch.uint8).flatten())
         hidden = torch.zeros(count, 4096, dtype=torch.bfloat16, device=CUDA)
         deepstack = fuse(hidden, [everything], arena)
-        arena.synchronize()
+        torch.cuda.synchronize()
         arena.bytes_of(everything).zero_()
         assert deepstack is not None
         assert torch.equal(hidden.cpu(), rows[:, 0])
@@ -202,9 +202,10 @@ def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -
         Draw(at=4, prompt=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
         Draw(at=5, allowed=bytes([0b10101010] * (vocabulary // 8))),
     ]
-    expected = sampler.draw(logits, draws).result().tokens
-    assert sampler.draw(logits.cuda(), draws).result().tokens == expected
-    assert gpu_sampler.draw(logits.cuda(), draws).result().tokens == expected
+    none = torch.empty(0, dtype=torch.int64)
+    expected = sampler.draw(logits, draws, none).result().tokens
+    for each in (sampler, gpu_sampler):
+        assert each.draw(logits.cuda(), draws, none.cuda()).result().tokens == expected
 
 
 def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..., Path]) -> None:

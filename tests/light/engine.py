@@ -15,8 +15,9 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.wire import DType
 from llm_service.engine.process import Loaded, serve
 from llm_service.models.config import TextConfig
-from llm_service.plan import Draw, MirrorOrder, Pulled, StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
+from tests.in_turn import InTurn
 
 STEP_SECONDS = 0.001
 """A step sleeps as long as that: an answer of a thousand tokens takes a second, as from a small model."""
@@ -40,7 +41,7 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     row_bytes = settings.row_levels * config.hidden_size * itemsize
     arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
     executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint), step_seconds)
-    return Loaded(executor, blocks, row_bytes, devices=["cpu"], reachable=[])
+    return Loaded(InTurn(executor.run), blocks, row_bytes, devices=["cpu"], reachable=[])
 
 
 def _special(checkpoint: Checkpoint) -> list[int]:
@@ -50,8 +51,6 @@ def _special(checkpoint: Checkpoint) -> list[int]:
 
 class Hashes:
     """Runs plans on a KV cache of hashes: a slot holds one of everything up to its token."""
-
-    beat_seconds: float | None = None
 
     def __init__(
         self,
@@ -69,13 +68,6 @@ class Hashes:
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
-
-    def beat(self) -> None:
-        """There is no one to keep company."""
-
-    def obey(self, order: MirrorOrder) -> Pulled:
-        """There is no mirror."""
-        raise AssertionError(order)
 
     def run(self, plan: StepPlan) -> StepResult:
         time.sleep(self._step_seconds)

@@ -32,7 +32,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
 from llm_service.worker.caches import Caches
-from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
 
@@ -210,22 +210,19 @@ class LocalEngine:
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Outcome]:
         """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
         outcomes = {self.submit(prompt, sampling): Outcome() for prompt in prompts}
-        under_way: deque[Step] = deque()
-        chosen: list[int] = []
+        under_way: deque[tuple[Step, Launched]] = deque()
         while True:
             step, started = self.scheduler.schedule()
             for event in started:
                 outcomes[event.id].cached = event.cached
             if step is not None:
-                under_way.append(step)
+                under_way.append((step, self.runner.launch(step.plan)))
                 if len(under_way) < self._depth:
                     continue
             if not under_way:
                 break
-            step = under_way.popleft()
-            result = self.runner.run(step.plan.filled(chosen))
-            chosen = result.tokens
-            self._tell(outcomes, self.scheduler.finish(step, result))
+            step, launched = under_way.popleft()
+            self._tell(outcomes, self.scheduler.finish(step, launched.result()))
         assert all(outcome.ended for outcome in outcomes.values()), "the engine has work but plans nothing"
         self.scheduler.check_integrity()
         return list(outcomes.values())

@@ -20,7 +20,10 @@ PROMPTS = [
     user("Tell me about two red circles."),
 ]
 
-WAYS = [greedy(48), v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, max_tokens=24, ignore_eos=True)]
+WAYS = [
+    greedy(48),
+    v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, repetition_penalty=1.2, max_tokens=24, ignore_eos=True),
+]
 
 
 @pytest.mark.soak

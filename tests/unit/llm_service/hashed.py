@@ -86,10 +86,6 @@ class HashExecutor:
     states: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
-    beat_seconds: float | None = None
-
-    def beat(self) -> None:
-        """There is no one to keep company."""
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()

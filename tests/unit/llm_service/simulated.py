@@ -16,6 +16,7 @@ from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed,
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.plan import TokenLogprobs
 from llm_service.request import SamplingParams
+from tests.in_turn import filled
 from tests.unit.llm_service.hashed import (
     EOS,
     PAD,
@@ -274,7 +275,7 @@ class Simulation:
         assert not any(self.outcomes[sequence.id].released for sequence, _ in step.work), (
             "a step for a released request"
         )
-        result = self.executor.run(step.plan.filled(self._chosen))
+        result = self.executor.run(filled(step.plan, self._chosen))
         self._chosen = result.tokens
         tokens = self.scheduler.finish(step, result)
         for scored in self.scheduler.take_scored():

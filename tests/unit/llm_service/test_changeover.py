@@ -52,11 +52,11 @@ class Rank:
         self.changeover = Changeover(self.compiling, now)
         self.steps: list[bool] = []
 
-    def run(self, _: StepPlan) -> str:
+    def launch(self, _: StepPlan) -> str:
         self.steps.append(selection.is_numba())
         return "done"
 
-    forward = run
+    follow = launch
 
 
 class Wire:
@@ -79,10 +79,10 @@ def test_one_rank_changes_over_before_the_step_after_its_kernels_are_there() -> 
     selection.select(numba=False)
     rank: Any = Rank(WAITING)
     executor = LoneExecutor(rank)
-    executor.run(NOTHING)
+    executor.launch(NOTHING)
     rank.compiling.readiness = THERE
-    executor.run(NOTHING)
-    executor.run(NOTHING)
+    executor.launch(NOTHING)
+    executor.launch(NOTHING)
     assert rank.steps == [False, True, True]
     assert rank.changeover.over
 
@@ -97,11 +97,11 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
     wire: Any = Wire()
     wire.group.all_reduce_min = lambda number: min(number, *readiness)
     executor = GroupExecutor(first, wire)
-    executor.run(NOTHING)
+    executor.launch(NOTHING)
     first.compiling.readiness = THERE
     for ready, passed in ((WAITING, 0.0), (THERE, 0.5), (THERE, 0.6), (THERE, 2.0)):
         readiness[0], now = ready, now + passed
-        executor.run(NOTHING)
+        executor.launch(NOTHING)
     assert first.steps == [False, False, False, True, True]
     turns = [msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told]
     assert turns == [False, True, False, False, True, False, False]
@@ -131,7 +131,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
     wire: Any = Wire(FAILED)
     executor = GroupExecutor(rank, wire)
     for _ in range(3):
-        executor.run(NOTHING)
+        executor.launch(NOTHING)
     assert rank.steps == [False] * 3
     assert said == ["torch goes on computing, more slowly, since a rank lacks our kernels"]
     assert sum(msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told) == 1

@@ -36,15 +36,18 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
+NONE = torch.empty(0, dtype=torch.int64)
+
+
 def rows_of(count: int, vocabulary: int, spread: float, seed: int = 0) -> torch.Tensor:
     """Few values, as 16 bits leave them: many tokens are as likely as others."""
     rows = spread * torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed))
     return rows.bfloat16().float()
 
 
-def same(rows: torch.Tensor, draws: list[Draw]) -> list[int]:
+def same(rows: torch.Tensor, draws: list[Draw], chosen: torch.Tensor = NONE) -> list[int]:
     untouched = rows.clone()
-    given, expected = gpu_sampler.draw(rows, draws).result(), sampler.draw(rows, draws).result()
+    given, expected = gpu_sampler.draw(rows, draws, chosen).result(), sampler.draw(rows, draws, chosen).result()
     assert given == expected
     assert torch.equal(rows, untouched)
     return given.tokens
@@ -94,7 +97,7 @@ def test_a_batch_of_everything_is_drawn_and_greedy_rows_stay_between() -> None:
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     rows = rows_of(1, SMALL, 2.0, 5).expand(3, -1)
     draws = [Draw(at=0, temperature=temperature, uniform=chance) for chance in (0.0, 0.5, 0.999999)]
-    assert gpu_sampler.draw(rows, draws).result().tokens == [int(rows[0].argmax())] * 3
+    assert gpu_sampler.draw(rows, draws, NONE).result().tokens == [int(rows[0].argmax())] * 3
 
 
 @pytest.mark.parametrize("penalty", [1e-30, 5e-324])
@@ -103,6 +106,14 @@ def test_the_smallest_repetition_penalties_leave_the_likeliest_token_that_was_se
     rows[:, [5, 9, 11]] = torch.tensor([1.4, -0.3, 3.0])
     draws = [Draw(at=0, temperature=1.0, uniform=u, repetition_penalty=penalty, **SEEN) for u in (0.0, 0.99)]
     assert same(rows, draws) == [5, 5]
+
+
+def test_a_token_that_the_step_before_chooses_counts_as_one_that_was_said() -> None:
+    rows = torch.zeros(3, SMALL)
+    rows[:, 11], rows[:, 12] = 2.0, 1.0
+    output = array("i", [4, 0]).tobytes()
+    draws = [Draw(at=n, output=output, presence_penalty=3.0, carried=carried) for n, carried in enumerate((1, -1, 0))]
+    assert same(rows, draws, torch.tensor([12, 11])) == [12, 11, 11]
 
 
 def test_where_all_are_as_likely_as_the_last_one_kept_all_may_be_drawn() -> None:
@@ -114,7 +125,7 @@ def test_where_all_are_as_likely_as_the_last_one_kept_all_may_be_drawn() -> None
 def test_a_row_that_is_not_a_number_still_names_a_token_of_the_vocabulary() -> None:
     rows = torch.full((2, LARGE), torch.nan)
     draws = [Draw(at=0, temperature=1.0, top_k=5, uniform=0.7), Draw(at=0, temperature=1.0, uniform=0.7)]
-    assert all(0 <= token < LARGE for token in gpu_sampler.draw(rows, draws).result().tokens)
+    assert all(0 <= token < LARGE for token in gpu_sampler.draw(rows, draws, NONE).result().tokens)
 
 
 class Operators(TorchDispatchMode):
@@ -170,6 +181,6 @@ def test_a_step_takes_one_copy_and_as_few_operators_for_many_rows_as_for_one(
         monkeypatch.setattr(gpu_sampler, kernel, launched)
     rows = torch.zeros(many, SMALL)
     with Operators() as counted:
-        gpu_sampler.draw(rows, [Draw(at=n, **settings) for n in range(many)])
+        gpu_sampler.draw(rows, [Draw(at=n, **settings) for n in range(many)], NONE)
     assert counted.seen == Counter(f"aten.{name}" for name in operators)
     assert launched.count == launches

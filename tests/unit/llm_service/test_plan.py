@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from llm_service.plan import Chunk, Draw, StepPlan
+from tests.in_turn import filled
 
 
 def ints(*values: int) -> bytes:
@@ -18,22 +19,21 @@ def plan(**fields: object) -> StepPlan:
 
 
 def test_carried_places_get_the_tokens_that_the_draws_before_chose() -> None:
-    filled = plan(carried=[(1, 2), (3, 0)]).filled([10, 11, 12])
-    assert filled.token_ids == ints(5, 12, 7, 10)
-    assert filled.carried == []
+    whole = filled(plan(carried=[(1, 2), (3, 0)]), [10, 11, 12])
+    assert whole.token_ids == ints(5, 12, 7, 10)
+    assert whole.carried == []
 
 
 def test_the_last_token_of_a_carried_output_is_put_in_and_no_other() -> None:
     known = Draw(at=2, prompt=ints(1), output=ints(2))
     open_ended = Draw(at=1, prompt=ints(1), output=ints(2, 0), carried=1)
     made = msgspec.structs.replace(plan(carried=[(1, 1)]), draws=[open_ended, known])
-    filled = made.filled([8, 9])
-    assert filled.draws == [msgspec.structs.replace(open_ended, output=ints(2, 9), carried=-1), known]
+    assert filled(made, [8, 9]).draws == [msgspec.structs.replace(open_ended, output=ints(2, 9), carried=-1), known]
 
 
 def test_a_plan_that_carries_nothing_is_itself() -> None:
     made = plan()
-    assert made.filled([]) is made
+    assert filled(made, []) is made
 
 
 def test_a_plan_survives_the_way_to_the_ranks() -> None:

@@ -27,7 +27,7 @@ GRID = 1000
 
 
 def sample(rows: torch.Tensor, draws: list[Draw]) -> StepResult:
-    return sampler.draw(rows, draws).result()
+    return sampler.draw(rows, draws, torch.empty(0, dtype=torch.int64)).result()
 
 
 def logits(seed: int = 0) -> torch.Tensor:

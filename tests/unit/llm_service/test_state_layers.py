@@ -34,7 +34,7 @@ from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge
-from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.model_runner import Launched, ModelRunner
 from tests.unit.llm_service.test_load import SETTINGS
 
 BLOCK = 4
@@ -150,21 +150,18 @@ class Engine:
             fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None, "resume": []}
             fields |= {"id": id, "token_ids": prompt.tobytes(), "positions": positions, "sampling": sampling}
             self.scheduler.add(Add(**fields))
-        under_way: deque[Step] = deque()
-        chosen: list[int] = []
+        under_way: deque[tuple[Step, Launched]] = deque()
         while True:
             step, started = self.scheduler.schedule()
             self.cached += [event.cached for event in started]
             if step is not None:
-                under_way.append(step)
+                under_way.append((step, self._runner.launch(step.plan)))
                 if len(under_way) < self._depth:
                     continue
             if not under_way:
                 break
-            step = under_way.popleft()
-            result = self._runner.run(step.plan.filled(chosen))
-            chosen = result.tokens
-            for token in self.scheduler.finish(step, result):
+            step, launched = under_way.popleft()
+            for token in self.scheduler.finish(step, launched.result()):
                 said[token.id][token.choice].append(token.token)
         self.scheduler.check_integrity()
         assert self.manager.used == 0

@@ -35,17 +35,20 @@ from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import SamplingParams
+from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
+from tests.waiting import until
 
 WAIT = 30.0
 
 
-class Recorder:
+class Recorder(InTurn):
     """Answers each plan with its own number; computes only when it is let."""
 
     beat_seconds: float | None = 1.0
 
     def __init__(self) -> None:
+        super().__init__(self.run)
         self.may_go = threading.Semaphore(0)
         self.seen: list[list[int] | MirrorOrder] = []
         self.beats = 0
@@ -108,6 +111,60 @@ def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_
     assert told == [(5, Pulled.DAMAGED)]
 
 
+class Late:
+    """A step of a GPU: over when it is let, and begun long before."""
+
+    def __init__(self, number: int, over: threading.Semaphore) -> None:
+        self._number, self._over = number, over
+
+    def result(self) -> StepResult:
+        assert self._over.acquire(timeout=WAIT)
+        return StepResult([self._number], [None], began=self._number, ended=self._number + 10.0)
+
+
+class Device(InTurn):
+    """Launches steps, and has none of them over before it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: StepResult([], []))
+        self.over, self.both = threading.Semaphore(0), threading.Barrier(2)
+        self._launches = 0
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._launches += 1
+        if self._launches == 2:
+            self.both.wait(WAIT)
+        return Late(self._launches, self.over)
+
+
+def test_the_next_step_is_launched_before_the_one_in_front_of_it_is_over() -> None:
+    device = Device()
+    steps = StepQueue(device)
+    with deciding(steps):
+        assert steps.busy_seconds == 0.0
+        steps.submit(plan(7, []))
+        steps.submit(plan(0, [(0, 0)]))
+        device.both.wait(WAIT)
+        device.over.release(2)
+        first, second = steps.collect(), steps.collect()
+    assert [first.tokens, second.tokens] == [[1], [2]]
+    assert (first.began, first.ended) == (1.0, 11.0)
+    assert (second.began, second.ended) == (11.0, 12.0), "a step begins when the one before it has ended"
+
+
+def test_a_device_that_is_silent_is_noticed_by_whoever_waits_for_it() -> None:
+    device = Device()
+    steps = StepQueue(device)
+    with deciding(steps):
+        steps.submit(plan(7, []))
+        waiting = threading.Thread(target=steps.collect)
+        waiting.start()
+        until(lambda: steps.busy_seconds > 0.0, "the step is waited for")
+        device.over.release()
+        waiting.join(WAIT)
+        until(lambda: steps.busy_seconds == 0.0, "nothing is waited for")
+
+
 def test_a_sign_of_life_comes_from_the_thread_that_computes() -> None:
     recorder = Recorder()
     steps = StepQueue(recorder)
@@ -167,9 +224,9 @@ def add(id: int, order: Order) -> Add:
     )
 
 
-def served(turns: list[list[Any]], *, overlap: bool, executor: HashExecutor | None = None) -> list[Any]:
+def served(turns: list[list[Any]], *, overlap: bool, executor: InTurn | None = None) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
-    steps = StepQueue(executor or HashExecutor(4))
+    steps = StepQueue(executor or InTurn(HashExecutor(4).run))
     scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
     link, wake = Link(turns), Wake()
     try:
@@ -231,13 +288,13 @@ def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> N
 
 
 def test_ranks_hear_from_an_engine_that_rests_though_questions_never_let_it_rest_for_long() -> None:
-    class Group(HashExecutor):
+    class Group(InTurn):
         beats = 0
 
         def beat(self) -> None:
             self.beats += 1
 
-    group = Group(4)
+    group = Group(HashExecutor(4).run)
     group.beat_seconds = 0.0
     served([[GetState()]] * 5, overlap=True, executor=group)
     assert group.beats >= 5

@@ -1,0 +1,56 @@
+"""For engines without a model: steps that are computed one after the other, each when all its tokens are known."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from llm_service.plan import MirrorOrder, Pulled, StepPlan, StepResult
+
+
+def filled(plan: StepPlan, chosen: Sequence[int]) -> StepPlan:
+    """The plan with nothing left to carry over, when the plan before it chose these tokens, one for each draw."""
+    if not plan.carried:
+        return plan
+    ids = array("i", plan.token_ids)
+    for place, draw in plan.carried:
+        ids[place] = chosen[draw]
+    draws = [draw if draw.carried < 0 else draw.with_last(chosen[draw.carried]) for draw in plan.draws]
+    return msgspec.structs.replace(plan, token_ids=ids.tobytes(), draws=draws, carried=[])
+
+
+@dataclass(frozen=True)
+class Known:
+    """A step that is over."""
+
+    known: StepResult
+
+    def result(self) -> StepResult:
+        return self.known
+
+
+class InTurn:
+    """An executor for `run`, which computes a plan that carries nothing over."""
+
+    beat_seconds: float | None = None
+
+    def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
+        self._run = run
+        self._chosen: list[int] = []
+
+    def launch(self, plan: StepPlan) -> Known:
+        began = time.perf_counter()
+        result = self._run(filled(plan, self._chosen))
+        self._chosen = result.tokens
+        return Known(msgspec.structs.replace(result, began=began, ended=time.perf_counter()))
+
+    def beat(self) -> None:
+        """There is no one to keep company."""
+
+    def obey(self, order: MirrorOrder) -> Pulled:
+        """There is no mirror."""
+        raise AssertionError(order)
