@@ -167,7 +167,10 @@ FORMATS: dict[str, Format] = {
     "gptq, second form": gptq(second=True),
 }
 
-_LINEAR = re.compile(r".*layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_LINEAR = re.compile(
+    r".*layers\.\d+\.(self_attn|mlp|mlp\.shared_expert|linear_attn)\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight"
+)
+"""Matrices of the text layers, but for routers, and what decides how a gated delta net forgets."""
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 

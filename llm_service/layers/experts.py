@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from common.linear import LaidOut, Linear
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Place, Stored, fill, laid_out
+from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import TORCH, RowOps
-from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+from llm_service.layers.quantized_weight import QuantizedWeight
 
 _APART = ("gate_proj", "up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""
@@ -112,7 +112,7 @@ class Experts(nn.Module):
         if len(self._quantized) < len(_APART) * count:
             raise ValueError("some experts are quantised and others are not")
         found = [[self._quantized.pop((kind, expert)) for kind in _APART] for expert in range(count)]
-        return [(StackedWeight.of([gate, up]), down) for gate, up, down in found]
+        return [(quantized([gate, up]), quantized([down])) for gate, up, down in found]
 
     def _replace_weights(self, laid_out: list[tuple[LaidOut, LaidOut]]) -> None:
         self.laid_out = laid_out

@@ -6,24 +6,18 @@ It stays so in memory. A product widens some outputs at a time, so that no more 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from common.linear import LaidOut
-from llm_service.layers.cpu import selection
-
-Array = np.ndarray[Any, Any]
 
 _AT_ONCE = 1 << 20
 """Numbers that are widened at a time: as float32 they fill 4 MiB, which a processor's caches hold."""
-_KERNELS = frozenset(f"llm_service.layers.cpu.quantized_kernel:{name}" for name in ("wide", "product"))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -38,7 +32,7 @@ class Number(enum.Enum):
 
 
 @cache
-def _table(number: Number) -> Tensor:
+def table(number: Number) -> Tensor:
     """float32 [256, 1 or 2]: the numbers of each byte."""
     byte = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     halves = torch.cat((byte & 15, byte >> 4), dim=1)
@@ -102,83 +96,43 @@ class QuantizedWeight:
         """float32 [end − begin, inputs]: outputs from `begin` on. Each number is rounded once, in its product."""
         codes = self.codes[begin:end]
         numbers = self._numbers(codes)
-        of_output = (torch.arange(begin, begin + len(codes), device=codes.device) + self.first[0]) // self.rows
-        scale = self.scale[of_output].float() / self.divisor
-        zero = self.zero[of_output].float() if isinstance(self.zero, Tensor) else float(self.zero)
+        scale = self.of_outputs(self.scale, begin, end).float() / self.divisor
+        zero = self.of_outputs(self.zero, begin, end).float() if isinstance(self.zero, Tensor) else float(self.zero)
         if self._is_even():
             grouped = numbers.view(len(codes), -1, self.columns)
             grouped.sub_(zero.unsqueeze(2) if isinstance(zero, Tensor) else zero).mul_(scale.unsqueeze(2))
             return numbers
-        of_input = self._groups_of_inputs()
+        of_input = self.groups_of_inputs()
         return numbers.sub_(zero[:, of_input] if isinstance(zero, Tensor) else zero).mul_(scale[:, of_input])
 
     def _is_even(self) -> bool:
         """Groups of inputs are whole, and in order."""
         return self.column_groups is None and not self.first[1] and self.inputs == self.scale.shape[1] * self.columns
 
-    def _groups_of_inputs(self) -> Tensor:
+    def of_outputs(self, grid: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+        """[groups of outputs, groups of inputs] → [end − begin, groups of inputs]: what the outputs' groups have."""
+        outputs = torch.arange(len(self.codes), device=self.codes.device)[begin:end]
+        return grid[(outputs + self.first[0]) // self.rows]
+
+    def groups_of_inputs(self) -> Tensor:
+        """int [inputs]: each one's group."""
         if self.column_groups is not None:
             return self.column_groups
         return (torch.arange(self.inputs, device=self.codes.device) + self.first[1]) // self.columns
 
     def _numbers(self, codes: Tensor) -> Tensor:
         """float32 [n, inputs], a tensor of its own."""
-        return _table(self.number).to(codes.device)[codes.int()].flatten(1)[:, : self.inputs]
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        """See `NumbaCompiled`."""
-        return _KERNELS if self.codes.device.type == "cpu" else frozenset()
+        return table(self.number).to(codes.device)[codes.int()].flatten(1)[:, : self.inputs]
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.flatten(0, -2)
-        if self.codes.device.type == "cpu" and selection.is_numba():
-            out = self._by_kernels(rows.float().contiguous()).to(x.dtype)
-        else:
-            out = self._product(rows, lambda begin, end: self.wide(begin, end).to(x.dtype))
-        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: Tensor, wide: Callable[[int, int], Tensor]) -> Tensor:
-        """[n, inputs] → [n, outputs]; `wide` gives weights from one output up to another, in the type of the rows."""
         out = rows.new_empty(len(rows), len(self.codes))
         step = max(1, _AT_ONCE // max(1, self.inputs))
         for begin in range(0, len(self.codes), step):
             end = min(len(self.codes), begin + step)
-            out[:, begin:end] = functional.linear(rows, wide(begin, end))
-        return out
-
-    def _by_kernels(self, rows: Tensor) -> Tensor:
-        """The same in float32, by numba's kernels."""
-        from llm_service.layers.cpu import quantized_kernel  # numba takes its time
-
-        codes, table, scale, zero, groups = self._arrays()
-        if len(rows) <= quantized_kernel.FEW:
-            out = rows.new_empty(len(rows), len(self.codes))
-            weight = (codes, table, scale, zero, groups, self._sizes(0))
-            quantized_kernel.product(out.numpy(), rows.numpy(), weight)
-            return out
-        room = rows.new_empty(min(len(self.codes), max(1, _AT_ONCE // max(1, self.inputs))), self.inputs)
-
-        def wide(begin: int, end: int) -> Tensor:
-            part = (codes[begin:end], table, scale, zero, groups, self._sizes(begin))
-            quantized_kernel.wide(room[: end - begin].numpy(), part)
-            return room[: end - begin]
-
-        return self._product(rows, wide)
-
-    def _arrays(self) -> tuple[Array, Array, Array, Array, Array]:
-        """codes, table, scale, zero and groups, as `quantized_kernel` takes them."""
-        scale = self.scale.float() / self.divisor
-        zero = self.zero.float() if isinstance(self.zero, Tensor) else torch.full_like(scale, float(self.zero))
-        groups = torch.empty(0, dtype=torch.int32) if self.column_groups is None else self.column_groups
-        tensors = (self.codes, _table(self.number), scale.contiguous(), zero.contiguous(), groups)
-        codes, table, scales, zeros, order = (each.numpy() for each in tensors)
-        return codes, table, scales, zeros, order
-
-    def _sizes(self, begin: int) -> tuple[int, int, int, int]:
-        """Of a group, and where output `begin` and the first input are in theirs."""
-        return self.rows, self.columns, self.first[0] + begin, self.first[1]
+            out[:, begin:end] = functional.linear(rows, self.wide(begin, end).to(x.dtype))
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +140,13 @@ class StackedWeight:
     """Weights over the same inputs, one below the other: q, k and v of one layer may be quantised each in its way.
     `places` int64 [outputs] says which of the stack's outputs comes where, None: they come in order."""
 
-    parts: Sequence[QuantizedWeight]
+    parts: Sequence[LaidOut]
     places: Tensor | None = None
 
     @property
     def kernels(self) -> frozenset[str]:
         """See `NumbaCompiled`."""
-        return frozenset[str]().union(*(part.kernels for part in self.parts))
-
-    @classmethod
-    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> LaidOut:
-        """`order` int64 [outputs] says where each of the stack's outputs goes."""
-        if len(parts) == 1 and order is None:
-            return parts[0]
-        return cls(parts, None if order is None else order.argsort().to(parts[0].codes.device))
+        return frozenset[str]().union(*(getattr(part, "kernels", ()) for part in self.parts))
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs of all parts], in the type of x."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
+from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
-from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from tests import reference
@@ -36,6 +35,9 @@ KINDS: list[tuple[Family, str]] = [
     ("qwen2_5_vl", "gptq in order of importance"),
     ("qwen3_vl_moe", "fp8 in blocks"),
     ("qwen3_vl_moe", "pack-quantized, with zeros"),
+    *(("qwen3_5", form) for form in ("fp8 in blocks", "awq", "gptq", "pack-quantized, with zeros")),
+    ("qwen3_5_moe", "fp8 in blocks"),
+    ("qwen3_5_moe", "awq"),
 ]
 
 
@@ -64,38 +66,30 @@ def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
 ) -> None:
     for rank in range(ranks):
         group = TensorGroup(rank, ranks)
-        ours = matrices(load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group))
+        ours = load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group)
         with monkeypatch.context() as patch:
             for kind in (PackedLinear, Experts):
                 patch.setattr(kind, "finalize", lambda self, **_: None)
-            theirs = matrices(load_decoder(Checkpoint(folders[1]), torch.float32, CPU, group))
-        assert ours.keys() == theirs.keys()
-        for name, weight in ours.items():
-            torch.testing.assert_close(weight, theirs[name], rtol=0, atol=0, msg=name)
+            theirs = dict(load_decoder(Checkpoint(folders[1]), torch.float32, CPU, group).named_modules())
+        compared = 0
+        for name, module in ours.layers.named_modules(prefix="layers"):
+            for weight, expected in pairs(module, theirs[name]):
+                torch.testing.assert_close(weight.wide(), expected, rtol=1e-6, atol=0, msg=name)
+                compared += 1
+        assert compared >= 4 * len(ours.layers), "few are quantised"
 
 
-def matrices(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The layers' weights [outputs, inputs] as they are computed with."""
-    found: dict[str, torch.Tensor] = {}
-    for name, module in decoder.layers.named_modules():
-        if isinstance(module, PackedLinear):
-            found[name] = module.weight.detach() if module.laid_out is None else wide(module.laid_out)
-            assert module.laid_out is None or not module.weight.numel(), "the long form is kept"
-        elif isinstance(module, Experts):
-            stacked = zip(module.gate_up_proj.detach(), module.down_proj.detach(), strict=True)
-            for number, both in enumerate(module.laid_out or stacked):
-                for kind, weight in zip(("gate_up", "down"), both, strict=True):
-                    path = f"{name}.{number}.{kind}"
-                    found[path] = weight if isinstance(weight, torch.Tensor) else wide(weight)
-    return found
-
-
-def wide(weight: object) -> torch.Tensor:
-    """A quantised weight in its long form."""
-    if isinstance(weight, StackedWeight):
-        return torch.cat([part.wide() for part in weight.parts])
-    assert isinstance(weight, QuantizedWeight)
-    return weight.wide()
+def pairs(module: torch.nn.Module, plain: torch.nn.Module) -> Iterator[tuple[QuantizedPanels, torch.Tensor]]:
+    """A module's quantised weights, each beside the one that it is, and none of it in a longer form."""
+    if isinstance(module, Experts):
+        assert not module.gate_up_proj.numel()
+        assert not module.down_proj.numel()
+        for number, (gate_up, down) in enumerate(module.laid_out):
+            yield gate_up, plain.gate_up_proj[number].detach()
+            yield down, plain.down_proj[number].detach()
+    elif isinstance(module, PackedLinear) and isinstance(module.laid_out, QuantizedPanels):
+        assert not module.weight.numel()
+        yield module.laid_out, plain.weight.detach()
 
 
 def test_a_weight_that_its_neighbours_are_quantised_without_is_refused(

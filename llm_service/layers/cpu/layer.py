@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from llm_service.layers.cpu import row_kernels, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panels import PanelWeight
+from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.mixer import Rotary
@@ -56,7 +57,8 @@ class FewRows:
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
-        products = [form.array_product(bias) for form, bias in forms if isinstance(form, PanelWeight)]
+        panels = PanelWeight, QuantizedPanels
+        products = [form.array_product(bias) for form, bias in forms if isinstance(form, panels)]
         return cls(layer, attention, products) if len(products) == len(linears) else None
 
     def before(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:

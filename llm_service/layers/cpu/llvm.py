@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -31,8 +31,20 @@ Value = Any
 _WORD, _FLAG, _SINGLE, _BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(8)
 _VECTOR, _WHOLE = ir.VectorType(_SINGLE, LANES), ir.VectorType(_FLAG, LANES)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
-_STORED = {types.float32: 4, types.uint32: 2, types.uint16: 2, types.int8: 1}
-"""Bytes of a weight, by the type of the array that has it (see `PanelWeight`)."""
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_BITS = {
+    types.float32: 32,
+    types.uint32: 16,
+    types.uint16: 16,
+    types.int16: 16,
+    types.int8: 8,
+    types.uint8: 8,
+    types.int32: 4,
+    types.int64: 4,
+}
+"""Bits of a number, by the type of the array that has it: float32; bfloat16 in pairs (see `PanelWeight`); float16;
+bfloat16; whole numbers of 8 bits; e4m3, widened to 2⁻⁸ of itself; and in pairs (see `QuantizedPanels`) whole numbers
+from 0 to 15, and e2m1, widened to 2⁻¹⁴ of itself."""
 _TURN = 4
 """Inputs of one turn of a product's loop, which costs instructions of its own."""
 _FOUR = 4
@@ -43,31 +55,42 @@ _POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).co
 """2^x between -½ and ½, interpolated at Chebyshev's points: less than 2 · 10⁻⁷ off."""
 
 
-def _add_products(_: Any, rows: Any, vectors: Any, ahead: Any, stored: Any, _places: Any, _count: Any) -> Any:
+class _Shape(NamedTuple):
+    """The literals of `add_products`."""
+
+    rows: int
+    vectors: int
+    across: int
+    ahead: int
+
+
+def _add_products(
+    _: Any, rows: Any, vectors: Any, across: Any, ahead: Any, stored: Any, _places: Any, _count: Any
+) -> Any:
     """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
 
-    w is 16 · `vectors`; `rows` and `vectors` are literals, of which the product is at most 24, since the sums stay in
-    registers. `stored` is an array of the type that the weights are stored in. `places` are (address of
+    w is 16 · `vectors`, and the weights of one input are 16 · `across`, of which these are a part. `rows` and `vectors`
+    are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay in registers. `stored` is
+    an array of the type that the weights are stored in. `places` are (address of
     out, bytes from one row of it to the next, the same of x, address of weights, address of the weights that come next,
     bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
     """
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, ahead)):
+    literals = (rows, vectors, across, ahead)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None  # numba asks again, with what it knows of constants
-    signature = types.void(rows, vectors, ahead, stored, types.UniTuple(types.intp, 7), types.intp)
-    shape, kind = (rows.literal_value, vectors.literal_value, ahead.literal_value), stored.dtype
+    signature = types.void(*literals, stored, types.UniTuple(types.intp, 7), types.intp)
+    shape, kind = _Shape(*(literal.literal_value for literal in literals)), stored.dtype
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        _write_products(builder, shape, kind, cgutils.unpack_tuple(builder, given[4]), given[5])
+        _write_products(builder, shape, kind, cgutils.unpack_tuple(builder, given[5]), given[6])
         return context.get_dummy_value()
 
     return signature, generate
 
 
-def _write_products(
-    builder: Any, shape: tuple[int, int, int], kind: Any, places: Sequence[Value], count: Value
-) -> None:
+def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], count: Value) -> None:
     """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
-    if shape[2] > NOTHING:
+    if shape.ahead > NOTHING:
         _write_turns(builder, shape, kind, places, count, 1)
         return
     out, out_step, x, x_step, weights, coming, coming_step = places
@@ -78,18 +101,16 @@ def _write_products(
         _write_turns(builder, shape, kind, places, turns, _TURN)
     with builder.if_then(builder.icmp_signed(">", left, _WORD(0))):
         x = _at(builder, x, done, _WORD(FLOAT))
-        weights = _at(builder, weights, done, _WORD(_stored_bytes(kind, shape[1])))
+        weights = _at(builder, weights, done, _WORD(_stored_bytes(kind, shape.across)))
         coming = _at(builder, coming, done, coming_step)
         rest = (out, out_step, x, x_step, weights, coming, coming_step)
         _write_turns(builder, shape, kind, rest, left, 1)
 
 
-def _write_turns(
-    builder: Any, shape: tuple[int, int, int], kind: Any, places: Sequence[Value], turns: Value, inputs: int
-) -> None:
+def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], turns: Value, inputs: int) -> None:
     """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
-    (rows, vectors, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
-    parts, size = range(vectors), _stored_bytes(kind, vectors)
+    (rows, vectors, across, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
+    parts, size = range(vectors), _stored_bytes(kind, across)
     ends = [[_at(builder, out, _WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
     before, begin = builder.block, [[_load(builder, end, _VECTOR) for end in row] for row in ends]
     loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -152,9 +173,60 @@ def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: An
     return signature, generate
 
 
+def _scaled_stretch(
+    _: Any, vectors: Any, together: Any, stored: Any, _places: Any, _constants: Any, _count: Any
+) -> Any:
+    """Makes (number − zero) · scale of numbers as they are stored, 16 · `vectors` for each of `count` inputs. `places`
+    are (address of float32, bytes from some vectors of it to the next, address of the numbers); `together` vectors lie
+    side by side for each input. `constants` are the addresses of scales and zeros, float32, one for each output."""
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (vectors, together)):
+        return None
+    pair = types.UniTuple(types.intp, 2)
+    signature = types.void(vectors, together, stored, types.UniTuple(types.intp, 3), pair, types.intp)
+    many, few, kind = vectors.literal_value, together.literal_value, stored.dtype
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        wide, apart, numbers = cgutils.unpack_tuple(builder, given[3])
+        bases = cgutils.unpack_tuple(builder, given[4])
+        scales, zeros = (
+            [_load(builder, _plus(builder, base, LINE * part), _VECTOR) for part in range(many)] for base in bases
+        )
+        with cgutils.for_range(builder, given[5]) as loop:
+            place = _at(builder, numbers, loop.index, _WORD(_stored_bytes(kind, many)))
+            for part, number in enumerate(_widened(builder, kind, place, many)):
+                scaled = builder.fmul(builder.fsub(number, zeros[part]), scales[part])
+                tile = _at(builder, wide, _WORD(part // few), apart, LINE * (part % few))
+                _store(builder, scaled, _at(builder, tile, loop.index, _WORD(LINE * few)))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> Any:
+    """total += (part − zero · of_x) · scale, and part = 0, of 16 · `vectors` numbers each. `places` are the addresses
+    of totals, parts, scales and zeros; the first two are so many bytes further on."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.void(vectors, types.UniTuple(types.intp, 4), types.intp, types.float32)
+    many = vectors.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        totals, parts, scales, zeros = cgutils.unpack_tuple(builder, given[1])
+        less = _spread(builder, builder.fneg(given[3]))
+        for line in range(0, LINE * many, LINE):
+            total, part = (_at(builder, base, given[2], _WORD(1), line) for base in (totals, parts))
+            scale, zero = (_load(builder, _plus(builder, base, line), _VECTOR) for base in (scales, zeros))
+            without = _multiply_add(builder, less, zero, _load(builder, part, _VECTOR))
+            _store(builder, _multiply_add(builder, without, scale, _load(builder, total, _VECTOR)), total)
+            _store(builder, _constant(0.0), part)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _stored_bytes(kind: Any, vectors: int) -> int:
     """Bytes of the weights of one input."""
-    return LANES * vectors * _STORED[kind]
+    return LANES * vectors * _BITS[kind] // 8
 
 
 def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
@@ -169,7 +241,37 @@ def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]
         return [builder.fpext(_load(builder, each, _HALVES, size=2), _VECTOR) for each in places]
     if kind == types.int8:
         return [builder.sitofp(builder.sext(_load(builder, each, _BYTES, size=1), _WHOLE), _VECTOR) for each in places]
+    if kind == types.int16:
+        shorts = [builder.zext(_load(builder, each, _SHORTS, size=2), _WHOLE) for each in places]
+        return [builder.bitcast(builder.shl(short, _flags(16)), _VECTOR) for short in shorts]
+    if kind == types.uint8:  # sign, 4 bits of exponent, 3 of mantissa: in a half, whose exponent has 5, less by 8
+        signed = [builder.sext(_load(builder, each, _BYTES, size=1), _SHORTS) for each in places]
+        return [_half(builder, builder.shl(each, _shorts(7)), 0xBF80) for each in signed]
+    if kind in (types.int32, types.int64):
+        lines = [_load(builder, _plus(builder, place, LANES * line), _BYTES, size=1) for line in range(vectors // 2)]
+        widen = _nibbles if kind == types.int32 else _shortest_floats
+        return [number for line in lines for number in widen(builder, line)]
     return [_load(builder, each, _VECTOR) for each in places]
+
+
+def _nibbles(builder: Any, line: Value) -> tuple[Value, Value]:
+    """The lower and the upper halves of bytes, as float32."""
+    wide = builder.zext(line, _WHOLE)
+    low, high = builder.and_(wide, _flags(15)), builder.lshr(wide, _flags(4))
+    return builder.sitofp(low, _VECTOR), builder.sitofp(high, _VECTOR)
+
+
+def _shortest_floats(builder: Any, line: Value) -> tuple[Value, Value]:
+    """The same of e2m1, as float32: sign, 2 bits of exponent, 1 of mantissa stand in a half at the places of its sign,
+    the end of its exponent and the begin of its mantissa, so that its exponent is less by 14."""
+    wide = builder.sext(line, _SHORTS)
+    low = builder.ashr(builder.shl(wide, _shorts(12)), _shorts(3))
+    return _half(builder, low, 0x8E00), _half(builder, builder.shl(wide, _shorts(5)), 0x8E00)
+
+
+def _half(builder: Any, bits: Value, mask: int) -> Value:
+    """Of 16 bits each, those of a mask, read as float16."""
+    return builder.fpext(builder.bitcast(builder.and_(bits, _shorts(mask)), _HALVES), _VECTOR)
 
 
 def _highest(_: Any, _place: Any, _fours: Any) -> Any:
@@ -294,6 +396,10 @@ def _flags(number: int) -> Value:
     return ir.Constant(_WHOLE, [number] * LANES)
 
 
+def _shorts(number: int) -> Value:
+    return ir.Constant(_SHORTS, [number] * LANES)
+
+
 def _spread(builder: Any, number: Value) -> Value:
     """A vector of one number."""
     undefined = ir.Constant(_VECTOR, ir.Undefined)
@@ -311,6 +417,8 @@ def _declared(builder: Any, name: str, result: Any, arguments: Any) -> Value:
 
 add_products: Any = intrinsic(_add_products)
 widened_stretch: Any = intrinsic(_widened_stretch)
+scaled_stretch: Any = intrinsic(_scaled_stretch)
+add_scaled: Any = intrinsic(_add_scaled)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 gate: Any = intrinsic(_gate)

@@ -42,13 +42,13 @@ def _add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> No
         here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, asked, share)
         left = rows[1] - row
         if left >= _TOGETHER - 1:
-            add_products(_TOGETHER, _VECTORS, ahead, stored, here, count)
+            add_products(_TOGETHER, _VECTORS, _VECTORS, ahead, stored, here, count)
         elif left >= 3:
-            add_products(4, _VECTORS, ahead, stored, here, count)
+            add_products(4, _VECTORS, _VECTORS, ahead, stored, here, count)
         elif left == 2:
-            add_products(2, _VECTORS, ahead, stored, here, count)
+            add_products(2, _VECTORS, _VECTORS, ahead, stored, here, count)
         else:
-            add_products(1, _VECTORS, ahead, stored, here, count)
+            add_products(1, _VECTORS, _VECTORS, ahead, stored, here, count)
 
 
 @inner
@@ -137,12 +137,12 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
     given = [_NONE if each is None else each for each in (scale, bias)]
     for begin in range(0, len(x), _AT_ONCE):
         part = x[begin : begin + _AT_ONCE]
-        most = _task_rows(len(part), len(panels), numba.get_num_threads())
+        most = task_rows(len(part), len(panels), numba.get_num_threads())
         _kernel(out[begin : begin + _AT_ONCE], part, panels, *given, most)
     return out
 
 
-def _task_rows(rows: int, panels: int, threads: int) -> int:
+def task_rows(rows: int, panels: int, threads: int) -> int:
     """Rows of a task: so many that each thread has two tasks or more, in full sets of what is computed together."""
     shared = -(-rows * panels // (2 * threads * _TOGETHER)) * _TOGETHER
     return min(_MOST, max(_FEW, shared))

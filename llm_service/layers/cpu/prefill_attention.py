@@ -110,7 +110,7 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
             0,
             0,
         )
-        add_products(_ROWS, _VECTORS, NOTHING, weights, places, weights.shape[0])
+        add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, weights, places, weights.shape[0])
 
 
 @inner

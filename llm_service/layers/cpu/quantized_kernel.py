@@ -1,6 +1,8 @@
-"""Quantised weights (`llm_service.layers.quantized_weight`) made float32, compiled by numba: an output at a time, by a
-table of what a byte's numbers are. Few rows are multiplied while an output's weights are in the first-level cache; for
-many, some outputs are written to memory, and torch multiplies."""
+"""A product with quantised weights in panels (`llm_service.layers.cpu.quantized_panels`), compiled by numba.
+
+Few rows are multiplied with numbers as they are stored, and the sums of a group with its scale. For many, a stretch
+of a panel is made float32 first, and rows go through it while it is in the first-level cache.
+"""
 
 from __future__ import annotations
 
@@ -9,76 +11,310 @@ from typing import Any
 import numba
 import numpy as np
 
+from llm_service.layers.cpu import llvm
 from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from llm_service.layers.cpu.llvm import (
+    FLOAT,
+    LANES,
+    LINE,
+    NOTHING,
+    add_products,
+    add_scaled,
+    scaled_stretch,
+    widened_stretch,
+)
+from llm_service.layers.cpu.panel_kernel import task_rows
+from llm_service.layers.cpu.selection import wide_vectors
 
-FEW = 8
-"""Rows up to which an output is multiplied as soon as it is wide."""
+WIDTH = 64
+"""Outputs of a panel, whose numbers for one input lie side by side."""
+_VECTORS = WIDTH // LANES
+_STRETCH = 64
+"""Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
+_TOGETHER = 6
+"""Rows whose sums are kept in registers, with as many outputs as go with them."""
+_TILE = _VECTORS if wide_vectors() else 1
+"""Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
+FEW = 6 if wide_vectors() else 3
+"""Rows that are multiplied with numbers as they are stored."""
+_MOST = 84 * _TOGETHER
+"""Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
+_AT_ONCE = 4 * _MOST
+"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+FLOAT32, FLOAT16, BFLOAT16, E4M3, INT8, NIBBLES, E2M1 = range(7)
+"""What numbers and scales are stored in: see `QuantizedPanels`."""
+_FLOAT16, _BFLOAT16, _E4M3 = np.empty(0, np.uint16), np.empty(0, np.int16), np.empty(0, np.uint8)
+_INT8, _NIBBLES, _E2M1 = np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int64)
+"""The same as intrinsics know it, by an array's type."""
+
+
+@numba.njit(inline="always")
+def _add_few_wide(stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of a panel for up to six rows, with AVX-512."""
+    if rows == 1:
+        add_products(1, _VECTORS, _VECTORS, NOTHING, stored, places, count)
+    elif rows == 2:
+        add_products(2, _VECTORS, _VECTORS, NOTHING, stored, places, count)
+    elif rows <= 4:
+        add_products(4, _VECTORS, _VECTORS, NOTHING, stored, places, count)
+    else:
+        add_products(6, _VECTORS, _VECTORS, NOTHING, stored, places, count)
+
+
+@numba.njit(inline="always")
+def _add_few_narrow(stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """The same for up to three rows without, half a panel at a time where there are several. The last of `places` are
+    the bytes of half of a panel's numbers for an input."""
+    if rows == 1:
+        add_products(1, _VECTORS, _VECTORS, NOTHING, stored, places, count)
+        return
+    out, out_step, x, x_step, numbers, coming, size = places
+    for half in range(2):
+        here = (out + half * (WIDTH * FLOAT // 2), out_step, x, x_step, numbers + half * size, coming, size)
+        if rows == 2:
+            add_products(2, 2, _VECTORS, NOTHING, stored, here, count)
+        else:
+            add_products(3, 2, _VECTORS, NOTHING, stored, here, count)
+
+
+_add_few_of = _add_few_wide if wide_vectors() else _add_few_narrow
+
+
+@numba.njit(inline="always")
+def _add_few(form: Any, rows: Any, places: Any, count: Any) -> None:
+    """The same of numbers in any form."""
+    if form == E4M3:
+        _add_few_of(_E4M3, rows, places, count)
+    elif form == INT8:
+        _add_few_of(_INT8, rows, places, count)
+    elif form == NIBBLES:
+        _add_few_of(_NIBBLES, rows, places, count)
+    else:
+        _add_few_of(_E2M1, rows, places, count)
+
+
+@numba.njit(inline="always")
+def _scale_stretch(form: Any, places: Any, constants: Any, count: Any) -> None:
+    """`scaled_stretch` of numbers in any form."""
+    if form == E4M3:
+        scaled_stretch(_VECTORS, _TILE, _E4M3, places, constants, count)
+    elif form == INT8:
+        scaled_stretch(_VECTORS, _TILE, _INT8, places, constants, count)
+    elif form == NIBBLES:
+        scaled_stretch(_VECTORS, _TILE, _NIBBLES, places, constants, count)
+    else:
+        scaled_stretch(_VECTORS, _TILE, _E2M1, places, constants, count)
+
+
+@numba.njit(inline="always")
+def _add_many(room: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of some outputs of weights in float32, six rows at a time; where 5 are left it computes 6, for 3
+    it computes 4."""
+    out, out_step, x, x_step, weights, coming, coming_step = places
+    for row in range(0, rows, _TOGETHER):
+        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, coming, coming_step)
+        left = rows - row
+        if left >= _TOGETHER - 1:
+            add_products(_TOGETHER, _TILE, _TILE, NOTHING, room, here, count)
+        elif left >= 3:
+            add_products(4, _TILE, _TILE, NOTHING, room, here, count)
+        elif left == 2:
+            add_products(2, _TILE, _TILE, NOTHING, room, here, count)
+        else:
+            add_products(1, _TILE, _TILE, NOTHING, room, here, count)
 
 
 @inner
-def _widen(wide: Any, codes: Any, table: Any, scale: Any, zero: Any, groups: Any, columns: Any, first: Any) -> None:
-    """float32 wide [inputs], uint8 codes [bytes], table float32 [256, numbers of a byte], scale and zero float32
-    [groups of inputs]; `groups` int32 [inputs] or [0]."""
-    each, inputs = table.shape[1], len(wide)
-    if each == 1:
-        for place in range(inputs):
-            wide[place] = table[codes[place], 0]
-    else:
-        for byte in range(inputs // 2):
-            wide[2 * byte] = table[codes[byte], 0]
-            wide[2 * byte + 1] = table[codes[byte], 1]
-        if inputs % 2:
-            wide[inputs - 1] = table[codes[inputs // 2], 0]
-    if len(groups):
-        for place in range(inputs):
-            wide[place] = (wide[place] - zero[groups[place]]) * scale[groups[place]]
-        return
-    begin = 0
-    for group in range(len(scale)):
-        end = min(inputs, (group + 1) * columns - first)
-        for place in range(begin, end):
-            wide[place] = (wide[place] - zero[group]) * scale[group]
+def _constants(both: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
+    """The addresses of float32 scales [64] and zeros [64] of a group's outputs in a panel, for which there is room at
+    the address `both`; zeros stay as they are there where no group has any."""
+    place = scale.ctypes.data + group * scale.shape[1] + panel * (scale.shape[1] // panels)
+    if kind == FLOAT16:
+        place = widened_stretch(_VECTORS, _FLOAT16, both, place, 1)
+    elif kind == BFLOAT16:
+        place = widened_stretch(_VECTORS, _BFLOAT16, both, place, 1)
+    elif kind == E4M3:
+        place = widened_stretch(_VECTORS, _E4M3, both, place, 1)
+    if zero.shape[0]:
+        row = group if zero.shape[0] > 1 else 0
+        zeros = zero.ctypes.data + row * zero.shape[1] + panel * WIDTH
+        widened_stretch(_VECTORS, zero, both + WIDTH * FLOAT, zeros, 1)
+    return place, both + WIDTH * FLOAT
+
+
+@inner
+def _few(
+    out: Any,
+    packed: Any,
+    sums: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    panel: Any,
+) -> None:
+    """Fills one panel's outputs of out [rows, outputs]; sums float32 [rows, groups] are those of x."""
+    rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
+    room = np.zeros(2 * (_TOGETHER + 1) * WIDTH + LANES, np.float32)
+    skipped = (-room.ctypes.data % LINE) // FLOAT
+    totals = room.ctypes.data + skipped * FLOAT
+    parts = totals + _TOGETHER * WIDTH * FLOAT
+    numbers = codes.ctypes.data + panel * inputs * size
+    group = begin = 0
+    while begin < inputs:
+        stretch = begin // _STRETCH
+        end = min(ends[group], (stretch + 1) * _STRETCH)
+        x = packed.ctypes.data + (stretch * packed.shape[1] * _STRETCH + begin - stretch * _STRETCH) * FLOAT
+        places = (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, numbers + begin * size, numbers, size // 2)
+        _add_few(form, rows, places, end - begin)
+        if end == ends[group]:
+            both = parts + _TOGETHER * WIDTH * FLOAT
+            scales, zeros = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
+            for row in range(rows):
+                of_x = sums[row, group] if zero.shape[0] else np.float32(0.0)
+                add_scaled(_VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
+            group += 1
         begin = end
+    _finish(out, room, skipped, unit, bias, panel)
 
 
-def _wide(out: Any, codes: Any, table: Any, scale: Any, zero: Any, groups: Any, sizes: Any) -> None:
-    """float32 out [outputs, inputs]; scale and zero [groups of outputs, groups of inputs]; `sizes` are a group's
-    outputs and inputs, and the places of the first of each in theirs."""
-    for output in numba.prange(codes.shape[0]):
-        group = (output + sizes[2]) // sizes[0]
-        _widen(out[output], codes[output], table, scale[group], zero[group], groups, sizes[1], sizes[3])
+@inner
+def _many(
+    out: Any,
+    packed: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    panel: Any,
+    first: Any,
+) -> None:
+    """Fills one panel's outputs of out [rows, outputs], which are the rows of `packed` from the first on."""
+    rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
+    room = np.zeros((rows + 1 + _STRETCH + 2) * WIDTH + LANES, np.float32)
+    skipped = (-room.ctypes.data % LINE) // FLOAT
+    totals = room.ctypes.data + skipped * FLOAT
+    wide = totals + (rows + 1) * WIDTH * FLOAT
+    both = wide + _STRETCH * WIDTH * FLOAT
+    numbers = codes.ctypes.data + panel * inputs * size
+    apart = _STRETCH * _TILE * LINE
+    group = 0
+    constants = _constants(both, scale, kind, zero, 0, panel, codes.shape[0])
+    for stretch in range(packed.shape[0]):
+        begin, last = stretch * _STRETCH, min(inputs, (stretch + 1) * _STRETCH)
+        while begin < last:
+            end = min(ends[group], last)
+            to = wide + (begin - stretch * _STRETCH) * _TILE * LINE
+            _scale_stretch(form, (to, apart, numbers + begin * size), constants, end - begin)
+            if end == ends[group] and end < inputs:
+                group += 1
+                constants = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
+            begin = end
+        x = packed.ctypes.data + (stretch * packed.shape[1] + first) * _STRETCH * FLOAT
+        for tile in range(_VECTORS // _TILE):
+            to = totals + tile * _TILE * LINE
+            places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers, 0)
+            _add_many(room, rows, places, last - stretch * _STRETCH)
+    _finish(out, room, skipped, unit, bias, panel)
 
 
-def _product(out: Any, x: Any, codes: Any, table: Any, scale: Any, zero: Any, groups: Any, sizes: Any) -> None:
-    """float32 out [m, outputs], x [m, inputs]; the others as in `_wide`. A task has 16 outputs."""
-    outputs, inputs = codes.shape[0], x.shape[1]
-    for task in numba.prange((outputs + 15) // 16):
-        wide = np.empty(inputs, np.float32)
-        for output in range(task * 16, min(outputs, task * 16 + 16)):
-            group = (output + sizes[2]) // sizes[0]
-            _widen(wide, codes[output], table, scale[group], zero[group], groups, sizes[1], sizes[3])
-            for row in range(x.shape[0]):
-                total = np.float32(0.0)
-                for place in range(inputs):
-                    total += x[row, place] * wide[place]
-                out[row, output] = total
+@inner
+def _finish(out: Any, room: Any, skipped: Any, unit: Any, bias: Any, panel: Any) -> None:
+    """Fills one panel's outputs of out [rows, outputs] with totals [rows, 64], which begin at `skipped`."""
+    first = panel * WIDTH
+    for row in range(out.shape[0]):
+        for lane in range(min(WIDTH, out.shape[1] - first)):
+            total = room[skipped + row * WIDTH + lane] * unit[first + lane]
+            out[row, first + lane] = total + bias[first + lane] if len(bias) else total
 
 
-_matrix = numba.float32[:, ::1]
-_weight = (numba.uint8[:, ::1], _matrix, _matrix, _matrix, numba.int32[::1], numba.types.UniTuple(numba.intp, 4))
-TYPED = {
-    "wide": Typed(compiled(_wide), (_matrix, *_weight)),
-    "product": Typed(compiled(_product), (_matrix, _matrix, *_weight)),
-}
-Weight = tuple[Array, Array, Array, Array, Array, tuple[int, int, int, int]]
-"""codes, table, scale, zero, groups and sizes, as the kernels take them."""
+@inner
+def _pack_row(packed: Any, x: Any, order: Any, row: Any) -> None:
+    """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, in an order if there is one."""
+    inputs = x.shape[1]
+    for stretch in range(packed.shape[0]):
+        begin = stretch * _STRETCH
+        for place in range(min(_STRETCH, inputs - begin)):
+            packed[stretch, row, place] = x[row, order[begin + place] if len(order) else begin + place]
 
 
-def wide(out: Array, weight: Weight) -> None:
-    """Fills out float32 [outputs, inputs]."""
-    TYPED["wide"].kernel(out, *weight)
+@inner
+def _sum_groups(sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
+    """Fills one row of sums float32 [m, groups]."""
+    begin = 0
+    for group in range(len(ends)):
+        total = np.float32(0.0)
+        for place in range(begin, ends[group]):
+            total += x[row, order[place] if len(order) else place]
+        sums[row, group] = total
+        begin = ends[group]
 
 
-def product(out: Array, x: Array, weight: Weight) -> None:
-    """Fills out float32 [m, outputs] with x [m, inputs] · weightᵀ."""
-    TYPED["product"].kernel(out, x, *weight)
+def _product(
+    out: Any,
+    x: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    most: Any,
+) -> None:
+    """float32 out [m, outputs], x [m, k]; bias [outputs] or [0]; the others as in `QuantizedPanels`. A task has `most`
+    rows of a panel's outputs."""
+    rows, inputs = x.shape
+    stretches = (inputs + _STRETCH - 1) // _STRETCH
+    packed = np.empty((stretches, rows + _TOGETHER, _STRETCH), np.float32)
+    if rows <= FEW:
+        sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
+        for row in range(rows):
+            _pack_row(packed, x, order, row)
+            if zero.shape[0]:
+                _sum_groups(sums, x, ends, order, row)
+        for panel in numba.prange(codes.shape[0]):
+            _few(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, np.intp(panel))
+    else:
+        for row in numba.prange(rows):
+            _pack_row(packed, x, order, row)
+        parts = (rows + most - 1) // most
+        for task in numba.prange(codes.shape[0] * parts):
+            first = np.intp(task) % parts * most
+            part = out[first : min(rows, first + most)]
+            _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, np.intp(task) // parts, first)
+
+
+_kernel = compiled(_product, made_of=llvm)
+_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
+_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
+TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp))}
+_NONE = np.empty(0, np.float32)
+Weight = tuple[Array, int, Array, int, Array, Array]
+"""codes, form, scale, kind, zero and unit, as in `QuantizedPanels`."""
+
+
+def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array | None, outputs: int) -> Array:
+    """x float32 [m, inputs] → x Wᵀ + bias, float32 [m, outputs]; groups are `ends` and `order`.
+
+    Raises ValueError where x has another shape or type.
+    """
+    codes = weight[0]
+    if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
+    out, x, added = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x), _NONE if bias is None else bias
+    for begin in range(0, len(x), _AT_ONCE):
+        part = x[begin : begin + _AT_ONCE]
+        most = task_rows(len(part), len(codes), numba.get_num_threads())
+        _kernel(out[begin : begin + _AT_ONCE], part, *weight, added, *groups, most)
+    return out

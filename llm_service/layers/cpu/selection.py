@@ -13,6 +13,11 @@ def wide_vectors() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def fused_vectors() -> bool:
+    """Whether this processor has vectors that it multiplies and adds in one go."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
 class _State:
     numba = True
     panels = True

@@ -176,6 +176,6 @@ def test_the_kernel_is_compiled_once_for_each_type() -> None:
 def test_tasks_are_small_enough_for_all_threads_and_no_smaller(
     rows: int, panels: int, threads: int, expected: int
 ) -> None:
-    from llm_service.layers.cpu.panel_kernel import _task_rows
+    from llm_service.layers.cpu.panel_kernel import task_rows
 
-    assert _task_rows(rows, panels, threads) == expected
+    assert task_rows(rows, panels, threads) == expected

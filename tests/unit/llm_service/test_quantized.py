@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.quantized_panels import QuantizedPanels
+from llm_service.layers.linear import quantized
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
 from llm_service.models.quantized import Scheme, load_weights
-from tests.quantized import FORMATS, Made
+from tests.quantized import FORMATS, Made, fp8
 
 OUTPUTS, INPUTS = 256, 384
 
@@ -42,6 +45,27 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], name
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     return Checkpoint(folder)
+
+
+def quantised(form: str, outputs: int = OUTPUTS) -> QuantizedWeight:
+    """A weight of this format."""
+    config, tensors, _ = made(form, outputs)
+    return quantised_by(config, tensors)
+
+
+def quantised_by(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedWeight:
+    """The weight of a module's tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        ((_, read),) = load_weights(write(Path(folder), config, tensors), lambda name: name)
+        weight: QuantizedWeight = read[:]
+    return weight
+
+
+def panels(weight: QuantizedWeight) -> QuantizedPanels:
+    """The same for this processor."""
+    laid_out = QuantizedPanels.of([weight])
+    assert laid_out is not None
+    return laid_out
 
 
 @pytest.fixture(params=FORMATS)
@@ -71,23 +95,59 @@ def test_a_part_is_the_whole_ones_part(
     torch.testing.assert_close(part.wide(), expected, rtol=0, atol=0)
     one = torch.eye(expected.shape[1])  # whose products are the weight's own numbers
     torch.testing.assert_close(part.product(one).T, expected, rtol=0, atol=0)
-    torch.testing.assert_close(part.product(one[:5]).T, expected[:, :5], rtol=0, atol=0)
+    laid_out = panels(part)
+    torch.testing.assert_close(laid_out.wide(), expected, rtol=1e-6, atol=0)  # it divides by NVFP4's divisor last
+    torch.testing.assert_close(laid_out.product(one).T, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(laid_out.product(one[:2]).T, expected[:, :2], rtol=1e-6, atol=0)
     torch.testing.assert_close(read[slice(*rows)].wide(8, 24), wide[rows[0] + 8 : rows[0] + 24], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("numba", [True, False])
-@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("form", ["as it is", "panels", "panels, by torch"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 13])
 def test_a_product_is_that_with_the_wide_weight(
-    stored: tuple[Any, Tensor], rows: int, numba: bool, monkeypatch: pytest.MonkeyPatch
+    stored: tuple[Any, Tensor], rows: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "is_numba", lambda: numba)
+    monkeypatch.setattr(selection, "is_numba", lambda: form == "panels")
     read, wide = stored
-    x, bias = torch.randn(rows, 2, wide.shape[1]), torch.randn(wide.shape[0])
+    laid_out = read[:] if form == "as it is" else panels(read[:])
+    x, bias = torch.randn(rows, 1, wide.shape[1]), torch.randn(wide.shape[0])
     most = x.abs() @ wide.abs().T + bias.abs()  # of the sums' parts, which bounds what rounding does to them
-    assert ((read[:].product(x, bias) - (x @ wide.T + bias)).abs() <= 1e-6 * most).all()
-    narrow = read[:].product(x.bfloat16())
+    assert ((laid_out.product(x, bias) - (x @ wide.T + bias)).abs() <= 1e-6 * most).all()
+    narrow = laid_out.product(x.bfloat16())
     assert narrow.dtype == torch.bfloat16
     assert ((narrow.float() - x @ wide.T).abs() <= 2**-7 * most).all()
+
+
+def test_so_many_rows_that_tasks_share_a_panel() -> None:
+    weight = quantised("awq", 72)
+    x = torch.randn(2100, INPUTS)
+    wide = weight.wide()
+    assert ((panels(weight).product(x) - x @ wide.T).abs() <= 1e-6 * (x.abs() @ wide.abs().T)).all()
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_what_is_not_a_number_stays_in_its_row(rows: int) -> None:
+    x = torch.randn(rows, INPUTS)
+    x[1, 7] = torch.nan
+    given = panels(quantised("awq")).product(x)
+    assert given.isnan().all(1).tolist() == [False, True, *[False] * (rows - 2)]
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        panels(quantised("awq")).product(torch.randn(2, INPUTS - 1))
+
+
+def test_a_weight_that_is_not_a_number_is_refused() -> None:
+    weight = quantised("float-quantized, one scale")
+    weight.codes[3, 5] = 0xFF
+    with pytest.raises(ValueError, match="not a number"):
+        panels(weight)
+
+
+def test_a_processor_without_fused_vectors_has_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert QuantizedPanels.of([quantised("awq")]) is None
 
 
 def test_a_long_product_goes_over_all_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,11 +158,23 @@ def test_a_long_product_goes_over_all_outputs(monkeypatch: pytest.MonkeyPatch, t
     assert ((read[:].product(x) - x @ wide.T).abs() <= 1e-6 * (x.abs() @ wide.abs().T)).all()
 
 
-def test_stacked_weights_are_one_below_the_other(stored: tuple[Any, Tensor]) -> None:
+def test_weights_quantised_alike_become_one(stored: tuple[Any, Tensor]) -> None:
     read, wide = stored
-    x, bias = torch.randn(2, wide.shape[1]), torch.randn(40)
-    both = StackedWeight([read[8:40], read[0:8]])
-    alone = torch.cat([read[8:40].product(x), read[0:8].product(x)], dim=1) + bias
+    order = torch.randperm(40)
+    both = quantized([read[8:40], read[0:8]], order)
+    assert isinstance(both, QuantizedPanels)
+    expected = torch.cat([wide[8:40], wide[0:8]])[order.argsort()]
+    torch.testing.assert_close(both.wide(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("other", ["awq", "int-quantized"])
+def test_weights_quantised_otherwise_are_one_below_the_other(other: str) -> None:
+    parts = [quantised("gptq of 8 bits", 40), quantised(other, 8)]
+    x, bias, order = torch.randn(2, INPUTS), torch.randn(48), torch.randperm(48)
+    both = quantized(parts, order)
+    assert isinstance(both, StackedWeight)
+    assert both.kernels == panels(parts[0]).kernels
+    alone = torch.cat([panels(part).product(x) for part in parts], dim=1)[:, order.argsort()] + bias
     torch.testing.assert_close(both.product(x, bias), alone, rtol=0, atol=0)
 
 
@@ -113,6 +185,14 @@ def test_it_stays_as_small_as_its_format(form: str, tmp_path: Path) -> None:
     got: QuantizedWeight = read[:]
     assert got.nbytes <= 1.1 * sum(tensor.nbytes for tensor in tensors.values())
     assert got.to(torch.device("cpu")).nbytes == got.nbytes
+
+
+@pytest.mark.parametrize("form", [*(form for form in FORMATS if "blocks" not in form), "fp8 in blocks of 128"])
+def test_so_do_its_panels(form: str) -> None:
+    """Blocks of 128 are those that checkpoints have; smaller ones, for tests, have a scale for an output here."""
+    made = fp8(128) if form.endswith("128") else FORMATS[form]
+    config, tensors, _ = made(torch.randn(256, 1024))
+    assert panels(quantised_by(config, tensors)).nbytes <= 1.1 * sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_what_is_not_quantised_is_read_as_it_is(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""Quantised weights on a CPU in panels of 64 outputs, which our kernel multiplies with as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers.cpu import quantized_kernel, selection
+from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES, WIDTH
+from llm_service.layers.quantized_weight import Number, QuantizedWeight, table
+
+_AT_ONCE = 64
+"""Panels that are laid out, or widened by torch, at a time, so that this takes little memory beside the weight's."""
+_LINE = 16
+"""Bytes of two numbers each: sixteen outputs have their lower halves, the sixteen after those the upper ones."""
+_FORMS = {
+    Number.E4M3: E4M3,
+    Number.INT8: INT8,
+    Number.UINT8: INT8,
+    Number.UINT4: NIBBLES,
+    Number.E2M1: E2M1,
+}
+_SCALES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16, torch.float8_e4m3fn: E4M3}
+"""The kernel's names of what numbers and scales are stored in."""
+_SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
+"""What the kernel takes such a number for, as a part of it, since a float16's exponent begins elsewhere."""
+_SIGN, _NO_NUMBER = 0x80, 0x7F
+"""Of e4m3; and what takes 128 from a byte that then has a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPanels:
+    """w[o, order[i]] = (number[o, i] − zero) · scale · unit[o], with the zero and the scale of output o in the group
+    that i is in; group g ends before input `ends[g]`.
+
+    `codes` uint8 [⌈outputs / 64⌉, inputs, 64 or 32] are the bits of a panel's numbers for each input, of those with 8
+    and with 4; unsigned bytes are less by 128 here, and signed. `scale` uint8 [groups, …] are the bytes of scales, as
+    the checkpoint has them, for all outputs of a group; `kind` says their type. `zero` int8 is [groups, outputs], or
+    [1, outputs] where all groups have the same, or [0, outputs] where there is none. `unit` float32 [outputs]; ends and
+    order are int32 [groups] and [inputs], or [0] where inputs are in order. All but `outputs` count outputs in whole
+    panels.
+    """
+
+    number: Number
+    outputs: int
+    codes: Array
+    scale: Array
+    kind: int
+    zero: Array
+    unit: Array
+    ends: Array
+    order: Array
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuantizedPanels | None:
+        """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
+        outputs goes. None where they are not quantised alike, or the kernel does not compute here. Raises ValueError
+        where a weight is not a number."""
+        first = parts[0]
+        if not _fits(first) or not all(_alike(each, first) for each in parts):
+            return None
+        codes = torch.cat([each.codes for each in parts])
+        if first.number is Number.E4M3 and ((codes & _NO_NUMBER) == _NO_NUMBER).any():
+            raise ValueError("one of its weights is not a number")
+        groups, inputs = _groups(first)
+        counts = torch.bincount(groups, minlength=first.scale.shape[1])
+        present = counts.nonzero().squeeze(1)
+        scale = torch.cat([each.of_outputs(each.scale)[:, present] for each in parts])
+        zero = _zeros(parts)
+        zero = zero[:, present] if zero.shape[1] > 1 else zero
+        unit = torch.cat([torch.full((len(each.codes), 1), 1.0 / each.divisor) for each in parts])
+        unit *= 1.0 / _SHARE.get(first.number, 1.0)
+        if scale.dtype == torch.float8_e4m3fn:
+            unit *= 1.0 / _SHARE[Number.E4M3]
+        back = None if order is None else order.argsort().cpu()
+        return cls(
+            first.number,
+            len(codes),
+            _panels(first.number, codes if back is None else codes[back], first.inputs, inputs),
+            _beside(scale, back).view(torch.uint8).numpy(),
+            _SCALES[scale.dtype],
+            _beside(zero.to(torch.int8), back).numpy(),
+            _beside(unit, back).numpy()[0],
+            counts[present].cumsum(0).int().numpy(),
+            (torch.empty(0, dtype=torch.int32) if inputs is None else inputs.int()).numpy(),
+        )
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """See `NumbaCompiled`."""
+        return frozenset({"llm_service.layers.cpu.quantized_kernel:product"})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        arrays = (self.codes, self.scale, self.zero, self.unit, self.ends, self.order)
+        return sum(each.nbytes for each in arrays)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        wide = None if bias is None else bias.float()
+        if selection.is_numba():
+            out = torch.from_numpy(self.array_product(wide)(rows.numpy()))
+        else:
+            out = self._by_torch(rows, wide)
+        return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
+        """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
+        weight = (self.codes, _FORMS[self.number], self.scale, self.kind, self.zero, self.unit)
+        added = None if bias is None else bias.numpy()
+        groups = (self.ends, self.order)
+        return partial(quantized_kernel.product, weight=weight, groups=groups, bias=added, outputs=self.outputs)
+
+    def wide(self, first: int = 0, last: int | None = None) -> Tensor:
+        """float32 [outputs, inputs] of some panels, from one on up to another."""
+        codes = torch.from_numpy(self.codes[first:last])
+        count, inputs = codes.shape[:2]
+        numbers = table(Number.INT8 if self.number is Number.UINT8 else self.number)[codes.int()].squeeze(3)
+        if numbers.dim() == 4:  # [panels, inputs, bytes, halves]
+            numbers = numbers.unflatten(2, (-1, _LINE)).transpose(3, 4).flatten(2)
+        numbers = numbers.transpose(1, 2).reshape(count * WIDTH, inputs) * _SHARE.get(self.number, 1.0)
+        part = slice(first * WIDTH, first * WIDTH + len(numbers))
+        lengths = torch.from_numpy(np.diff(self.ends, prepend=0))
+
+        def of_inputs(constants: Tensor) -> Tensor:
+            return constants[:, part].float().T.repeat_interleave(lengths, 1)
+
+        if len(self.zero):
+            numbers -= of_inputs(torch.from_numpy(self.zero).expand(len(self.ends), -1))
+        (dtype,) = (each for each, kind in _SCALES.items() if kind == self.kind)
+        numbers *= of_inputs(torch.from_numpy(self.scale).view(dtype))
+        numbers *= _SHARE[Number.E4M3] if self.kind == E4M3 else 1.0
+        numbers *= torch.from_numpy(self.unit)[part].unsqueeze(1)
+        if len(self.order):
+            numbers = numbers[:, torch.from_numpy(self.order).argsort()]
+        return numbers[: self.outputs - first * WIDTH]
+
+    def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """The product while our kernel is not there: some panels at a time are made float32 in memory, for each."""
+        every = [self.wide(first, first + _AT_ONCE) for first in range(0, len(self.codes), _AT_ONCE)]
+        out = torch.cat([functional.linear(rows, each) for each in every], dim=1)
+        return out if bias is None else out + bias
+
+
+def _fits(weight: QuantizedWeight) -> bool:
+    """Whether there is a kernel for it, here."""
+    return weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
+
+
+def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether two weights are in numbers of one type, and of groups of the same inputs."""
+    return (
+        one.number is other.number
+        and one.inputs == other.inputs
+        and one.scale.dtype == other.scale.dtype
+        and one.scale.shape[1] == other.scale.shape[1]
+        and torch.equal(one.groups_of_inputs(), other.groups_of_inputs())
+    )
+
+
+def _groups(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """The group of each input, and the order in which groups come one after the other; None where they do."""
+    groups = weight.groups_of_inputs().long()
+    ordered = groups.sort(stable=True)
+    return groups, None if torch.equal(ordered.values, groups) else ordered.indices
+
+
+def _zeros(parts: Sequence[QuantizedWeight]) -> Tensor:
+    """int [outputs, groups], [outputs, 1] where an output's groups have one zero, [outputs, 0] where there is none."""
+    found = [
+        each.of_outputs(each.zero) if isinstance(each.zero, Tensor) else torch.full((len(each.codes), 1), each.zero)
+        for each in parts
+    ]
+    most = max(each.shape[1] for each in found)
+    zeros = torch.cat([each.int().expand(-1, most) for each in found])
+    zeros = zeros - _SIGN if parts[0].number is Number.UINT8 else zeros
+    return zeros if zeros.any() else zeros[:, :0]
+
+
+def _beside(constants: Tensor, order: Tensor | None) -> Tensor:
+    """[outputs, groups] → [groups, outputs], in whole panels."""
+    ordered = constants if order is None else constants[order]
+    padded = ordered.new_zeros(ordered.shape[1], -(-len(ordered) // WIDTH) * WIDTH)
+    padded[:, : len(ordered)] = ordered.T
+    return padded
+
+
+def _panels(number: Number, codes: Tensor, inputs: int, order: Tensor | None) -> Array:
+    """Codes as in `QuantizedWeight` → as in `QuantizedPanels`."""
+    packed = number in (Number.UINT4, Number.E2M1)
+    out = torch.empty(-(-len(codes) // WIDTH), inputs, WIDTH // 2 if packed else WIDTH, dtype=torch.uint8)
+    for part, rows in zip(out.split(_AT_ONCE), codes.split(_AT_ONCE * WIDTH), strict=True):
+        numbers = torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)[:, :inputs] if packed else rows
+        numbers = numbers if order is None else numbers[:, order]
+        padded = numbers.new_zeros(len(part) * WIDTH, inputs)
+        padded[: len(rows)] = numbers ^ _SIGN if number is Number.UINT8 else numbers
+        panels = padded.view(len(part), WIDTH, inputs).transpose(1, 2)
+        if packed:
+            low, high = panels.unflatten(2, (-1, 2, _LINE)).unbind(3)
+            panels = (low | (high << 4)).flatten(2)
+        part.copy_(panels)
+    return out.numpy()
