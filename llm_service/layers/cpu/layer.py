@@ -13,6 +13,7 @@ from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
+from llm_service.layers.cpu.selection import wide_vectors
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
@@ -50,10 +51,15 @@ class FewRows:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
-        """None where the layer is made of other parts, sums over ranks come between, or a weight does not lie in
-        panels."""
+        """None where the layer is made of other parts, sums over ranks come between, a weight does not lie in panels, or
+        the processor lacks what the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
-        if layer.ranks > 1 or not isinstance(mlp, MLP) or not isinstance(attention, SelfAttention):
+        if (
+            not wide_vectors()
+            or layer.ranks > 1
+            or not isinstance(mlp, MLP)
+            or not isinstance(attention, SelfAttention)
+        ):
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
