@@ -19,6 +19,7 @@ from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantized_weight import StackedWeight
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from tests import reference
@@ -74,12 +75,12 @@ def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
         compared = 0
         for name, module in ours.layers.named_modules(prefix="layers"):
             for weight, expected in pairs(module, theirs[name]):
-                torch.testing.assert_close(weight.wide(), expected, rtol=1e-6, atol=0, msg=name)
+                torch.testing.assert_close(wide(weight), expected, rtol=1e-6, atol=0, msg=name)
                 compared += 1
         assert compared >= 4 * len(ours.layers), "few are quantised"
 
 
-def pairs(module: torch.nn.Module, plain: torch.nn.Module) -> Iterator[tuple[QuantizedPanels, torch.Tensor]]:
+def pairs(module: torch.nn.Module, plain: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:
     """A module's quantised weights, each beside the one that it is, and none of it in a longer form."""
     if isinstance(module, Experts):
         assert not module.gate_up_proj.numel()
@@ -87,9 +88,17 @@ def pairs(module: torch.nn.Module, plain: torch.nn.Module) -> Iterator[tuple[Qua
         for number, (gate_up, down) in enumerate(module.laid_out):
             yield gate_up, plain.gate_up_proj[number].detach()
             yield down, plain.down_proj[number].detach()
-    elif isinstance(module, PackedLinear) and isinstance(module.laid_out, QuantizedPanels):
+    elif isinstance(module, PackedLinear) and isinstance(module.laid_out, QuantizedPanels | StackedWeight):
         assert not module.weight.numel()
         yield module.laid_out, plain.weight.detach()
+
+
+def wide(weight: object) -> torch.Tensor:
+    """A quantised weight in its long form; those with orders of their own are one below the other."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([wide(part) for part in weight.parts])
+    assert isinstance(weight, QuantizedPanels)
+    return weight.wide()
 
 
 def test_a_weight_that_its_neighbours_are_quantised_without_is_refused(

@@ -51,15 +51,12 @@ class FewRows:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
-        """None where the layer is made of other parts, sums over ranks come between, a weight does not lie in panels, or
-        the processor lacks what the kernel of gates is written for."""
+        """None where the layer is made of other parts, sums over ranks come between, a weight does not lie in panels,
+        or the processor lacks the vectors that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
-        if (
-            not wide_vectors()
-            or layer.ranks > 1
-            or not isinstance(mlp, MLP)
-            or not isinstance(attention, SelfAttention)
-        ):
+        if layer.ranks > 1 or not isinstance(mlp, MLP) or not isinstance(attention, SelfAttention):
+            return None
+        if not wide_vectors():
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
