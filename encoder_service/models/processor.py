@@ -93,9 +93,9 @@ class ItemProcessor:
 def prompt_parts(text: str, mark: re.Pattern[str], token: int) -> tuple[PromptPart, ...]:
     """A text cut at the runs of a mark, which the pattern has as its one group.
 
-    >>> prompt_parts("<a><i><i>, <i><b>", re.compile("(<i>)"), 7)
-    (PromptPart(text='<a>', rows=2, token=7), PromptPart(text=', ', rows=1, token=7), PromptPart(text='<b>', rows=0, \
-token=0))
+    >>> parts = prompt_parts("<a><i><i>, <i><b>", re.compile("(<i>)"), 7)
+    >>> [(part.text, part.rows, part.token) for part in parts]
+    [('<a>', 2, 7), (', ', 1, 7), ('<b>', 0, 0)]
     """
     parts, before = list[PromptPart](), ""
     pieces = [piece for piece in mark.split(text) if piece]
