@@ -58,7 +58,7 @@ class LazyCopier:
 
     def copy(self, source: Tensor, target: Tensor, after: LazyEvent) -> LazyEvent:
         place = target.data_ptr()
-        before = self._taken.get(place)
+        before = self._taken.get(place) if len(target) else None  # nothing lies nowhere, whatever the buffer
         assert before is None or before.happened, "a buffer is used again before what it holds was waited for"
         target.fill_(_NOISE)
 
