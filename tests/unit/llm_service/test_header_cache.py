@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from common.media.item import Grid, Header, Modality
+from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.encoders.identity import HeaderCache
 
 
-def header(name: bytes, *, cached: bool = False) -> Header:
-    return Header(key=name, modality=Modality.IMAGE, grid=Grid(1, 2, 2), tokens=1, cached=cached)
+def header(name: bytes, *, cached: bool = False, text: str = "") -> Header:
+    parts = (PromptPart(text, 1, 7),) if text else ()
+    return Header(name, Modality.IMAGE, Grid(1, 2, 2), tokens=1, cached=cached, replacement=parts)
 
 
 def test_a_header_is_found_under_its_own_tenant_and_kind_alone() -> None:
@@ -37,3 +38,16 @@ def test_the_longest_unused_header_is_forgotten_and_being_seen_again_is_use() ->
         False,
         True,
     ]
+
+
+def test_headers_with_long_replacements_are_forgotten_by_their_bytes() -> None:
+    known = HeaderCache(max_bytes=64 << 10)
+    for name in (b"a", b"b", b"c"):
+        known.remember({name}, header(name, text="x" * 6000), "", name)
+    assert [known.find(name, "", Modality.IMAGE) is None for name in (b"a", b"b", b"c")] == [True, False, False]
+    assert 2 * 24_000 < known.bytes <= 64 << 10
+    known.remember({b"b"}, header(b"b"), "", b"b")  # in the place of the long one
+    known.forget({b"c"}, header(b"c"), "")
+    assert known.bytes < 24_000
+    known.remember({b"d"}, header(b"d", text="x" * 20_000), "", b"d")
+    assert (known.find(b"d", "", Modality.IMAGE), known.bytes) == (None, 0), "one that is too long is not kept"
