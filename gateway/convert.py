@@ -227,7 +227,10 @@ def usage(prompts: Iterable[Sequence[llm_pb2.GenerateFinished]]) -> dict[str, An
     counted = [[each.usage for each in choices] for choices in prompts]
     prompt = sum(max(each.prompt_tokens for each in choices) for choices in counted if choices)
     cached = sum(max(each.cached_tokens for each in choices) for choices in counted if choices)
-    return usage_of(prompt, cached, sum(each.completion_tokens for choices in counted for each in choices))
+    answered = [each for choices in counted for each in choices]
+    reasoning = {"reasoning_tokens": sum(each.reasoning_tokens for each in answered)}
+    completion = sum(each.completion_tokens for each in answered)
+    return {**usage_of(prompt, cached, completion), "completion_tokens_details": reasoning}
 
 
 def usage_of(prompt: int, cached: int, completion: int) -> dict[str, Any]:

@@ -96,11 +96,6 @@ class OutputParser:
         if thinking:
             self._step = self._before_reasoning
 
-    @property
-    def thinks(self) -> bool:
-        """The text so far ends inside of the model's reasoning."""
-        return self._step in (self._before_reasoning, self._reasoning)
-
     def feed(self, text: str) -> list[Piece]:
         """What is certain with this text."""
         return self._go_on(text, last=False)

@@ -84,7 +84,7 @@ class LlmServicer(LlmServiceServicer):
                 match event:
                     case Begun():
                         begun = event
-                        yield llm_pb2.GenerateResponse(started=_started(read, event, components.prompts))
+                        yield llm_pb2.GenerateResponse(started=_started(read, event))
                     case PromptScores():
                         yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
@@ -228,7 +228,7 @@ class LlmServicer(LlmServiceServicer):
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
 
 
-def _started(request: Request, event: Begun, prompts: PromptBuilder) -> llm_pb2.GenerateStarted:
+def _started(request: Request, event: Begun) -> llm_pb2.GenerateStarted:
     spans = [
         llm_pb2.MediaSpan(
             item=span.item,
@@ -245,14 +245,9 @@ def _started(request: Request, event: Begun, prompts: PromptBuilder) -> llm_pb2.
         cached_tokens=event.cached,
         spans=spans,
         request_id=request.id,
-        thinking=_thinks(request, event.layout.ids, prompts),
+        thinking=event.thinking,
         resumed_choices=len(request.resume),
     )
-
-
-def _thinks(request: Request, ids: Sequence[int], prompts: PromptBuilder) -> bool:
-    """Whether the output begins with reasoning: not where it has its form from its first token on."""
-    return prompts.ends_in_thinking(ids) and (request.structure is None or prompts.reasoning_end(ids) is not None)
 
 
 def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
@@ -292,7 +287,10 @@ def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprobs], texts: Toke
 
 def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
     usage = llm_pb2.Usage(
-        prompt_tokens=len(begun.layout.ids), cached_tokens=begun.cached, completion_tokens=event.completion_tokens
+        prompt_tokens=len(begun.layout.ids),
+        cached_tokens=begun.cached,
+        completion_tokens=event.completion_tokens,
+        reasoning_tokens=event.reasoning_tokens,
     )
     return llm_pb2.GenerateFinished(
         index=event.choice,

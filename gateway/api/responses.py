@@ -82,8 +82,6 @@ async def _told(
                     case "delta":
                         for each in output.add(output.parser.feed(said.delta.text)):
                             yield each
-                        if output.parser.thinks:
-                            output.thought_tokens += len(said.delta.token_ids)
                     case "finished":
                         for each in output.finish(said.finished):
                             yield each

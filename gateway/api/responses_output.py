@@ -20,7 +20,6 @@ class Output:
 
     def __init__(self, asked: ResponsesRequest, request_id: str, model: str, parser: OutputParser) -> None:
         self.parser = parser
-        self.thought_tokens = 0
         self._items: list[dict[str, Any]] = []
         self._open = ""
         self._finished = llm_pb2.GenerateFinished()
@@ -58,7 +57,7 @@ class Output:
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": counted["prompt_tokens_details"],
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.thought_tokens},
+            "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],
         }
         return {

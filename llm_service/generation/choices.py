@@ -13,6 +13,7 @@ from llm_service.engine.engine_request import Event
 from llm_service.engine.messages import Complete, Prefilled, Resumed, Scored, Started, Token
 from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
+from llm_service.prompt.reasoning import ReasoningCounter
 from llm_service.request import Request
 
 _MOST = 64
@@ -21,13 +22,14 @@ _MOST = 64
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of a choice that is not finished: its text, how many tokens it has, and `resumed`, how many of them
-    it came with."""
+    """What is known of a choice that is not finished: its text, how many tokens it has, and those that it came with.
+    `reasoning` counts where an answer may begin with that."""
 
     index: int
     text: Detokenizer
     tokens: int = 0
-    resumed: int = 0
+    resumed: tuple[int, ...] = ()
+    reasoning: ReasoningCounter | None = None
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
         """Takes the tokens that it comes with, whose text has been told. Raises InvalidInput where it goes on behind a
@@ -36,7 +38,13 @@ class Choice:
             if self.text.stopped is not None:
                 raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
             self.text.push(token)
-        self.tokens = self.resumed = len(token_ids)
+        self.tokens, self.resumed = len(token_ids), token_ids
+
+    def count_reasoning(self, counter: ReasoningCounter) -> None:
+        """Counts what of it is reasoning, from its first token on."""
+        self.reasoning = counter
+        for token in self.resumed:
+            counter.push(token)
 
     def add(self, tokens: Sequence[Token]) -> tuple[Delta, str]:
         """Takes new tokens, at least one, up to the one that ends it: what its caller is told of them, and why it ends;
@@ -44,6 +52,8 @@ class Choice:
         delta, ended = Delta(self.index), ""
         for token in tokens:
             self.tokens += 1
+            if self.reasoning is not None:
+                self.reasoning.push(token.token)
             text, ended = self.text.push(token.token), token.ended
             if ended:
                 text += self.text.finish()

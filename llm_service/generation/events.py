@@ -11,10 +11,12 @@ from llm_service.request import PromptLayout
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache."""
+    """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache. The answer
+    begins inside of the model's reasoning where that is so (`thinking`)."""
 
     layout: PromptLayout
     cached: int
+    thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is complete; `reason` is stop, length or structure. `stages` count from the request's arrival."""
+    """A choice is complete; `reason` is stop, length or structure. Of its tokens, `reasoning_tokens` are the model's
+    reasoning. `stages` count from the request's arrival."""
 
     choice: int
     reason: str
     stop_text: str
     completion_tokens: int
+    reasoning_tokens: int
     stages: dict[str, Stage]
 
 

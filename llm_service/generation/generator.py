@@ -29,6 +29,7 @@ from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
 from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.reasoning import ReasoningCounter
 from llm_service.request import PromptLayout, Request, Trigger
 
 
@@ -200,8 +201,9 @@ class Generator:
             stages.mark("encode_header")
             layout = await asyncio.to_thread(self._prompts.layout, pieces, headers_of(fetches))
             self._check_length(layout)
+            thinking = self._count_reasoning(request, layout, choices)
             if all(choice.text.stopped is not None for choice in choices.values()):
-                yield Begun(layout, 0)
+                yield Begun(layout, 0, thinking)
                 for choice in choices.values():  # there is nothing to compute
                     yield _ended(choice, "stop", stages, media)
                 return
@@ -216,7 +218,8 @@ class Generator:
                 self._engine, add, lambda: stages.mark("rows"), request.max_handovers
             )
             try:
-                async with aclosing(self._follow(request, layout, choices, media, engine_request, stages)) as events:
+                following = self._follow(request, Begun(layout, 0, thinking), choices, media, engine_request, stages)
+                async with aclosing(following) as events:
                     async for event in events:
                         yield event
             finally:
@@ -234,6 +237,16 @@ class Generator:
         except InvalidInput as error:
             raise error.at("chat.tools") if calls else error from None
         return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
+
+    def _count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
+        """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
+        first token on. Whether answers begin with it."""
+        thinking = self._prompts.ends_in_thinking(layout.ids)
+        if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
+            return False
+        for choice in choices.values():
+            choice.count_reasoning(ReasoningCounter(self._prompts.texts, thinking=thinking))
+        return thinking
 
     def _behind_reasoning(self, request: Request, layout: PromptLayout) -> Request:
         """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
@@ -287,7 +300,7 @@ class Generator:
     async def _follow(
         self,
         request: Request,
-        layout: PromptLayout,
+        begin: Begun,
         choices: dict[int, Choice],
         media: MediaRows,
         engine_request: EngineRequest,
@@ -295,14 +308,14 @@ class Generator:
     ) -> AsyncGenerator[Event, None]:
         """Turns the engine's events into the caller's."""
         ends = {index: "stop" for index, choice in choices.items() if choice.text.stopped is not None}
-        begun = False
+        layout, begun = begin.layout, False
         while len(ends) < len(choices):
             for event in together(await engine_request.next()):
                 match event:
                     case Started():
                         stages.mark("queue")
                         begun = True
-                        yield Begun(layout, event.cached)
+                        yield replace(begin, cached=event.cached)
                     case Prefilled():
                         stages.prefilled(event)
                     case Scored():
@@ -311,7 +324,7 @@ class Generator:
                     case Complete():
                         ends[event.choice] = choices[event.choice].complete(event.ended)
                     case list() as tokens if choice := choices.get(tokens[0].choice):
-                        if choice.tokens == choice.resumed:
+                        if choice.tokens == len(choice.resumed):
                             stages.mark("first_token")
                             self._prefixes.remember(layout, request.salt)
                         delta, ended = choice.add(tokens)
@@ -325,7 +338,7 @@ class Generator:
                     stages.extend("decode_tokens")
                     yield _ended(choices.pop(index), ended, stages, media)
         if not begun:  # all choices are complete with what they came with
-            yield Begun(layout, 0)
+            yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
 
@@ -337,4 +350,5 @@ def _sampled(request: Request, **values: Any) -> Request:
 
 def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:
     seconds = {name: stage.since(stages.begun) for name, stage in (stages.all | media.stages()).items()}
-    return Ended(choice.index, reason, choice.text.stopped or "", choice.tokens, seconds)
+    thought = choice.reasoning.tokens if choice.reasoning else 0
+    return Ended(choice.index, reason, choice.text.stopped or "", choice.tokens, thought, seconds)

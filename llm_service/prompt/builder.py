@@ -19,9 +19,13 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
+from llm_service.prompt.reasoning import THINK
 from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
+
+_SHOWN = (*THINK, "<tool_call>", "</tool_call>")
+"""Marks of reasoning and of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class PromptBuilder:
         marks = [each for each in settings.get("added_tokens", []) if each["id"] < self.vocab_size]
         blanks = [each for each in marks if not each["content"].strip()]
         marks = [each for each in marks if each["content"].strip()]
-        self.tokenizer = Tokenizer.from_str(source)
+        self.tokenizer = _showing_marks(settings)
         self.texts = TokenTexts(self.tokenizer)
         # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
@@ -70,7 +74,7 @@ class PromptBuilder:
         self._media = MediaTokens.of(checkpoint.config, model.family)
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
-        self._thinking = [self.encode(text, allow_special=True) for text in ("<think>", "<think>\n")]
+        self._thinking = [self.encode(text, allow_special=True) for text in (THINK[0], f"{THINK[0]}\n")]
 
     @property
     def modalities(self) -> frozenset[Modality]:
@@ -84,7 +88,7 @@ class PromptBuilder:
     def reasoning_end(self, ids: Sequence[int]) -> int | None:
         """The token behind which the answer begins, where a prompt ends where the model thinks; None where it does not,
         or where that mark is no token of its own."""
-        return self._added.get("</think>") if self.ends_in_thinking(ids) else None
+        return self._added.get(THINK[1]) if self.ends_in_thinking(ids) else None
 
     def strict_calls(self, prompt: ChatPrompt | TextPrompt | TokenPrompt) -> tuple[Structure, Trigger] | None:
         """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
@@ -242,6 +246,15 @@ class PlainTokenizer:
         # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+
+def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
+    """The tokenizer, with which texts have the marks that callers take them apart by, though it may have them as
+    special tokens, which texts leave out."""
+    added = [
+        {**each, "special": False} if each["content"] in _SHOWN else each for each in settings.get("added_tokens", [])
+    ]
+    return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
 
 
 def _length(entry: dict[str, Any]) -> int:

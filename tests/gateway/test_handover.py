@@ -141,6 +141,7 @@ def test_what_the_prompt_cost_is_said_once() -> None:
             "completion_tokens": 4,
             "total_tokens": 13,
             "prompt_tokens_details": {"cached_tokens": 4},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
 

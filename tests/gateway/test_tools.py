@@ -44,14 +44,22 @@ def client(door: Scripted) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def says(door: Scripted, text: str, reason: v1.FinishReason = v1.FINISH_REASON_STOP, *, thinking: bool = False) -> None:
+def says(
+    door: Scripted,
+    text: str,
+    reason: v1.FinishReason = v1.FINISH_REASON_STOP,
+    *,
+    thinking: bool = False,
+    thought: int = 0,
+) -> None:
     """Has the LLM service say this, three signs at a time."""
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, thinking=thinking))
         for at in range(0, len(text), 3):
             yield v1.GenerateResponse(delta=v1.GenerateDelta(text=text[at : at + 3], token_ids=[at]))
-        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=reason))
+        usage = v1.Usage(prompt_tokens=9, completion_tokens=-(-len(text) // 3), reasoning_tokens=thought)
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=reason, usage=usage))
 
     door.llm.play = play
 
@@ -170,6 +178,19 @@ def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: 
     fields: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     client.chat.completions.create(**ASK, **fields)
     assert door.llm.requests[-1].chat.thinking is False
+
+
+def test_tokens_of_reasoning_are_as_many_as_the_service_says(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT, thought=7)
+    counted = client.chat.completions.create(**ASK).usage
+    assert counted is not None
+    assert counted.completion_tokens_details is not None
+    assert counted.completion_tokens_details.reasoning_tokens == 7
+    *_, last = client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
+    assert last.usage == counted
+    response = client.responses.create(model="demo", input="Rome?")
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 7
 
 
 def test_an_answer_that_must_have_a_form_has_no_reasoning(door: Scripted, client: openai.OpenAI) -> None:

@@ -73,6 +73,9 @@ def test_a_model_that_thinks_does_so_first_and_its_answer_has_the_form_then(mark
         first, *_ = stream
     assert first.started.thinking
     found = answer(marked.text, shaped(True, json_schema=json.dumps(SCHEMA))).choices
+    for choice in found:
+        ends = [n for n, token in enumerate(choice.token_ids, 1) if token == MARKS["</think>"]]
+        assert choice.usage.reasoning_tokens == ends[0]
     thoughts = [choice.text.partition("</think>") for choice in found]
     assert all(json.loads(said)["a"] in (1, 22, 333) for _, _, said in thoughts)
     assert any(thought for thought, _, _ in thoughts), "it could have ended before it had thought"
@@ -81,9 +84,22 @@ def test_a_model_that_thinks_does_so_first_and_its_answer_has_the_form_then(mark
 
 def test_a_model_that_does_not_think_has_the_form_from_its_first_token_on(marked: Pair) -> None:
     request = shaped(False, json_schema=json.dumps(SCHEMA))
-    assert all(json.loads(choice.text)["a"] for choice in answer(marked.text, request).choices)
+    choices = answer(marked.text, request).choices
+    assert all(json.loads(choice.text)["a"] for choice in choices)
+    assert not any(choice.usage.reasoning_tokens for choice in choices)
     with marked.text.generate(request) as stream:
         assert not next(iter(stream)).started.thinking
+
+
+def test_a_model_that_thinks_by_itself_is_counted_and_goes_on_with_its_count(marked: Pair) -> None:
+    request = asked(user("Count."), v1.SamplingParams(max_tokens=12, temperature=1.5, seed=3, ignore_eos=True))
+    request.resume.add(token_ids=[MARKS["<think>"], 5, 6])
+    thought = answer(marked.text, request).choices[0]
+    assert thought.usage.completion_tokens == 12
+    ends = [n for n, token in enumerate(thought.token_ids, 4) if token == MARKS["</think>"]]
+    assert thought.usage.reasoning_tokens == (ends or [12])[0]
+    request.resume[0].token_ids.extend([7, MARKS["</think>"], 8])
+    assert answer(marked.text, request).choices[0].usage.reasoning_tokens == 5
 
 
 def calling(*tools: v1.ToolDefinition) -> v1.GenerateRequest:

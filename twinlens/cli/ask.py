@@ -266,9 +266,10 @@ def _quoted(text: str) -> str:
 def _show_timings(answer: Answer) -> None:
     usage = answer.usage
     reason = FinishReason.Name(answer.choices[0].reason) if answer.choices else "no choice"
+    thought = f" ({usage.reasoning_tokens} of reasoning)" if usage.reasoning_tokens else ""
     print(
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
-        f"{usage.completion_tokens} generated, {reason}",
+        f"{usage.completion_tokens} generated{thought}, {reason}",
         file=sys.stderr,
     )
     for stage, seconds in answer.timings.items():

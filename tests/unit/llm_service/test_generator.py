@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -60,6 +61,10 @@ class Prompts:
     def __init__(self, tokens: int, tokenizer: Any) -> None:
         self._tokens = tokens
         self.tokenizer = tokenizer
+        self.texts = SimpleNamespace(bytes_of=lambda _: b"x")
+
+    def ends_in_thinking(self, _: Sequence[int]) -> bool:
+        return False
 
     def pieces(self, *_: Any) -> list[Any]:
         return []
