@@ -134,6 +134,13 @@ class LlmConfig(ServerConfig):
         "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
         choices=("auto", "yes", "no"),
     )
+    speculative_tokens: int = option(
+        0,
+        "drafts of a sequence that a step verifies at most: what followed its last tokens where they stood before in"
+        " prompt or output; the tokens are the same with any number",
+        minimum=0,
+        maximum=32,
+    )
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
     max_waiting: int = option(
         256, "requests that wait for their first token; further ones are refused at once", minimum=1
@@ -219,6 +226,8 @@ class LlmConfig(ServerConfig):
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if self.max_running > self.max_step_tokens:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
+        if self.speculative_tokens and self.overlap == "yes":
+            raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:

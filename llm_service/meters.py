@@ -138,6 +138,8 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield total("generation_tokens", "tokens generated", state.generated_tokens)
     yield total("engine_steps", "steps of the engine", state.steps)
     yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
+    yield total("spec_decode_num_draft_tokens", "drafts that steps verified", state.draft_tokens)
+    yield total("spec_decode_num_accepted_tokens", "drafts that were right", state.accepted_draft_tokens)
 
 
 def _requests(admission: Admission) -> Iterator[Metric]:

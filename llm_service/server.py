@@ -244,7 +244,9 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
         early_prefill_tokens=config.early_prefill_tokens,
-        overlap=config.overlap == "yes" or (config.overlap == "auto" and device != "cpu"),
+        overlap=config.overlap == "yes"
+        or (config.overlap == "auto" and device != "cpu" and not config.speculative_tokens),
+        speculative_tokens=config.speculative_tokens,
         session_share=config.session_share,
         snapshot_share=config.snapshot_share,
         structure_cache_bytes=config.structure_cache_bytes,

@@ -198,6 +198,8 @@ class LlmServicer(LlmServiceServicer):
             state_slots=state.state_slots,
             state_slots_used=state.state_slots_used,
             state_snapshots=state.state_snapshots,
+            draft_tokens=state.draft_tokens,
+            accepted_draft_tokens=state.accepted_draft_tokens,
             sessions=len(components.generator.sessions),
             cancelled_requests=outcomes["cancelled"],
             stage_totals=[
@@ -291,6 +293,8 @@ def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
         cached_tokens=begun.cached,
         completion_tokens=event.completion_tokens,
         reasoning_tokens=event.reasoning_tokens,
+        draft_tokens=event.draft_tokens,
+        accepted_draft_tokens=event.accepted_draft_tokens,
     )
     return llm_pb2.GenerateFinished(
         index=event.choice,

@@ -39,6 +39,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     keep_media_whole: bool
     early_prefill_tokens: int
     overlap: bool
+    speculative_tokens: int
     session_share: float
     structure_cache_bytes: int
     row_bytes: int

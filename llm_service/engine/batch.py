@@ -16,7 +16,8 @@ from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order; those
+    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order, one with
+    drafts several times; those
     whose prompt is scored, in the order of the scores, with the place of the first token scored; and what it computes
     of prompts: (sequence, place of the first token, tokens)."""
 
@@ -39,7 +40,8 @@ class StateCopies:
 
 def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies: StateCopies | None = None) -> Step:
     """The next step for these sequences. At most one token of each may be unknown, and that one is chosen by the step
-    before. With `copies`, which may be none, the model's layers keep states, in the slots that sequences hold."""
+    before. The drafts of a sequence are computed behind its last token, and a token is drawn at each place. With
+    `copies`, which may be none, the model's layers keep states, in the slots that sequences hold."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -51,12 +53,14 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies:
     scoring: list[tuple[Sequence, int]] = []
     prefill: list[tuple[Sequence, int, int]] = []
     for sequence, count in work.items():
-        begin, at = sequence.num_computed_tokens, len(token_ids)
+        begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
         end = begin + count
         rows.extend(_rows(sequence, count, at, row_bytes))
-        if count == 1 and begin >= sequence.prompt_tokens:
-            positions.one(begin + sequence.mrope_delta)
+        if count == 1 + len(drafts) and begin >= sequence.prompt_tokens:
+            for place in range(begin, end):
+                positions.one(place + sequence.mrope_delta)
             token_ids.append(sequence.tokens[begin])
+            token_ids.extend(drafts)
         else:
             positions.window(_positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
@@ -65,11 +69,12 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies:
         if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))
-        if end == len(sequence.tokens):
+        if end == len(sequence.tokens) + len(drafts):
             if sequence.num_placeholders:
                 carried.append((at + count - 1, sequence.placeholder_draw))
-            draws.append(_draw(sequence, at + count - 1))
-            drawing.append(sequence)
+            for ahead in range(len(drafts) + 1):
+                draws.append(_draw(sequence, at + count - 1 - len(drafts) + ahead, ahead))
+                drawing.append(sequence)
     plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
@@ -143,9 +148,9 @@ def _score(sequence: Sequence, count: int, at: int) -> Score | None:
     return Score(at + first - 1 - begin, sequence.tokens[first:last].tobytes(), sequence.sampling.prompt_logprobs)
 
 
-def _draw(sequence: Sequence, at: int) -> Draw:
-    """How the next token is to be chosen from the logits at place `at`."""
-    sampling = sequence.sampling
+def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
+    """How the token behind the first `ahead` drafts is to be chosen from the logits at place `at`."""
+    sampling, generated = sequence.sampling, sequence.generated + ahead
     if sequence.plain:
         return Draw(at=at)
     return Draw(
@@ -154,18 +159,23 @@ def _draw(sequence: Sequence, at: int) -> Draw:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        uniform=0.0 if sampling.temperature == 0.0 else uniform(sequence.seed, sequence.choice, sequence.generated),
-        banned=sequence.stop_ids if sequence.generated < sampling.min_tokens else (),
+        uniform=0.0 if sampling.temperature == 0.0 else uniform(sequence.seed, sequence.choice, generated),
+        banned=sequence.stop_ids if generated < sampling.min_tokens else (),
         logit_bias=sampling.logit_bias,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         prompt=sequence.penalised,
-        output=sequence.tokens[sequence.prompt_tokens :].tobytes() if sampling.penalises else b"",
+        output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         allowed=b"" if sequence.matcher is None else sequence.matcher.compute_bitmask(),
         carried=sequence.placeholder_draw if sequence.num_placeholders and sampling.penalises else -1,
     )
+
+
+def _said(sequence: Sequence, ahead: int) -> bytes:
+    """int32: the output and the first `ahead` drafts."""
+    return (sequence.tokens[sequence.prompt_tokens :] + sequence.drafts[:ahead]).tobytes()
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

@@ -126,13 +126,16 @@ class RowsNeeded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token of one choice; `ended` is empty, stop, length or structure."""
+    """A token of one choice; `ended` is empty, stop, length or structure. `drafts` were verified by the step that chose
+    it, and it is the first that the step chose; `accepted`: it was one of them."""
 
     id: int
     choice: int
     token: int
     ended: str
     logprobs: TokenLogprobs | None = None
+    drafts: int = 0
+    accepted: bool = False
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
@@ -211,6 +214,8 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state_slots: int = 0
     state_slots_used: int = 0
     state_snapshots: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import heapq
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.drafts import look_up
 from llm_service.engine.queues import Queues, order_of
 from llm_service.engine.sequence import Sequence
 
+Drafter = Callable[[Sequence, int], "array[int]"]
+"""Up to so many tokens that a sequence may go on with, all of whose tokens are known."""
+
 _LOOK_AHEAD = 64
 """How many of those that wait are looked at for short prompts in one step."""
+
+
+def by_look_up(sequence: Sequence, count: int) -> array[int]:
+    """What followed where the sequence's last tokens stood before."""
+    return look_up(sequence.tokens, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +30,8 @@ class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
     `whole_media` none does, and a prompt with a longer one is refused. A prompt whose rows are not all here goes on
-    where at least `early_tokens` can be computed; 0: not before they are."""
+    where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
+    drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all."""
 
     max_running: int
     max_step_tokens: int
@@ -27,6 +39,8 @@ class Limits:
     keep_media_whole: bool = False
     early_tokens: int = 1
     whole_media: bool = False
+    speculative_tokens: int = 0
+    draft_rows: int = 16
 
     @property
     def max_media_tokens(self) -> int:
@@ -47,12 +61,13 @@ class Schedule:
 
 
 class Planner:
-    """Chooses, admits and preempts; it touches queues and block tables, and nothing else."""
+    """Chooses, admits, preempts and has drafts verified; it touches queues and block tables, and nothing else."""
 
-    def __init__(self, queues: Queues, blocks: BlockManager, limits: Limits) -> None:
+    def __init__(self, queues: Queues, blocks: BlockManager, limits: Limits, draft: Drafter = by_look_up) -> None:
         self._queues = queues
         self._blocks = blocks
         self._limits = limits
+        self._draft = draft
         self._max_media_tokens = limits.max_media_tokens
         self._keep_media_whole = limits.keep_media_whole or limits.whole_media
 
@@ -60,7 +75,7 @@ class Planner:
         """What the next step computes; its work is empty where nothing can be computed now."""
         schedule = Schedule()
         prefills = self._decodes(schedule)
-        budget = self._limits.max_step_tokens - len(schedule.num_scheduled_tokens)
+        budget = self._limits.max_step_tokens - sum(schedule.num_scheduled_tokens.values())
         if budget and (prefills or self._queues.waiting):
             budget = self._by_priority(schedule, prefills, budget)
             self._by_length(schedule, prefills, budget)
@@ -70,13 +85,29 @@ class Planner:
         """Gives every decode its token; the running sequences that have more to compute than that."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._queues.running):
-            if not sequence.running or sequence.at_max_length:
-                continue  # preempted by one before it, or ended by what is under way
+            if not sequence.running or sequence.at_max_length or sequence.drafts:
+                continue  # preempted by one before it, ended by what is under way, or it is not known how far it is
             if sequence.pending > 1:
                 prefills.append(sequence)
             elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, 1, schedule):
                 schedule.num_scheduled_tokens[sequence] = 1
+        if self._limits.speculative_tokens:
+            self._speculate(schedule)
         return prefills
+
+    def _speculate(self, schedule: Schedule) -> None:
+        """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft."""
+        decodes = schedule.num_scheduled_tokens
+        room = min(self._limits.draft_rows, self._limits.max_step_tokens) - len(decodes)
+        for sequence in decodes:
+            most = min(room, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
+            drafts = self._draft(sequence, most) if most > 0 and sequence.takes_drafts else ()
+            if not drafts:
+                sequence.draft_length.verified(0, 0)
+            elif self._blocks.grow(sequence.table, sequence.num_computed_tokens + 1 + len(drafts)):
+                sequence.propose(drafts)
+                decodes[sequence] += len(drafts)
+                room -= len(drafts)
 
     def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> int:
         """Spends half the budget by priority and arrival: nobody is overtaken for ever. What is left of all of it."""

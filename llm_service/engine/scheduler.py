@@ -14,7 +14,7 @@ from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_nu
 from llm_service.engine.batch import StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
-from llm_service.engine.planner import Limits, Planner
+from llm_service.engine.planner import Drafter, Limits, Planner, by_look_up
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
 from llm_service.engine.structure import Form, Matcher
@@ -34,6 +34,8 @@ class Counters:
     steps: int = 0
     graph_steps: int = 0
     prefix_query_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class Scheduler:
@@ -48,6 +50,7 @@ class Scheduler:
         eos: frozenset[int],
         row_bytes: int,
         match: Callable[[Form, Seq[int]], Future[Matcher]] | None = None,
+        draft: Drafter = by_look_up,
     ) -> None:
         assert not blocks.state_slots or limits.max_running <= blocks.state_slots, "whoever runs has a state slot"
         self.blocks = blocks
@@ -57,7 +60,7 @@ class Scheduler:
         self._row_bytes = row_bytes
         self._match = match
         self._queues = Queues()
-        self._planner = Planner(self._queues, blocks, limits)
+        self._planner = Planner(self._queues, blocks, limits, draft)
         self._resumed: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
@@ -75,7 +78,12 @@ class Scheduler:
         """Takes a request in. The front has checked that it fits the context, but maybe that of the engine before."""
         self._arrivals += 1
         sequences = Sequence.of(
-            add, arrival=self._arrivals, seed=secrets.randbits(64), max_length=self.limits.max_context, eos=self._eos
+            add,
+            arrival=self._arrivals,
+            seed=secrets.randbits(64),
+            max_length=self.limits.max_context,
+            eos=self._eos,
+            max_drafts=self.limits.speculative_tokens,
         )
         if add.sampling.grammar and self._match is not None:
             asked = add.sampling
@@ -154,6 +162,7 @@ class Scheduler:
         copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
         step = build(schedule.num_scheduled_tokens, self.blocks.block_size, self._row_bytes, copies)
         self._planned_steps += 1
+        self.counters.draft_tokens += sum(len(sequence.drafts) for sequence in schedule.num_scheduled_tokens)
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)
         for sequence, count in schedule.num_scheduled_tokens.items():
@@ -238,15 +247,19 @@ class Scheduler:
                 self._scored.append(Scored(sequence.id, first, logprobs))
         tokens: list[Token] = []
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
-            if sequence.finished:
-                continue  # it ended while the step was under way, and nobody else has written to its blocks meanwhile
-            sequence.fill_placeholder(token)
+            if sequence.finished or not sequence.num_placeholders:
+                # It ended while the step was under way, and nobody else has written to its blocks meanwhile; or a draft
+                # before this place was wrong.
+                continue
+            drafts = len(sequence.drafts) if sequence.num_placeholders == len(sequence.drafts) + 1 else 0
+            accepted = sequence.fill_placeholder(token)
             self.counters.generated_tokens += 1
+            self.counters.accepted_draft_tokens += accepted
             ended = _finish_reason(sequence, token)
             if isinstance(ended, TwinlensError):
                 self._fail(sequence.id, ended)
                 continue
-            tokens.append(Token(sequence.id, sequence.choice, token, ended, likely))
+            tokens.append(Token(sequence.id, sequence.choice, token, ended, likely, drafts, accepted))
             if ended:
                 self._end(sequence)
             else:

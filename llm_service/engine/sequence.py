@@ -13,6 +13,7 @@ from itertools import islice, takewhile
 import numpy as np
 
 from llm_service.engine.block_manager import BlockTable, block_identity, root_identity
+from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import NOWHERE, Add
 from llm_service.engine.structure import Matcher
 from llm_service.request import SamplingParams
@@ -36,7 +37,7 @@ class WaitReason(enum.Enum):
     SIBLING = enum.auto()
     """The first choice of its request is still computing the prompt that they share."""
     TOKEN = enum.auto()
-    """What may come next depends on a token that a step under way chooses."""
+    """What may come next depends on a token that a step under way chooses, or on how many of its drafts are right."""
 
 
 @dataclass(slots=True)
@@ -68,7 +69,9 @@ class Sequence:
 
     A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
     `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
-    `placeholder_draw` of its step. Only the methods change a sequence, and of these none that answers a question.
+    `placeholder_draw` of its step. `drafts` are tokens that the step under way verifies: there is one placeholder for
+    each, and one behind them, and those behind the first wrong draft are never filled. Only the methods change a
+    sequence, and of these none that answers a question.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
     `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
@@ -107,6 +110,8 @@ class Sequence:
     num_scored_tokens: int = 0
     finished: bool = False
     table: BlockTable = field(default_factory=BlockTable)
+    drafts: array[int] = field(default_factory=lambda: array("i"))
+    draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     media_end: int = 0
     plain: bool = False
     penalised: bytes = b""
@@ -118,9 +123,11 @@ class Sequence:
     _branches: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, add: Add, *, arrival: int, seed: int, max_length: int, eos: tuple[int, ...]) -> list[Sequence]:
+    def of(
+        cls, add: Add, *, arrival: int, seed: int, max_length: int, eos: tuple[int, ...], max_drafts: int = 0
+    ) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
-        has its prompt computed."""
+        has its prompt computed. A step verifies `max_drafts` drafts of each at most."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
         items = [PromptItem(item.key, item.offset, item.runs, item.landed) for item in add.items]
@@ -156,6 +163,7 @@ class Sequence:
                 num_scored_tokens=max(1, add.scored) if scores else len(prompt),
                 plain=sampling == _plainest(sampling),
                 penalised=penalised,
+                draft_length=DraftLength(max_drafts),
                 media_end=max((end for _, end, _, _ in runs), default=0),
                 runs=runs,
             )
@@ -195,11 +203,17 @@ class Sequence:
     @property
     def wait_reason(self) -> WaitReason | None:
         """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
-        if self.matcher is not None and self.num_placeholders:
+        if self.num_placeholders and (self.matcher is not None or self.drafts):
             return WaitReason.TOKEN
         if self._waits_for is None and self.first_choice is not None and not self.first_choice.has_begun:
             return WaitReason.SIBLING
         return self._waits_for
+
+    @property
+    def takes_drafts(self) -> bool:
+        """All of its tokens are known, its prompt is computed, and no structure says what may come next."""
+        computed = self.num_computed_tokens >= self.prompt_tokens
+        return computed and not self.num_placeholders and self.matcher is None
 
     @property
     def grammar_ready(self) -> bool:
@@ -317,18 +331,35 @@ class Sequence:
             computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
             self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
 
+    def propose(self, drafts: array[int]) -> None:
+        """The next step verifies these tokens behind the last one, which is known."""
+        self.drafts = drafts
+
     def append_placeholder(self, draw: int) -> None:
         """A step has been planned that chooses the next token as this draw."""
         self.tokens.append(PLACEHOLDER)
         self.num_placeholders += 1
         self.placeholder_draw = draw
 
-    def fill_placeholder(self, token: int) -> None:
-        """The first token that was not known is this one."""
+    def fill_placeholder(self, token: int) -> bool:
+        """The first token that was not known is this one; whether it was drafted, and right."""
         self.tokens[-self.num_placeholders] = token
         self.num_placeholders -= 1
         if self.matcher is not None:
             self.matcher.consume_token(token)
+        return bool(self.drafts) and self._verify(token)
+
+    def _verify(self, token: int) -> bool:
+        """Where this was not the draft, what was chosen and computed behind it counts for nothing."""
+        right = len(self.drafts) - self.num_placeholders
+        if self.num_placeholders and token == self.drafts[right]:
+            return True
+        self.draft_length.verified(len(self.drafts), right)
+        if self.num_placeholders:
+            del self.tokens[-self.num_placeholders :]
+        self.num_placeholders, self.drafts = 0, array("i")
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.tokens) - 1)
+        return False
 
     def identity(self, index: int, block_size: int) -> bytes:
         """The identity of block number `index` of the sequence, all of whose tokens must be known."""

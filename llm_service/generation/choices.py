@@ -22,14 +22,16 @@ _MOST = 64
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of a choice that is not finished: its text, how many tokens it has, and those that it came with.
-    `reasoning` counts where an answer may begin with that."""
+    """What is known of a choice that is not finished: its text, how many tokens it has, those that it came with, and
+    how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that."""
 
     index: int
     text: Detokenizer
     tokens: int = 0
     resumed: tuple[int, ...] = ()
     reasoning: ReasoningCounter | None = None
+    drafts: int = 0
+    accepted: int = 0
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
         """Takes the tokens that it comes with, whose text has been told. Raises InvalidInput where it goes on behind a
@@ -52,6 +54,8 @@ class Choice:
         delta, ended = Delta(self.index), ""
         for token in tokens:
             self.tokens += 1
+            self.drafts += token.drafts
+            self.accepted += token.accepted
             if self.reasoning is not None:
                 self.reasoning.push(token.token)
             text, ended = self.text.push(token.token), token.ended

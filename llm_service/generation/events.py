@@ -48,7 +48,8 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A choice is complete; `reason` is stop, length or structure. Of its tokens, `reasoning_tokens` are the model's
-    reasoning. `stages` count from the request's arrival."""
+    reasoning, and `accepted_draft_tokens` are those of `draft_tokens` that were right. `stages` count from the
+    request's arrival."""
 
     choice: int
     reason: str
@@ -56,6 +57,8 @@ class Ended:
     completion_tokens: int
     reasoning_tokens: int
     stages: dict[str, Stage]
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 Event = Begun | PromptScores | Delta | Ended

@@ -350,5 +350,5 @@ def _sampled(request: Request, **values: Any) -> Request:
 
 def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:
     seconds = {name: stage.since(stages.begun) for name, stage in (stages.all | media.stages()).items()}
-    thought = choice.reasoning.tokens if choice.reasoning else 0
-    return Ended(choice.index, reason, choice.text.stopped or "", choice.tokens, thought, seconds)
+    thought, stopped = choice.reasoning.tokens if choice.reasoning else 0, choice.text.stopped or ""
+    return Ended(choice.index, reason, stopped, choice.tokens, thought, seconds, choice.drafts, choice.accepted)

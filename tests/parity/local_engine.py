@@ -56,6 +56,7 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     cached: int = -1
     ended: str = ""
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -138,6 +139,7 @@ class LocalEngine:
         keep_media_whole: bool = False,
         weight_dtype: str = "",
         library: LibraryModel | None = None,
+        speculative_tokens: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -167,6 +169,7 @@ class LocalEngine:
                 blocks * block_size,
                 keep_media_whole,
                 whole_media=self.runner.whole_media,
+                speculative_tokens=speculative_tokens,
             ),
             frozenset({-1}),
             arena.row_bytes,
@@ -234,3 +237,4 @@ class LocalEngine:
             if token.choice == 0:
                 outcomes[token.id].tokens.append(token.token)
                 outcomes[token.id].ended = token.ended
+                outcomes[token.id].logprobs.append(token.logprobs)

@@ -67,6 +67,31 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
             assert engine.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token_and_take_fewer_steps_where_an_answer_repeats_itself(
+    directory: Path, prompts: list[Prompt], kind: str
+) -> None:
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=2, **KINDS[kind])
+    without = LocalEngine(directory)
+    said = without.run(prompts, sampling)
+    for given in ({"max_running": 1}, {}, {"step_tokens": 16, "blocks": 12, "prefix_cache": True}):
+        engine = LocalEngine(directory, speculative_tokens=4, **given)
+        outcomes = engine.run(prompts, sampling)
+        assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in said], given
+        for ours, theirs in zip(outcomes, said, strict=True):
+            for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert one is not None
+                assert other is not None
+                assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+        counters = engine.scheduler.counters
+        assert counters.accepted_draft_tokens <= counters.draft_tokens
+        if kind == "greedy":  # a random model goes round in circles
+            assert counters.accepted_draft_tokens > 0
+            assert counters.steps < without.scheduler.counters.steps or given
+        if "blocks" in given:
+            assert counters.preemptions > 0, "the cache was not tight enough to prove anything"
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prompt_whose_cached_tail_was_evicted_up_to_inside_a_picture_goes_on_with_the_rows_from_there(
     directory: Path, overlap: bool

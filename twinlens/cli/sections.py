@@ -46,6 +46,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
         ("encode streams / retries", f"{load.encode_attempts} / {load.encode_retries}"),
         ("embedding rows held", f"{size(load.row_bytes)} of {size(load.row_capacity_bytes)}"),
         ("preemptions / steps", f"{load.preemptions} / {load.steps}, {load.graph_steps} of them by graphs"),
+        *(_drafts(load) if load.draft_tokens else ()),
         *((f"encoder {known.address}", _state(known)) for known in load.encoders),
     ]
     title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
@@ -54,6 +55,11 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
 
 def _states(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
     return [("state slots in use", f"{load.state_slots_used} of {load.state_slots}, {load.state_snapshots} snapshots")]
+
+
+def _drafts(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
+    accepted = share(load.accepted_draft_tokens, load.draft_tokens)
+    return [("drafts verified", f"{load.draft_tokens} tokens, {accepted} of them right")]
 
 
 def _received(load: LlmServiceGetLoadResponse) -> str:

@@ -298,16 +298,20 @@ class GenerateFinished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., stop_text: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "draft_tokens", "accepted_draft_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids", "cache_salt")
@@ -388,7 +392,7 @@ class LlmServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetLoadResponse(_message.Message):
-    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots")
+    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots", "draft_tokens", "accepted_draft_tokens")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +426,8 @@ class LlmServiceGetLoadResponse(_message.Message):
     STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     STATE_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     kv_blocks_used: int
@@ -455,7 +461,9 @@ class LlmServiceGetLoadResponse(_message.Message):
     state_slots: int
     state_slots_used: int
     state_snapshots: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class EncoderStatus(_message.Message):
     __slots__ = ("address", "usable", "in_flight", "shared_memory", "failures", "cuda_ipc", "queued_items", "running_items", "vit_calls", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes")

@@ -12,8 +12,10 @@ from functools import partial
 import numpy as np
 
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.drafts import look_up
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.engine.sequence import Sequence
 from llm_service.plan import TokenLogprobs
 from llm_service.request import SamplingParams
 from tests.in_turn import filled
@@ -99,9 +101,16 @@ class Simulation:
         early_tokens: int = 1,
         state_slots: int = 0,
         state_chunk: int = 1,
+        speculative_tokens: int = 0,
     ) -> None:
         self.limits = Limits(
-            max_running, step_tokens, blocks * block_size, keep_media_whole, early_tokens, whole_media=whole_media
+            max_running,
+            step_tokens,
+            blocks * block_size,
+            keep_media_whole,
+            early_tokens,
+            whole_media=whole_media,
+            speculative_tokens=speculative_tokens,
         )
         caching = {"prefix_cache": prefix_cache, "state_slots": state_slots, "state_chunk": state_chunk}
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
@@ -115,6 +124,7 @@ class Simulation:
         self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
+        self._foreseen: dict[tuple[int, int], list[int]] = {}
 
     def submit(self, order: Order, nowhere: int = 0, said: Seq[Seq[int]] = ()) -> int:
         """A new request, the first `nowhere` of whose pictures have no place in the arena; with what its choices have
@@ -127,7 +137,22 @@ class Simulation:
         return id
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating)
+        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating, self._draft)
+
+    def _draft(self, sequence: Sequence, count: int) -> array[int]:
+        """What the sequence is going to say, as far as that can be foreseen; every third draft or so has one token that
+        it will not say."""
+        sampling = sequence.sampling
+        if not sampling.greedy and sampling.seed is None:
+            return look_up(sequence.tokens, count)
+        name = (sequence.id, sequence.choice)
+        if name not in self._foreseen:
+            self._foreseen[name] = expected(self.outcomes[sequence.id].order, sequence.choice, self.limits)[0]
+        drafts = array("i", self._foreseen[name][sequence.generated :][:count])
+        wrong = random.Random(f"{name} {sequence.generated}").randrange(3 * count)
+        if wrong < len(drafts):
+            drafts[wrong] = (drafts[wrong] + 1) % PAD
+        return drafts
 
     def die(self) -> None:
         """The engine is gone with all that it held; the next one gets what has not ended, as far as it has come. What

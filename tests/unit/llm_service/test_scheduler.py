@@ -72,17 +72,26 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         early_tokens=st.sampled_from([1, 1, 0, 4]),
         spare_slots=st.sampled_from([None, None, 0, 2]),
         state_chunk=st.sampled_from([1, 3, 4]),
+        speculative_tokens=st.sampled_from([0, 0, 1, 4]),
     )
     def begin(
-        self, blocks: int, block_size: int, max_running: int, extra: int, spare_slots: int | None, **more: int
+        self,
+        blocks: int,
+        block_size: int,
+        max_running: int,
+        extra: int,
+        spare_slots: int | None,
+        speculative_tokens: int,
+        **more: int,
     ) -> None:
-        """Sequences have states where there is a number of slots for snapshots."""
+        """Sequences have states where there is a number of slots for snapshots, and then get no drafts."""
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
             step_tokens=max_running + extra,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
+            speculative_tokens=speculative_tokens if spare_slots is None else 0,
             **more,
         )
 
@@ -164,12 +173,16 @@ TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("states", [{}, {"state_slots": 14, "state_chunk": 8}], ids=["", "with states"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"state_slots": 14, "state_chunk": 8}, {"speculative_tokens": 4}],
+    ids=["", "with states", "with drafts"],
+)
 def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
-    states: dict[str, int], overlap: bool
+    more: dict[str, int], overlap: bool
 ) -> None:
     rng = random.Random(7)
-    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap, **states)
+    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap, **more)
     waiting: list[int] = []
     for _ in range(2000):
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []
@@ -187,6 +200,9 @@ def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
     engine.drain(check=False)
     assert engine.scheduler.counters.preemptions > 0, "the cache was not tight"
     assert engine.scheduler.counters.prefix_hit_tokens > 0, "nothing was shared"
+    if "speculative_tokens" in more:
+        counters = engine.scheduler.counters
+        assert 0 < counters.accepted_draft_tokens < counters.draft_tokens, "drafts were right, and others wrong"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

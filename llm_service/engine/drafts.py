@@ -1,0 +1,72 @@
+"""Speculative decoding by prompt look-up (Saxena, 2023; vLLM's and SGLang's `ngram`): what a sequence may say next is
+what followed its last tokens where they stood before."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+SHORTEST, LONGEST = 3, 8
+"""Tokens that must have stood there before at least, and that are compared at most: of several places, that counts
+where most of them did."""
+
+WINDOW = 1 << 15
+"""Tokens that are looked through, from the end: 32 k take about 20 microseconds."""
+
+_FIRST_REST, _LONGEST_REST = 8, 128
+"""Tokens for which a sequence gets no drafts when all of them were wrong several times over."""
+
+
+def look_up(tokens: array[int], count: int) -> array[int]:
+    """The `count` tokens that followed the last ones where they stood before, or none. What stands between there and
+    the end goes round where it is shorter.
+
+    >>> look_up(array("i", [5, 6, 7, 8, 9, 5, 6, 7]), 3), look_up(array("i", [1, 2, 1, 2, 1, 2]), 4)
+    (array('i', [8, 9, 5]), array('i', [1, 2, 1, 2]))
+    >>> look_up(array("i", [5, 6, 7, 8, 9, 4, 6, 7]), 3)
+    array('i')
+    """
+    words = np.frombuffer(tokens, np.int32)[-WINDOW:]
+    ends = np.flatnonzero(words[:-1] == words[-1])
+    for back in range(1, LONGEST):
+        further = ends[ends >= back]
+        further = further[words[further - back] == words[-1 - back]]
+        if not len(further):
+            if back < SHORTEST:
+                return array("i")
+            break
+        ends = further
+    if not len(ends):
+        return array("i")
+    return array("i", np.resize(words[ends[-1] + 1 :], count).tobytes())
+
+
+@dataclass(slots=True)
+class DraftLength:
+    """How many drafts a sequence gets, `most` at most: one more than were right of late, and none for a while where
+    they were wrong again and again."""
+
+    most: int
+    _length: int = 0
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
+
+    def __post_init__(self) -> None:
+        self._length = self.most
+
+    def now(self) -> int:
+        """How many the next step may verify."""
+        return 0 if self._rest else self._length
+
+    def verified(self, drafts: int, right: int) -> None:
+        """So many drafts were verified by a step, and of these the first ones were right; it may have had none."""
+        if not drafts:
+            self._rest = max(0, self._rest - 1)
+        elif right:
+            self._length, self._next_rest = min(self.most, 2 * right + 1), _FIRST_REST
+        elif self._length > 1:
+            self._length //= 2
+        else:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)

@@ -1,0 +1,42 @@
+"""Drafts by prompt look-up through a whole service: the same answers in fewer steps, and how many drafts were right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launch import Service, llm_server
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy
+from tests.scrape import scrape
+from tests.waiting import until
+from twinlens import LlmClient, user
+from twinlens.cli import sections
+
+
+@pytest.fixture(scope="module")
+def service(qwen3: Pair) -> Iterator[Service]:
+    flags = {**LLM_FLAGS, "overlap": "auto", "speculative_tokens": 4, "metrics_listen": "127.0.0.1:0"}
+    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **flags) as running:
+        yield running
+
+
+def test_answers_are_the_same_and_usage_load_and_metrics_tell_what_was_drafted(service: Service, qwen3: Pair) -> None:
+    questions = [asked(user(f"Say it again: {word} {word} {word}"), greedy(64)) for word in ("red", "blue", "green")]
+    with LlmClient(service.address) as client:
+        expected = [answer(qwen3.text, each) for each in questions]
+        said = [answer(client, each) for each in questions]
+        assert [each.choices[0].token_ids for each in said] == [each.choices[0].token_ids for each in expected]
+        drafted = sum(each.usage.draft_tokens for each in said)
+        accepted = sum(each.usage.accepted_draft_tokens for each in said)
+        assert 0 < accepted <= drafted, "a random model goes round in circles"
+        assert all(each.usage.draft_tokens == 0 for each in expected), "nothing is drafted unless it is asked for"
+        until(lambda: client.get_load().draft_tokens == drafted, "the engine's beat has come")
+        load = client.get_load()
+        assert load.accepted_draft_tokens == accepted
+        assert load.steps + accepted >= load.generated_tokens > load.steps, "a step gave several tokens"
+        told = sections.llm("here", client.get_info(), load)
+    assert f"{drafted} tokens" in told
+    name = "twinlens_llm_spec_decode_num_%s_tokens_total"
+    until(lambda: scrape(service.metrics)[name % "draft"] == drafted, "the engine's beat has come")
+    assert scrape(service.metrics)[name % "accepted"] == accepted
