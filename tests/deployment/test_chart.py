@@ -1,0 +1,367 @@
+"""The chart: what it renders is valid, keeps policies, and is what the services understand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import load
+from common.grpc_server import ServerConfig
+from encoder_service import server as encoder_server
+from encoder_service.config import EncoderConfig
+from gateway.config import GatewayConfig
+from llm_service import server as llm_server
+from llm_service.config import LlmConfig
+from tests.deployment.charts import (
+    CHART,
+    VALUES,
+    Object,
+    installed,
+    manifests,
+    objects,
+    of_kind,
+    pods,
+    run_helm,
+    template,
+)
+from tests.launch import ROOT
+from twinlens import __version__
+
+MARGIN = 10
+"""Seconds to take a service apart in, after its calls have ended."""
+
+KINDS: dict[str, tuple[type[Any], str]] = {
+    "encoder_service": (EncoderConfig, encoder_server.SERVICE),
+    "llm_service": (LlmConfig, llm_server.SERVICE),
+}
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+LOW = ("CKV_K8S_15", "CKV_K8S_43")
+"""Pull images always, and name them by a digest, which whoever has built the image knows: both are rated low."""
+OF_OTHERS = {"LeaderWorkerSet", "ScaledObject", "PodMonitor", "PrometheusRule"}
+each_values = pytest.mark.parametrize("values", VALUES)
+
+
+def container(pod: Object) -> Object:
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """What is mounted below /secrets, with files that the services can read."""
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    issued = authority.issue_cert("twinlens-encoder", "twinlens-llm", "twinlens-gateway")
+    for name in ("tls", "llm", "encoder", "gateway"):
+        (tmp_path / name).mkdir()
+    authority.cert_pem.write_to_path(str(tmp_path / "tls/ca.crt"))
+    issued.private_key_pem.write_to_path(str(tmp_path / "tls/tls.key"))
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(str(tmp_path / "tls/tls.crt"), append=True)
+    for name in ("llm", "encoder"):
+        (tmp_path / name / "token").write_text(f"{name}'s\n")
+    (tmp_path / "gateway/tokens").write_text("one\ntwo\n")
+    return tmp_path
+
+
+def configured(pod: Object, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
+    """The configuration that a pod's command line makes, and the service's full name."""
+    # GPUs are not here, and what the variables say is for the cluster to fill in.
+    monkeypatch.setattr("llm_service.config.check_device", lambda *_: None)
+    words = [*container(pod)["command"], *container(pod)["args"]]
+    for name, value in (("$(LWS_LEADER_ADDRESS)", "twinlens-llm-0.twinlens-llm"), ("$(LWS_WORKER_INDEX)", "1")):
+        words = [word.replace(name, value) for word in words]
+    words = [word.replace("=/secrets/", f"={secrets}/") for word in words]
+    assert words[:2] == ["python", "-m"]
+    kind, service = KINDS.get(words[2], (GatewayConfig, ""))
+    return load(kind, "TEST", "", words[3:], {}), service
+
+
+def port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+class TestSchemas:
+    @pytest.mark.parametrize("version", ["1.36", "1.37"])
+    def test_what_is_rendered_is_what_kubernetes_knows(self, version: str, tmp_path: Path) -> None:
+        """Kinds that others bring are not known there; the pods inside of them are looked at as pods."""
+        validate = installed("kubernetes-validate")
+        known = 0
+        for values in VALUES:
+            inner = [
+                {
+                    "apiVersion": "v1",
+                    "kind": "PodTemplate",
+                    "metadata": {"name": name.replace("/", "-")},
+                    "template": pod,
+                }
+                for name, pod in pods(manifests(values)).items()
+            ]
+            (tmp_path / f"{values}.yaml").write_text(manifests(values) + "\n---\n" + yaml.safe_dump_all(inner))
+            known += sum(each["kind"] not in OF_OTHERS for each in [*objects(manifests(values)), *inner])
+        done = subprocess.run(
+            [validate, "--kubernetes-version", version, "--strict", *sorted(tmp_path.iterdir())],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("passed for resource") == known
+
+    def test_a_policy_checker_finds_nothing_above_low(self, tmp_path: Path) -> None:
+        checkov = installed("checkov")
+        for name in VALUES:
+            (tmp_path / f"{name}.yaml").write_text(manifests(name))
+        words = ["--framework", "kubernetes", "--skip-check", ",".join(LOW), "--skip-download", "--output", "json"]
+        done = subprocess.run(
+            [checkov, "--directory", tmp_path, *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        report = json.loads(done.stdout)
+        found = {(each["check_id"], each["resource"]) for each in report["results"]["failed_checks"]}
+        assert not found
+        assert report["summary"]["passed"] > 100
+        assert not report["summary"]["parsing_errors"]
+
+    def test_helm_finds_nothing_to_say(self) -> None:
+        done = run_helm("lint", "--strict", "--quiet", str(CHART))
+        assert done.returncode == 0, done.stdout
+
+    @pytest.mark.parametrize(
+        ("wrong", "where"),
+        [
+            ("encoder.replica=3", "replica"),
+            ("encoder.options.listen=0.0.0.0:1", "/encoder/options/listen"),
+            ("autoscaling.kind=vpa", "/autoscaling/kind"),
+            ("image.digest=latest", "/image/digest"),
+        ],
+    )
+    def test_values_that_nothing_reads_are_refused(self, wrong: str, where: str) -> None:
+        done = run_helm("template", "twinlens", str(CHART), "--set", wrong)
+        assert done.returncode != 0
+        assert where in done.stderr
+
+    def test_the_charts_version_is_the_releases(self) -> None:
+        chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+        assert chart["version"] == chart["appVersion"] == __version__
+
+
+@each_values
+class TestPods:
+    def test_commands_are_understood_and_ports_are_those_that_are_probed(
+        self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served = 0
+        for name, pod in pods(manifests(values)).items():
+            config, service = configured(pod, certificates, monkeypatch)
+            box = container(pod)
+            if not isinstance(config, ServerConfig) or name.endswith("/worker"):
+                continue
+            ports = {each["name"]: each["containerPort"] for each in box["ports"]}
+            assert ports == {"grpc": port(config.listen), "metrics": port(config.metrics_listen)}
+            for probe in (box["startupProbe"], box["readinessProbe"]):
+                if "grpc" in probe:
+                    assert (config.tls_cert, config.auth_token_file) == ("", ""), "the kubelet speaks neither"
+                    assert probe["grpc"] == {"port": ports["grpc"], "service": service}
+                else:
+                    words = probe["exec"]["command"]
+                    assert words[:3] == ["twinlens", "health", f"127.0.0.1:{ports['grpc']}"]
+                    assert f"--service={service}" in words
+            assert box["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+            starts = box["startupProbe"]
+            assert starts["periodSeconds"] * starts["failureThreshold"] >= config.start_seconds
+            served += 1
+        assert served == 2
+
+    def test_calls_may_end_before_a_pod_is_killed(
+        self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, pod in pods(manifests(values)).items():
+            if name.endswith("/worker"):
+                continue
+            config, _ = configured(pod, certificates, monkeypatch)
+            _, pause = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
+            assert pod["spec"]["terminationGracePeriodSeconds"] >= int(pause) + config.grace_seconds + MARGIN
+
+    def test_they_run_as_the_images_user_and_write_to_volumes_alone(self, values: str) -> None:
+        for pod in pods(manifests(values)).values():
+            box = container(pod)
+            assert f"--uid {pod['spec']['securityContext']['runAsUser']} " in DOCKERFILE
+            assert box["securityContext"]["readOnlyRootFilesystem"]
+            assert {mount["name"] for mount in box["volumeMounts"]} == {each["name"] for each in pod["spec"]["volumes"]}
+            assert box["image"].startswith(f"twinlens:{__version__}")
+
+    def test_services_find_each_other(self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        services = of_kind(manifests(values), "Service")
+        llm, encoder = services["twinlens-llm"]["spec"], services["twinlens-encoder"]["spec"]
+        assert llm["clusterIP"] == encoder["clusterIP"] == "None", "one address would hide all of them but one"
+        found = pods(manifests(values))
+        first = found.get("twinlens-llm") or found["twinlens-llm/leader"]
+        asks, _ = configured(first, certificates, monkeypatch)
+        assert asks.encoders == (f"dns:///twinlens-encoder:{encoder['ports'][0]['port']}",)
+        gateway, _ = configured(found["twinlens-gateway"], certificates, monkeypatch)
+        assert gateway.llm == (f"dns:///twinlens-llm:{llm['ports'][0]['port']}",)
+        assert gateway.tokens() == (b"one", b"two")
+        for service in services.values():
+            wanted = service["spec"]["selector"].items()
+            if "worker-index" in str(wanted):  # the label is the LeaderWorkerSet's own
+                wanted = {(key, value) for key, value in wanted if "worker-index" not in key}
+            (box,) = {
+                json.dumps(container(pod)["ports"])
+                for pod in found.values()
+                if wanted <= pod["metadata"]["labels"].items() and "ports" in container(pod)
+            }
+            assert {each["targetPort"] for each in service["spec"]["ports"]} <= {
+                each["name"] for each in json.loads(box)
+            }
+
+    def test_every_selector_finds_the_pods_of_one_part(self, values: str) -> None:
+        found = pods(manifests(values))
+        for kind in ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "Deployment"):
+            for name, each in of_kind(manifests(values), kind).items():
+                selector = each["spec"].get("selector") or each["spec"]["podSelector"]
+                chosen = {
+                    pod.partition("/")[0]
+                    for pod, spec in found.items()
+                    if selector["matchLabels"].items() <= spec["metadata"]["labels"].items()
+                }
+                assert chosen == {name}, kind
+
+    def test_policies_let_through_what_the_services_say_to_each_other_and_nothing_else(self, values: str) -> None:
+        found = {name: pod["metadata"]["labels"] for name, pod in pods(manifests(values)).items()}
+        policies = [each["spec"] for each in of_kind(manifests(values), "NetworkPolicy").values()]
+
+        def lets(direction: str, of: Object, other: Object, number: int) -> bool:
+            peers = {"ingress": "from", "egress": "to"}[direction]
+            rules = [
+                rule
+                for policy in policies
+                if policy["podSelector"]["matchLabels"].items() <= of.items()
+                for rule in policy[direction]
+                if "ports" not in rule or any(each["port"] == number for each in rule["ports"])
+            ]
+            return any(
+                peers not in rule
+                or any(
+                    peer.get("podSelector", {}).get("matchLabels", {"no": "one"}).items() <= other.items()
+                    for peer in rule[peers]
+                )
+                for rule in rules
+            )
+
+        allowed = {
+            (one.partition("/")[0], other.partition("/")[0], number)
+            for (one, ours), (other, theirs) in itertools.product(found.items(), repeat=2)
+            for number in (7001, 7002, 29500)
+            if lets("egress", ours, theirs, number) and lets("ingress", theirs, ours, number)
+        }
+        expected = {("twinlens-llm", "twinlens-encoder", 7001), ("twinlens-gateway", "twinlens-llm", 7002)}
+        if values == "multihost":
+            expected |= {("twinlens-llm", "twinlens-llm", number) for number in (7001, 7002, 29500)}
+        assert allowed == expected
+
+    def test_what_is_scaled_has_no_fixed_count_and_is_scaled_by_what_is_served(self, values: str) -> None:
+        scalers = of_kind(manifests(values), "HorizontalPodAutoscaler") | of_kind(manifests(values), "ScaledObject")
+        assert set(scalers) == {"twinlens-encoder", "twinlens-llm", "twinlens-gateway"}
+        rules = yaml.safe_load((CHART / "files/adapter-rules.yaml").read_text())["rules"]["custom"]
+        served = {rule["name"]["as"]: rule["metricsQuery"] for rule in rules}
+        for name, scaler in scalers.items():
+            target = scaler["spec"]["scaleTargetRef"]
+            scaled = of_kind(manifests(values), target["kind"])[target["name"]]
+            assert target["apiVersion"] == scaled["apiVersion"]
+            assert "replicas" not in scaled["spec"]
+            if scaler["kind"] == "ScaledObject":
+                pods_of = f'namespace="vision",pod=~"{name}-.+"'
+                asked = {each["metadata"]["query"] for each in scaler["spec"]["triggers"]}
+                queries = {query.replace(" by (<<.GroupBy>>)", "") for query in served.values()}
+                assert asked <= {query.replace("<<.LabelMatchers>>", pods_of) for query in queries}
+            else:
+                assert {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]} <= set(served)
+
+
+class TestSpecial:
+    def test_without_an_autoscaler_counts_are_fixed(self) -> None:
+        text = template()
+        assert not of_kind(text, "HorizontalPodAutoscaler")
+        assert {each["spec"]["replicas"] for each in of_kind(text, "Deployment").values()} == {2}
+
+    def test_hosts_of_one_llm_service_meet_and_one_of_them_serves(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = pods(manifests("multihost"))
+        (group,) = of_kind(manifests("multihost"), "LeaderWorkerSet").values()
+        serves, _ = configured(found["twinlens-llm/leader"], certificates, monkeypatch)
+        lends, _ = configured(found["twinlens-llm/worker"], certificates, monkeypatch)
+        assert serves.meeting({}).node_rank == 0
+        assert lends.meeting({}).node_rank == 1
+        assert serves.meeting({}).address == lends.meeting({}).address
+        assert serves.meeting({}).nodes == lends.meeting({}).nodes == group["spec"]["leaderWorkerTemplate"]["size"]
+        gpus = int(container(found["twinlens-llm/leader"])["resources"]["limits"]["nvidia.com/gpu"])
+        assert serves.tp == lends.tp == gpus * serves.meeting({}).nodes
+        selector = of_kind(manifests("multihost"), "Service")["twinlens-llm"]["spec"]["selector"]
+        assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+
+    def test_an_encoder_and_an_llm_service_of_one_node_share_a_folder(self) -> None:
+        found = pods(manifests("gpu"))
+        for name in ("twinlens-encoder", "twinlens-llm"):
+            (local,) = [each for each in found[name]["spec"]["volumes"] if each["name"] == "local"]
+            assert local["hostPath"] == {"path": "/run/twinlens", "type": "Directory"}
+            assert "--local-dir=/srv/local" in container(found[name])["args"]
+        (term,) = found["twinlens-llm"]["spec"]["affinity"]["podAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ]
+        wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert wanted.items() <= found["twinlens-encoder"]["metadata"]["labels"].items()
+        assert "affinity" not in pods(manifests("cpu"))["twinlens-llm"]["spec"]
+
+    def test_tls_and_tokens_are_both_ends(self, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = pods(manifests("multihost"))
+        encoder, _ = configured(found["twinlens-encoder"], certificates, monkeypatch)
+        llm, _ = configured(found["twinlens-llm/leader"], certificates, monkeypatch)
+        gateway, _ = configured(found["twinlens-gateway"], certificates, monkeypatch)
+        assert encoder.tls_client_ca
+        assert llm.tls_client_ca
+        assert llm.link().cert
+        assert gateway.llm_cert
+        assert gateway.tls_cert
+        assert encoder.auth_token_file == llm.encoder_token_file
+        assert llm.auth_token_file == gateway.llm_token_file
+        for name in ("twinlens-gateway", "twinlens-encoder", "twinlens-llm/leader"):
+            volumes = {each["name"]: each for each in found[name]["spec"]["volumes"]}
+            assert volumes["tls"]["secret"]["secretName"] == f"{name.partition('/')[0]}-tls"
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert container(found["twinlens-gateway"])[probe]["httpGet"]["scheme"] == "HTTPS"
+
+    def test_large_numbers_are_written_out(self) -> None:
+        text = template(
+            "--set", "encoder.options.max-queued-bytes=1073741824", "--set", "encoder.options.shared-memory=false"
+        )
+        args = container(pods(text)["twinlens-encoder"])["args"]
+        assert "--max-queued-bytes=1073741824" in args
+        assert "--shared-memory=false" in args
+
+    def test_caches_and_models_may_be_claims(self) -> None:
+        volume = "model.volume.persistentVolumeClaim.claimName=models"
+        text = template("--set", volume, "--set", "cache.hub.size=10Gi", "--set", "cache.kernels.claimName=warm")
+        claims = {
+            each["name"]: each["persistentVolumeClaim"]["claimName"]
+            for each in pods(text)["twinlens-llm"]["spec"]["volumes"]
+            if "persistentVolumeClaim" in each
+        }
+        assert claims == {"models": "models", "hub": "twinlens-hub", "kernels": "warm"}
+        assert set(of_kind(text, "PersistentVolumeClaim")) == {"twinlens-hub"}
+
+    def test_whoever_wants_grpc_alone_leaves_the_gateway_out(self) -> None:
+        text = template("--set", "gateway.enabled=false")
+        assert "gateway" not in json.dumps([each for each in objects(text) if each["kind"] != "NetworkPolicy"])
+        assert set(of_kind(text, "NetworkPolicy")) == {"twinlens-encoder", "twinlens-llm"}
