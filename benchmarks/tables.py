@@ -63,6 +63,8 @@ def all_tables(vllm: Path | None) -> list[Table]:
     return [
         _of("peers", "", *published, "--runs", "6", "--tokens", "32", *peer, seconds=1200),
         _of("in_turns", "in_turns", *published, "--pictures", "8", "--tokens", "16", seconds=240),
+        _of("company", "company", "--rounds", "2", seconds=400),
+        _of("company_published", "company", *published, "--rounds", "2", seconds=400),
         _of("hybrid", "in_turns", *hybrid, "--pictures", "8", "--tokens", "16", seconds=400),
         _of(
             "encoder", "encoder", "--runs", "5", "--count", "16", "--threads", "2", "--sizes", "224", "448", seconds=300
@@ -92,6 +94,8 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
     tiny = {
         "peers": (*demo, "--runs", "1", "--tokens", "4", *peer),
         "in_turns": (*demo, "--pictures", "1", "--tokens", "4"),
+        "company": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "2"),
+        "company_published": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "2"),
         "hybrid": (*demo, "--pictures", "1", "--tokens", "4"),
         "encoder": (*demo, "--runs", "1", "--count", "2", "--many", "2", "--sizes", "224"),
         "tower": (*demo, "--runs", "1", "--sides", "224"),

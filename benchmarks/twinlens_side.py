@@ -49,14 +49,19 @@ class Twinlens:
         return await hits.of_services(self._llm, self._encoder)
 
 
-async def ask(stub: LlmServiceAsyncStub, picture: bytes, text: str, tokens: int) -> Timed:
-    """Greedy, exactly `tokens` tokens."""
+def request_for(picture: bytes, text: str, tokens: int) -> llm_pb2.GenerateRequest:
+    """Greedy, `tokens` tokens, whatever they are."""
     media = media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=picture)
     parts = [llm_pb2.ChatPart(media=media), llm_pb2.ChatPart(text=text)]
-    request = llm_pb2.GenerateRequest(
+    return llm_pb2.GenerateRequest(
         chat=llm_pb2.ChatInput(messages=[llm_pb2.ChatMessage(role="user", parts=parts)]),
         sampling=llm_pb2.SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
     )
+
+
+async def ask(stub: LlmServiceAsyncStub, picture: bytes, text: str, tokens: int) -> Timed:
+    """Greedy, exactly `tokens` tokens."""
+    request = request_for(picture, text, tokens)
     started, first, count = time.perf_counter(), 0.0, 0
     stages: dict[str, float] = {}
     async for response in stub.Generate(request, timeout=_TIMEOUT):
