@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import machine
+from benchmarks.quantized import FORMS
 from benchmarks.tables import Table, take
 
 _PART_SECONDS = 530.0
@@ -29,6 +30,7 @@ _KERNEL_TESTS = ("test_rows_on_gpu", "test_vision_attention_on_gpu", "test_gdn_o
 _TESTS = (
     "test_graphs_on_gpu",
     "test_parity_on_gpu",
+    "test_quantized_on_gpu",
     "test_cuda_ipc_on_gpu",
     "test_encoder_on_gpu",
     "test_ranks_on_gpus",
@@ -74,8 +76,11 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
             bench("tower", "vit", 80),
             bench("engine", "engine_device", 80),
             bench("profile", "profile_device", 60),
-            bench("decoder_int8", "llm_device", 60, "--int8", "--tokens", "512"),
+            *(bench(f"decoder_{form}", "llm_device", 45, "--weights", form, "--tokens", "512") for form in FORMS),
             bench("decoder_experts", "llm_device", 60, "--experts", "--layers", "24", "--tokens", "512", "2048"),
+            bench(
+                "experts_fp8", "llm_device", 45, "--experts", "--layers", "24", "--tokens", "512", "--weights", "fp8"
+            ),
         ],
         4: [
             *([] if tiny else [Table("checkpoint", ("-m", "benchmarks.real_shape", str(model)), 150)]),

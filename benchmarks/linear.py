@@ -1,7 +1,8 @@
 """`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as a decoder's are on a CPU.
 
-*float32*, *bfloat16* and *int8* are what panels are stored in. Without AVX-512 there are none, and *int8* is what then
-multiplies with weights in 8 bits.
+*oneDNN bf16* computes in bfloat16, where the processor has products for it; all others in float32. *float32*,
+*bfloat16*, *int8*, *fp8* (blocks of 128) and *awq* (4 bits, groups of 128 with zeros) are what panels are stored in:
+the first two need AVX-512, the others AVX2.
 
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
 many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
@@ -18,10 +19,11 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from common.linear import Linear
+from benchmarks.quantized import awq, fp8
+from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.jit import use_threads
 from llm_service.layers.cpu.selection import wide_vectors
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, quantized
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
@@ -50,6 +52,22 @@ def _through(x: torch.Tensor, layers: list[Linear]) -> None:
         layer(x)
 
 
+def _blocked(weight: torch.Tensor) -> LaidOut:
+    """In bfloat16, as oneDNN wants it."""
+    blocked = BlockedWeight.of(weight.bfloat16())
+    assert blocked is not None
+    return blocked
+
+
+def _products(x: torch.Tensor, weights: list[LaidOut]) -> None:
+    for weight in weights:
+        weight.product(x)
+
+
+def _in_bfloat16(x: torch.Tensor, weights: list[LaidOut]) -> None:
+    _products(x.bfloat16(), weights)
+
+
 def _finalized(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
     outputs, inputs = weight.shape
     layer = PackedLinear(slice(0, inputs), {"all": slice(0, outputs)}, bias=False, dtype=weight.dtype)
@@ -72,7 +90,13 @@ def main() -> None:
         clock = time.thread_time
         torch.set_num_threads(1)
         use_threads(1)
-    names = ("torch", "oneDNN", *(("float32", "bfloat16") if wide_vectors() else ()), "int8")
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    names = (
+        *("torch", "oneDNN"),
+        *(("oneDNN bf16",) if bf16 else ()),
+        *(("float32", "bfloat16") if wide_vectors() else ()),
+        *("int8", "fp8", "awq"),
+    )
     ratios = [f"{name} ÷ oneDNN" for name in names[2:]]
     print(
         "| outputs × inputs | rows | "
@@ -83,15 +107,21 @@ def main() -> None:
     for outputs, inputs in _SHAPES:
         weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
         rounded = [weight.bfloat16().float() for weight in weights]
-        sides = [
-            [_finalized(weight, panels=False) for weight in weights],
-            *([[_finalized(each) for each in kind] for kind in (weights, rounded)] if wide_vectors() else []),
-            [_finalized(weight, int8=True) for weight in weights],
+        sides: list[Callable[[torch.Tensor], None]] = [
+            partial(_through, layers=[_finalized(weight, panels=False) for weight in weights]),
         ]
+        if bf16:
+            sides.append(partial(_in_bfloat16, weights=[_blocked(weight) for weight in weights]))
+        if wide_vectors():
+            kinds = (weights, rounded)
+            sides += [partial(_through, layers=[_finalized(each) for each in kind]) for kind in kinds]
+        sides.append(partial(_through, layers=[_finalized(weight, int8=True) for weight in weights]))
+        forms = (fp8, awq)
+        sides += [partial(_products, weights=[quantized([form(weight)]) for weight in weights]) for form in forms]
         for rows in given.rows:
             x = torch.randn(rows, inputs)
             passes = 10 if rows < _MANY else 4
-            works = [partial(_plain, x, weights), *(partial(_through, x, layers) for layers in sides)]
+            works = [partial(_plain, x, weights), *(partial(side, x) for side in sides)]
             best = _best(works, passes, clock)
             size = outputs * inputs * len(weights)
             work, unit = (2 * rows * size, "GFLOP/s") if rows >= _MANY else (4 * size, "GB/s")

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
+from benchmarks.quantized import BYTES, FORMS
 from benchmarks.shapes import EXPERTS, MODEL, TINY, cache_bytes, step_operations, weight_bytes
 from common.arena import SharedBuffer
+from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, quantized
+from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
@@ -75,7 +78,7 @@ class Settings:
 
     attention: str = "auto"
     block_size: int = 16
-    int8: bool = False
+    weights: str = ""
 
 
 def cases(sequences: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> list[Case]:
@@ -109,6 +112,17 @@ def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
     return StepPlan(array("i", [5] * ends).tobytes(), (places * 3).tobytes(), made, [], draws)
 
 
+def _shorten(part: PackedLinear | Experts, form: Callable[[torch.Tensor], QuantizedWeight]) -> None:
+    """Has a layer compute with weights in 8 or 4 bits."""
+    if isinstance(part, PackedLinear):
+        part._replace_weight(quantized([form(part.weight.detach())]))
+    elif part.gate_up_proj.device.type == "cuda":
+        part._stay_short(*([[form(each)] for each in every] for every in part._weights()))
+    else:
+        pairs = zip(*part._weights(), strict=True)
+        part._replace_weights([(quantized([form(one)]), quantized([form(other)])) for one, other in pairs])
+
+
 def make_runner(config: TextConfig, blocks: int, here: Machine, settings: Settings) -> ModelRunner:
     """A rank with weights whose sums stay around 1, and a cache full of noise."""
     decoder = Decoder(config, ALONE, here.dtype, here.device)
@@ -118,8 +132,8 @@ def make_runner(config: TextConfig, blocks: int, here: Machine, settings: Settin
         else:
             parameter.fill_(1.0)
     for part in decoder.modules():
-        if settings.int8 and isinstance(part, PackedLinear):
-            part.finalize(int8=True)
+        if settings.weights and isinstance(part, PackedLinear | Experts):
+            _shorten(part, FORMS[settings.weights])
     decoder.finalize()
     made = decoder.mixers(), blocks, settings.block_size, here.dtype, here.device
     caches = Caches(*made, attention=settings.attention)
@@ -165,7 +179,7 @@ def _room(config: TextConfig, here: Machine, settings: Settings) -> float:
     """Bytes for keys and values."""
     if here.device.type != "cuda":
         return float("inf")
-    weights = weight_bytes(config, 1 if settings.int8 else here.dtype.itemsize, tokens=1 << 20)
+    weights = weight_bytes(config, BYTES.get(settings.weights, here.dtype.itemsize), tokens=1 << 20)
     embeddings = config.vocab_size * config.hidden_size * here.dtype.itemsize
     return torch.cuda.mem_get_info(here.device)[0] - weights - embeddings - _GRAPH_BYTES - _REST_BYTES
 
@@ -207,7 +221,7 @@ def rows(
             yield "\n" + head(
                 ["step", "sequences", "context", "tokens", "least", *names, "fastest ÷ least", "tokens/s"]
             )
-        read = weight_bytes(config, 1 if settings.int8 else element, case.tokens)
+        read = weight_bytes(config, BYTES.get(settings.weights, element), case.tokens)
         read += cache_bytes(config, element, case.chunks)
         least = max(read / here.peaks.bandwidth, step_operations(config, case.chunks) / here.peaks.operations)
         best = min(seconds for name, seconds in times.items() if not name.startswith(_REPLAY))
@@ -221,7 +235,7 @@ def rows(
             layers=config.layers,
             attention=settings.attention,
             block_size=settings.block_size,
-            int8=settings.int8,
+            weights=settings.weights,
             least=least,
             seconds=times,
         )
@@ -248,7 +262,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048, 8192), help="of a prefill")
     parser.add_argument("--layers", type=int, default=48, help="fewer, for a GPU with less memory, or longer contexts")
     parser.add_argument("--experts", action="store_true", help="the mixture of experts of Qwen3-VL-30B-A3B instead")
-    parser.add_argument("--int8", action="store_true", help="weights in 8 bits")
+    parser.add_argument("--weights", choices=tuple(FORMS), default="", help="in 8 or 4 bits")
     parser.add_argument("--attention", default="auto", help="as the service's option")
     parser.add_argument("--block-size", type=int, default=16, help="as the service's option")
     parser.add_argument("--compile", action="store_true", help="once more with layers compiled by torch: minutes more")
@@ -257,7 +271,7 @@ def main() -> None:
     config = config_of(given.layers, experts=given.experts, tiny=given.tiny)
     asked = ((1, 3), (20,), (16, 40)) if given.tiny else (given.sequences, given.context, given.tokens)
     attention = given.attention if here.device.type == "cuda" else "triton"  # which the interpreter can capture
-    settings = Settings(attention, given.block_size, given.int8)
+    settings = Settings(attention, given.block_size, given.weights)
     for row in rows(config, here, cases(*asked), settings, compiled=given.compile):
         print(row, flush=True)
 

@@ -98,7 +98,7 @@ def patch_numbers(shape: Mapping[str, Any]) -> int:
     return 3 * int(shape["temporal_patch_size"]) * int(shape["patch_size"]) ** 2
 
 
-def weight_bytes(config: TextConfig, element: int, tokens: int = 1) -> float:
+def weight_bytes(config: TextConfig, element: float, tokens: int = 1) -> float:
     """What a step reads of the weights: all matrices, the head among them, but not the embeddings; of experts as many
     as so many tokens should reach if each went its own way."""
     before, after = _matrices(config)

@@ -20,6 +20,11 @@ _NONE = ("none", "")
 class LaidOut(Protocol):
     """A weight [outputs, inputs] in a form of its own."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        ...
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         ...
@@ -40,6 +45,11 @@ class BlockedWeight:
         if weight.device.type != "cpu" or not weight.numel() or not _available(weight.dtype):
             return None
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, _HINT))
+
+    @property
+    def nbytes(self) -> int:
+        """See `LaidOut`."""
+        return self.blocked.numel() * self.blocked.element_size()
 
     def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], through an activation if one is given."""

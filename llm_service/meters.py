@@ -118,6 +118,10 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     state = engine.latest
     share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0
     yield gauge("engine_up", "1 while the engine serves", float(engine.ready is not None))
+    if engine.ready is not None:
+        weights = engine.ready.weights
+        held: dict[tuple[str, ...], float] = {(weights.quantization,): float(weights.bytes)}
+        yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
     yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)
     yield gauge("num_sequences_running", "choices in prefill or decode", state.running)

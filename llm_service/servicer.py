@@ -19,6 +19,7 @@ from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.generation.events import Begun, Delta, Ended, PromptScores
 from llm_service.generation.generator import Generator
+from llm_service.models.served import Weights
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
@@ -157,6 +158,7 @@ class LlmServicer(LlmServiceServicer):
             devices=ready.devices if ready else [],
             modalities=[MODALITIES[modality] for modality in components.requests.max_items],
             tool_format=_tool_format(components.prompts.template),
+            weights=_weights(ready.weights) if ready else None,
         )
 
     async def GetLoad(
@@ -256,6 +258,16 @@ def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
     if template.writes_xml_calls:
         return llm_pb2.TOOL_FORMAT_XML
     return llm_pb2.TOOL_FORMAT_JSON if template.writes_json_calls else llm_pb2.TOOL_FORMAT_UNSPECIFIED
+
+
+def _weights(weights: Weights) -> llm_pb2.Weights:
+    return llm_pb2.Weights(
+        quantization=weights.quantization,
+        number=weights.number,
+        bits=weights.bits,
+        widened_in=weights.widened_in,
+        bytes=weights.bytes,
+    )
 
 
 def _delta(event: Delta, texts: TokenTexts) -> llm_pb2.GenerateDelta:

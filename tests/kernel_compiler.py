@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,14 +27,19 @@ from llm_service.layers.attention.metadata import TILE
 from llm_service.layers.attention.triton_backend import _Shape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
-from llm_service.layers.gpu import gdn_kernels
-from llm_service.layers.gpu import int8_kernel as int8_gpu
+from llm_service.layers.gpu import gdn_kernels, quantized_kernel
+from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
+from llm_service.layers.quantized_weight import Number
 from llm_service.worker import gpu_sampler
 
 _FIXED = {
-    "weight": "*i8",
+    "codes": "*u8",
+    "zeros": "*u8",
+    "units": "*fp32",
+    "groups": "*i32",
+    "ends": "*i32",
     "counts": "*i32",
     "masks": "*u8",
     "table": "*fp64",
@@ -69,13 +75,22 @@ Needs = tuple[int, int, bool, int]
 registers."""
 
 
-def compiled(capability: int, kernel: Any, dtype: torch.dtype, wide: tuple[str, ...] = (), **given: Any) -> Needs:
-    """`given` are constants and options; `wide` names pointers to float32."""
+def compiled(
+    capability: int,
+    kernel: Any,
+    dtype: torch.dtype,
+    wide: tuple[str, ...] = (),
+    types: dict[str, str] | None = None,
+    **given: Any,
+) -> Needs:
+    """`given` are constants and options; `wide` names pointers to float32, `types` says those of others."""
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:
         if name in given:
             signature[name] = "constexpr"
+        elif types and name in types:
+            signature[name] = types[name]
         elif name in _INTEGERS:
             signature[name] = "*i32"
         elif name in wide:
@@ -191,9 +206,35 @@ def main(capability: int) -> dict[str, Needs]:
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
     found |= sampler(capability)
-    precision = {"PRECISION": "tf32", "num_warps": 4, "num_stages": 3}
-    parts = {"ROWS": int8_gpu._ROWS, "OUTPUTS": int8_gpu._OUTPUTS, "INPUTS": int8_gpu._INPUTS}
-    found["int8"] = compiled(capability, int8_gpu._product_kernel, torch.bfloat16, ("scale",), **parts, **precision)
+    return found | quantized(capability, torch.bfloat16)
+
+
+def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """As `GpuWeight` launches them: of one row, of as many as go through the kernel at once, of 128 experts."""
+    forms = {  # groups of inputs, their size, zeros, the type of scales
+        Number.INT8: (True, 1 << 30, 0, "*fp32"),
+        Number.E4M3: (False, 128, 0, "*fp32"),
+        Number.UINT4: (False, 128, 2, "*fp16"),
+        Number.E2M1: (False, 0, 0, "*u8"),
+    }
+    found: dict[str, Needs] = {}
+    for number, (one, columns, zeros, scales) in forms.items():
+        same = {"FORM": weights_gpu._FORMS[number], "E4M3_SCALES": scales == "*u8", "ZEROS": zeros}
+        name = number.value
+        for what, rows, experts in (("one row", 1, 1), ("many rows", 256, 1), ("experts", 16, 128)):
+            launch = asdict(weights_gpu.Launch.of(rows, 4096, 4096, 128 if columns else 64))
+            constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
+            constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": experts, "POWER": experts, "PRECISION": "tf32"}
+            kernel = quantized_kernel.product_kernel
+            wide = ("out",) if constants["SPLITS"] > 1 else ()
+            types = {"scales": scales}
+            found[f"{what}, {name}"] = compiled(capability, kernel, dtype, wide, types, **same, **constants, **launch)
+        if number is not Number.UINT4:
+            continue
+        outputs, inputs = weights_gpu._WIDEN
+        launch = {"OUTPUTS": outputs, "INPUTS": inputs, "num_warps": 4}
+        kernel = quantized_kernel.widen_kernel
+        found[f"widen, {name}"] = compiled(capability, kernel, dtype, (), {"scales": scales}, **same, **launch)
     return found
 
 

@@ -33,6 +33,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
         row_bytes=runner.row_bytes,
+        weights=runner.weights,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),
         compiling=lambda: runner.changeover is not None and runner.changeover.waits,

@@ -80,6 +80,10 @@ class RetainedBlocks:
     def __contains__(self, number: int) -> bool:
         return number in self._order
 
+    def tenant(self, number: int) -> bytes | None:
+        """Whose session retains a block, if one does."""
+        return self._order.get(number)
+
     def add(self, number: int, session: int, tenant: bytes) -> int | None:
         """Retains a block; the one that is not any longer, if the tenant's share is used up."""
         own = self._by_tenant.setdefault(tenant, OrderedDict())
@@ -141,7 +145,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.state_chunk = state_chunk
-        self._states = StateSlots(state_slots)
+        self._states = StateSlots(state_slots, session_share, self._kept_for)
         self._blocks = [Block(number) for number in range(count)]
         # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
@@ -338,6 +342,11 @@ class BlockManager:
     def end_session(self, session: int) -> None:
         """A session is over: its blocks go as others do."""
         self._free.update(dict.fromkeys(self._retained.release(session)))
+
+    def _kept_for(self, identity: bytes) -> bytes | None:
+        """The tenant whose session keeps a block, if one does."""
+        number = self._by_identity.get(identity)
+        return None if number is None else self._retained.tenant(number)
 
     def _forget(self, block: Block) -> None:
         if block.identity is not None:

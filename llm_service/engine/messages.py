@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from llm_service.models.served import Weights
 from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
 from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
@@ -96,13 +97,14 @@ ToEngine = (
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
     that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
-    mirrors of the row arena."""
+    mirrors of the row arena. `weights` are those of rank 0."""
 
     context: int
     kv_blocks: int
     prefix_block: int = 0
     devices: list[str]
     reachable: list[str] = []
+    weights: Weights = Weights()
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):

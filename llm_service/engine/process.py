@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
@@ -22,7 +22,7 @@ from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
-from llm_service.models.served import ServedModel
+from llm_service.models.served import ServedModel, Weights
 from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import EngineSettings
 
@@ -36,7 +36,7 @@ class Loaded:
     UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
-    `whole_media`: no chunk may end within a run of media rows."""
+    `whole_media`: no chunk may end within a run of media rows. `weights` are those of rank 0."""
 
     executor: Executor
     blocks: int
@@ -48,6 +48,7 @@ class Loaded:
     snapshot_slots: int = 0
     state_chunk: int = 1
     whole_media: bool = False
+    weights: Weights = field(default_factory=Weights)
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -117,6 +118,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             prefix_block=blocks.block_size if blocks.prefix_cache and not blocks.state_slots else 0,
             devices=loaded.devices,
             reachable=loaded.reachable,
+            weights=loaded.weights,
         )
     )
     steps = StepQueue(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))

@@ -5,6 +5,7 @@ it, and found once the identity is known. The one worth least gives way to a seq
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -26,11 +27,17 @@ class StateSlots:
     """`total` slots. None is read before it is written: a sequence begins with zeros, or with a snapshot's copy.
 
     A snapshot is worth the tokens that would be computed again without it, from the one before it on, over its age.
-    All slots have the same size, so this is worth for each byte. Time is counted in uses of snapshots.
+    All slots have the same size, so this is worth for each byte. Time is counted in uses of snapshots. Those whose
+    blocks a session keeps go last: `tenant_of` says whose, and of each tenant they are no more than a share of all
+    slots, those used last.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(
+        self, total: int, session_share: float = 0.0, tenant_of: Callable[[bytes], bytes | None] = lambda _: None
+    ) -> None:
         self.total = total
+        self._most_of_tenant = int(total * session_share)
+        self._tenant_of = tenant_of
         self._free = list(reversed(range(total)))
         self._snapshots: dict[bytes, Snapshot] = {}
         self._reserved: dict[int, int] = {}
@@ -112,8 +119,20 @@ class StateSlots:
 
     def _give_up(self, identities: Iterable[bytes]) -> int | None:
         """The slot of the one that is worth least; None where there are none."""
-        least = min(identities, key=self._worth(), default=None)
+        kept, worth = self._kept_for_sessions(), self._worth()
+        least = min(identities, key=lambda identity: (identity in kept, worth(identity)), default=None)
         return None if least is None else self._remove(least)
+
+    def _kept_for_sessions(self) -> set[bytes]:
+        by_tenant: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for identity in self._snapshots:
+            if (tenant := self._tenant_of(identity)) is not None:
+                by_tenant[tenant].append(identity)
+        found: set[bytes] = set()
+        for own in by_tenant.values():
+            own.sort(key=lambda identity: self._snapshots[identity].used)
+            found.update(own[len(own) - self._most_of_tenant :] if self._most_of_tenant < len(own) else own)
+        return found
 
     def _worth(self) -> Callable[[bytes], tuple[float, int]]:
         def worth(identity: bytes) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,19 @@ _APART = ("gate_proj", "up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""
 
 
+class GroupedProduct(Protocol):
+    """The matrices of all experts in a form of their own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        ...
+
+    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its matrix."""
+        ...
+
+
 class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
@@ -32,6 +46,7 @@ class Experts(nn.Module):
         super().__init__()
         self._inner, self._share = inner, group.share(inner)
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
+        self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
         self._missing = {(kind, expert) for kind in _APART for expert in range(count)}
         self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
         share = self._share.stop - self._share.start
@@ -79,6 +94,8 @@ class Experts(nn.Module):
         else:
             fill(target, source)
         self._missing.discard((kind, expert))
+        if len(self._quantized) == len(_APART) * len(whole):
+            self._replace_weights([])  # no more than the short form goes to the device
 
     def whole(self) -> bool:
         """Whether all weights have been read."""
@@ -86,17 +103,24 @@ class Experts(nn.Module):
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
+        if self.grouped is not None:
+            gate_up, down = self.grouped
+            return down.grouped_product(self.ops.silu_and_mul(gate_up.grouped_product(x, ends)), ends)
         inner = self.ops.silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
     def finalize(self, *, int8: bool = False) -> None:
-        """Called when the weights are final: on a CPU they are laid out for speed, or rounded to 8 bits. `run_grouped`
-        needs the plain ones."""
+        """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and with `int8` all,
+        stay in 8 or 4 bits on any device. `run_grouped` needs the plain ones, or those for GPUs."""
+        device = self.gate_up_proj.device
         if self._quantized:
-            self._replace_weights(self._finalize_quantized())
-            return
-        if self.gate_up_proj.device.type != "cpu":
-            return
+            self._finalize_quantized(device)
+        elif device.type == "cpu":
+            self._finalize_for_cpus(int8=int8)
+        elif int8:
+            self._stay_short(*([[QuantizedWeight.rounded(each)] for each in weight] for weight in self._weights()))
+
+    def _finalize_for_cpus(self, *, int8: bool) -> None:
         every: list[tuple[LaidOut, LaidOut]] = []
         for weights in zip(*self._weights(), strict=True):
             gate_up, down = (laid_out(weight, int8=int8) for weight in weights)
@@ -105,14 +129,22 @@ class Experts(nn.Module):
             every.append((gate_up, down))
         self._replace_weights(every)
 
-    def _finalize_quantized(self) -> list[tuple[LaidOut, LaidOut]]:
-        if self.gate_up_proj.device.type != "cpu":
-            raise ValueError("a quantised mixture of experts is computed on CPUs alone")
-        count = len(self.gate_up_proj)
-        if len(self._quantized) < len(_APART) * count:
+    def _finalize_quantized(self, device: torch.device) -> None:
+        experts = {expert for _, expert in self._quantized}
+        if self.gate_up_proj.numel() or len(self._quantized) < len(_APART) * len(experts):
             raise ValueError("some experts are quantised and others are not")
-        found = [[self._quantized.pop((kind, expert)) for kind in _APART] for expert in range(count)]
-        return [(quantized([gate, up]), quantized([down])) for gate, up, down in found]
+        found = [[self._quantized.pop((kind, expert)).to(device) for kind in _APART] for expert in sorted(experts)]
+        if device.type == "cuda":
+            self._stay_short([[gate, up] for gate, up, _ in found], [[down] for *_, down in found])
+        else:
+            self._replace_weights([(quantized([gate, up]), quantized([down])) for gate, up, down in found])
+
+    def _stay_short(self, gate_up: list[list[QuantizedWeight]], down: list[list[QuantizedWeight]]) -> None:
+        """Has a GPU compute with each expert's matrices as they are."""
+        from llm_service.layers.gpu.quantized_weight import GpuWeight  # not everywhere is a Triton
+
+        self.grouped = GpuWeight.of_experts(gate_up), GpuWeight.of_experts(down)
+        self._replace_weights([])
 
     def _replace_weights(self, laid_out: list[tuple[LaidOut, LaidOut]]) -> None:
         self.laid_out = laid_out

@@ -73,7 +73,8 @@ class GatedDeltaNet(nn.Module):
         )
         own, whole = _rows(values, sizes.value_dim), slice(0, config.hidden_size)
         self.in_proj = PackedLinear(whole, {"in_proj_qkv": channels, "in_proj_z": own}, bias=False, dtype=dtype)
-        self.in_proj_ab = PackedLinear(whole, {"in_proj_a": values, "in_proj_b": values}, bias=False, dtype=dtype)
+        gates = {"in_proj_a": values, "in_proj_b": values}  # few, and what they say adds up over a whole prompt
+        self.in_proj_ab = PackedLinear(whole, gates, bias=False, dtype=dtype, rounds=False)
         self.heads = HeadWeights(self.shape, channels, values, dtype)
         self.out = PackedLinear(own, {"out_proj": whole}, bias=False, dtype=dtype)
         self._state = self.shape.state(dtype)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.quantization import Int8Weight, narrowed
+from llm_service.layers.quantization import narrowed
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
 
 
@@ -60,6 +60,7 @@ class PackedLinear(Linear):
     One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
     this rank's ranges of the checkpoint's columns and of each part's rows. The rows of all parts come one after the
     other, unless `order` int64 says where each of them goes. A part may be several ranges of the checkpoint's rows.
+    Without `rounds` the weight is what the checkpoint has, whatever others are rounded to.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class PackedLinear(Linear):
         bias: bool,
         dtype: torch.dtype,
         order: Tensor | None = None,
+        rounds: bool = True,
     ) -> None:
         self.parts = {name: (rows,) if isinstance(rows, slice) else rows for name, rows in parts.items()}
         outputs = sum(length(each) for rows in self.parts.values() for each in rows)
         super().__init__(length(inputs), outputs, bias=bias, dtype=dtype)
         self._inputs = inputs
         self._order = order
+        self._rounds = rounds
         self._quantized: dict[str, list[QuantizedWeight]] = {}
         self._missing = {(part, kind) for part in parts for kind, _ in self.named_parameters()}
 
@@ -95,6 +98,8 @@ class PackedLinear(Linear):
         source = read[0] if len(read) == 1 or quantized else torch.cat(read)
         if quantized:
             self._quantized[part] = quantized
+            if self._quantized.keys() == self.parts.keys():
+                self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
         elif self._order is None:
             whole[begin:end].copy_(source)
         else:
@@ -110,7 +115,7 @@ class PackedLinear(Linear):
         if self.laid_out is not None:
             return
         if not self._quantized:
-            self._replace_weight(laid_out(self.weight.detach(), int8=int8))
+            self._replace_weight(laid_out(self.weight.detach(), int8=int8 and self._rounds))
         elif missing := self.parts.keys() - self._quantized.keys():
             raise ValueError(f"{min(missing)} is not quantised, as what it is computed with is")
         else:
@@ -160,21 +165,32 @@ def laid_out(weight: Tensor, *, int8: bool = False) -> LaidOut | None:
         panels = PanelWeight.rounded(weight) if int8 else PanelWeight.of(weight)
         if panels is not None:
             return panels
-    return Int8Weight.of(weight) if int8 else BlockedWeight.of(weight)
+    return quantized([QuantizedWeight.rounded(weight)]) if int8 else BlockedWeight.of(weight)
 
 
 def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> LaidOut:
     """Weights over the same inputs, one below the other, in the form that is computed with fastest here; `order` int64
     [outputs] says where each of their outputs goes. Raises ValueError for what is not a weight."""
     each: Sequence[LaidOut] = parts
-    if parts[0].codes.device.type == "cpu" and selection.allows_panels():
-        from llm_service.layers.cpu.quantized_panels import QuantizedPanels  # numba takes its time
-
-        if together := QuantizedPanels.of(parts, order):
+    if (form := _form(parts[0].codes.device)) is not None:
+        if together := form(parts, order):
             return together
-        each = [QuantizedPanels.of([part]) or part for part in parts]
+        each = [form([part], None) or part for part in parts]
     places = None if order is None else order.argsort().to(parts[0].codes.device)
     return each[0] if len(each) == 1 and places is None else StackedWeight(each, places)
+
+
+def _form(device: torch.device) -> Callable[[Sequence[QuantizedWeight], Tensor | None], LaidOut | None] | None:
+    """What lays quantised weights out for a device, if anything does."""
+    if device.type == "cuda":
+        from llm_service.layers.gpu.quantized_weight import GpuWeight  # not everywhere is a Triton
+
+        return GpuWeight.of
+    if device.type == "cpu" and selection.allows_panels():
+        from llm_service.layers.cpu.quantized_panels import QuantizedPanels  # numba takes its time
+
+        return QuantizedPanels.of
+    return None
 
 
 def fill(parameter: Tensor, source: Tensor | QuantizedWeight) -> None:

@@ -18,6 +18,8 @@ from common.linear import LaidOut
 
 _AT_ONCE = 1 << 20
 """Numbers that are widened at a time: as float32 they fill 4 MiB, which a processor's caches hold."""
+_NO_NUMBER, _HIGHEST = 0x7F, 127
+"""Of e4m3, but for its sign; of eight bits with one."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -29,6 +31,11 @@ class Number(enum.Enum):
     UINT8 = "uint8"
     UINT4 = "uint4"
     E2M1 = "e2m1"
+
+    @property
+    def bits(self) -> int:
+        """Of one."""
+        return 4 if self in (Number.UINT4, Number.E2M1) else 8
 
 
 @cache
@@ -70,6 +77,16 @@ class QuantizedWeight:
     first: tuple[int, int] = (0, 0)
     column_groups: Tensor | None = None
     divisor: float = 1.0
+
+    @classmethod
+    def rounded(cls, weight: Tensor) -> QuantizedWeight:
+        """A weight [outputs, inputs] in 8 bits with a scale for each output: its largest number becomes ±127."""
+        scale = weight.abs().amax(1).float().clamp(min=torch.finfo(torch.float32).tiny) / _HIGHEST
+        values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for part, whole, factor in zip(values.split(1024), weight.split(1024), scale.split(1024), strict=True):
+            part.copy_((whole.float() / factor.unsqueeze(1)).round_())
+        inputs = weight.shape[1]
+        return cls(Number.INT8, values.view(torch.uint8), inputs, scale.unsqueeze(1), columns=inputs)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,7 +149,90 @@ class QuantizedWeight:
         for begin in range(0, len(self.codes), step):
             end = min(len(self.codes), begin + step)
             out[:, begin:end] = functional.linear(rows, self.wide(begin, end).to(x.dtype))
-        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], len(self.codes))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """Weights that are quantised alike, one below the other: w[o, i] = (number[o, i] − zero) · scale · unit[o], with
+    the zero and the scale of output o in the group that i is in.
+
+    `codes` are as in `QuantizedWeight`. `scale` [groups, outputs] is in the checkpoint's own type. `zero` int32 is
+    [groups, outputs], or [1, outputs] where all groups of an output have the same, or [0, outputs] where there is none.
+    `unit` is float32 [outputs]. Inputs, in the order of `order` int64 [inputs] if there is one, lie group by group:
+    `ends` int32 [groups] has the place behind each one's last.
+    """
+
+    number: Number
+    codes: Tensor
+    inputs: int
+    scale: Tensor
+    zero: Tensor
+    unit: Tensor
+    ends: Tensor
+    order: Tensor | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
+        """Weights over the same inputs; `order` int64 [outputs] says where each of their outputs goes. None where they
+        are not quantised alike. Raises ValueError where a weight is not a number."""
+        first = parts[0]
+        if not all(_alike(each, first) for each in parts):
+            return None
+        codes = torch.cat([each.codes for each in parts])
+        if first.number is Number.E4M3 and ((codes & _NO_NUMBER) == _NO_NUMBER).any():
+            raise ValueError("one of its weights is not a number")
+        groups, inputs = _order(first)
+        counts = torch.bincount(groups, minlength=first.scale.shape[1])
+        present = counts.nonzero().squeeze(1)
+        scale = torch.cat([each.of_outputs(each.scale)[:, present] for each in parts])
+        zero = _zeros(parts)
+        zero = zero[:, present] if zero.shape[1] > 1 else zero
+        unit = torch.cat([torch.full((len(each.codes),), 1.0 / each.divisor) for each in parts]).to(codes.device)
+        if len(present) == 1 and not zero.shape[1]:  # sums of few rows and of many are then the same to the bit
+            unit, scale = unit * scale[:, 0].float(), torch.ones_like(scale, dtype=torch.float32)
+        back = slice(None) if order is None else order.argsort().to(codes.device)
+        return cls(
+            first.number,
+            codes[back],
+            first.inputs,
+            scale[back].T.contiguous(),
+            zero[back].T.contiguous(),
+            unit[back],
+            counts[present].cumsum(0).int(),
+            inputs,
+        )
+
+
+def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether two weights are in numbers of one type, and of groups of the same inputs."""
+    return (
+        one.number is other.number
+        and one.inputs == other.inputs
+        and one.scale.dtype == other.scale.dtype
+        and one.scale.shape[1] == other.scale.shape[1]
+        and torch.equal(one.groups_of_inputs(), other.groups_of_inputs())
+    )
+
+
+def _order(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """The group of each input, and the order in which groups come one after the other; None where they do."""
+    groups = weight.groups_of_inputs().long()
+    ordered = groups.sort(stable=True)
+    return groups, None if torch.equal(ordered.values, groups) else ordered.indices
+
+
+def _zeros(parts: Sequence[QuantizedWeight]) -> Tensor:
+    """int [outputs, groups], [outputs, 1] where an output's groups have one zero, [outputs, 0] where there is none."""
+    found = [
+        each.of_outputs(each.zero)
+        if isinstance(each.zero, Tensor)
+        else torch.full((len(each.codes), 1), each.zero, device=each.codes.device)
+        for each in parts
+    ]
+    most = max(each.shape[1] for each in found)
+    zeros = torch.cat([each.int().expand(-1, most) for each in found])
+    return zeros if zeros.any() else zeros[:, :0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +242,11 @@ class StackedWeight:
 
     parts: Sequence[LaidOut]
     places: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def kernels(self) -> frozenset[str]:

@@ -107,6 +107,10 @@ class LibraryDecoder:
                 part.config._attn_implementation_internal = NAME
         self._specs = self._find_specs()
 
+    def weights(self) -> nn.Module:
+        """All that has any."""
+        return nn.ModuleList((self._text, self._embeddings, self._head))
+
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """int [n] → [n, hidden]."""
         out: Tensor = self._embeddings(token_ids)

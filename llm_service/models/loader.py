@@ -43,8 +43,6 @@ def load_decoder(
     scheme = Scheme.of(checkpoint.config)
     if int8 and scheme is not None:
         raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
-    if int8 and config.experts and device.type != "cpu":
-        raise CheckpointError("--weight-dtype int8 with a mixture of experts is computed on CPUs alone")
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
         decoder = Decoder(config, group, dtype, torch.device("cpu") if scheme is not None else device)

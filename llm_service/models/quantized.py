@@ -38,8 +38,7 @@ class Scheme:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
         """Of config.json; None where nothing is quantised. Raises CheckpointError for what is not served."""
-        text = config.get("text_config") or {}
-        stated = config.get("quantization_config") or text.get("quantization_config")
+        stated = _stated(config)
         if not stated:
             return None
         method = str(stated.get("quant_method", ""))
@@ -78,6 +77,17 @@ class Scheme:
             raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
         block = next(iter(blocks), None)
         return cls("compressed-tensors", block=(int(block[0]), int(block[1])) if block else None)
+
+
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """The `quant_method` of config.json; empty where nothing is quantised."""
+    return str((_stated(config) or {}).get("quant_method", ""))
+
+
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = config.get("text_config") or {}
+    stated: Mapping[str, Any] | None = config.get("quantization_config") or text.get("quantization_config")
+    return stated
 
 
 def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Stored]]:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel, describe
 from llm_service.families.family import Family
 from llm_service.families.generic import library_family
 from llm_service.families.registry import FAMILIES
 from llm_service.models.config import TextConfig
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Weights as a rank holds them: what has quantised them, if anything, what most of their numbers are then, the bits
+    of one, and where they become longer (registers or memory); bytes of all, with scales."""
+
+    quantization: str = ""
+    number: str = ""
+    bits: int = 0
+    widened_in: str = ""
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

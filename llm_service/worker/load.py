@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from common import log
@@ -20,6 +21,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
+from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import StepPlan
 from llm_service.settings import EngineSettings
@@ -30,6 +32,7 @@ from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
+from llm_service.worker.weights import describe
 
 _log = log.get("load")
 
@@ -63,6 +66,9 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
+    all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
+    weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
+    _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.library)
     width = served.hidden_size
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
@@ -102,7 +108,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             settings.row_levels,
         )
         runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
-    runner.changeover = changeover
+    runner.changeover, runner.weights = changeover, weights
     return runner
 
 

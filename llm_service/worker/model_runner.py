@@ -12,6 +12,7 @@ from torch import Tensor
 from common.gpu import Capture
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
+from llm_service.models.served import Weights
 from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
 from llm_service.worker.caches import Caches
@@ -62,6 +63,7 @@ class ModelRunner:
         self._replayed = False
         self.graphs: GraphRunner | None = None
         self.changeover: Changeover | None = None
+        self.weights = Weights()
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 

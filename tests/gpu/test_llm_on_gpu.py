@@ -18,7 +18,6 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
-from llm_service.layers.quantization import Int8Weight
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
 from llm_service.request import SamplingParams
@@ -159,17 +158,6 @@ def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Calla
             logits.append(decoder.logits(hidden).cpu())
     cosine = torch.nn.functional.cosine_similarity(*logits, dim=-1)
     assert cosine.min() > (0.999999 if dtype == torch.float32 else 0.99)
-
-
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 4096, 1024), (7, 300, 1000), (16, 64, 4096), (40, 512, 512)]
-)
-def test_products_with_8_bit_weights(rows: int, outputs: int, inputs: int) -> None:
-    rounded = Int8Weight.of(torch.randn(outputs, inputs, device=CUDA))
-    x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
-    expected = x.float() @ rounded.wide(torch.float32).T
-    error = (rounded.product(x).float() - expected).norm() / expected.norm()
-    assert error < 0.01
 
 
 def test_rows_are_copied_from_locked_memory_and_their_place_is_free_once_settled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,16 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
+from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import StackedWeight
+from llm_service.layers.quantized_weight import Number, StackedWeight
 from llm_service.models.loader import load_decoder
+from llm_service.models.quantized import quantization_of
 from llm_service.request import SamplingParams
+from llm_service.worker.weights import describe
 from tests import reference
 from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -99,6 +103,24 @@ def wide(weight: object) -> torch.Tensor:
         return torch.cat([wide(part) for part in weight.parts])
     assert isinstance(weight, QuantizedPanels)
     return weight.wide()
+
+
+@pytest.mark.parametrize("panels", [False, True])
+def test_what_is_told_of_the_weights_is_what_the_format_needs(
+    folders: tuple[Path, Path], panels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels are of 64 outputs, as few as the matrices of tiny models have, so they say nothing of bytes."""
+    monkeypatch.setattr(selection, "allows_panels", lambda: panels)
+    checkpoint = Checkpoint(folders[0])
+    told = describe(load_decoder(checkpoint, torch.float32, CPU), quantization_of(checkpoint.config))
+    stated = json.loads((folders[0] / "config.json").read_text())["quantization_config"]
+    assert told.quantization == stated["quant_method"]
+    assert told.number in {each.value for each in Number}
+    assert told.bits == (4 if told.number in ("uint4", "e2m1") else 8)
+    assert told.widened_in == ("registers" if panels else "memory")
+    text = {name: each for name, each in load_file(folders[0] / "model.safetensors").items() if "visual" not in name}
+    if not panels:
+        assert told.bytes == pytest.approx(sum(each.nbytes for each in text.values()), rel=0.1)
 
 
 def test_a_weight_that_its_neighbours_are_quantised_without_is_refused(

@@ -374,6 +374,8 @@ def test_info_describes_model_and_link(qwen3: Pair) -> None:
     assert info.encoder_digest == encoder.digest
     assert (info.vocab_size, info.context_tokens, info.devices) == (VOCABULARY, 4096, ["cpu"])
     assert info.version
+    assert info.weights.bytes > 1 << 16
+    assert (info.weights.quantization, info.weights.bits) == ("", 0)
 
 
 @pytest.mark.parametrize("side", ["llm", "encoder"])

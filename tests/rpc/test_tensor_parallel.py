@@ -37,6 +37,32 @@ def test_two_ranks_give_the_tokens_of_one_with_deepstack(qwen3: Pair) -> None:
     check_two_ranks(qwen3)
 
 
+@pytest.mark.soak
+def test_two_ranks_go_on_from_the_same_states_as_one(checkpoints: Callable[..., Path]) -> None:
+    """Each keeps the states of its heads, in slots that the first one has chosen for both."""
+    opening = "Look at this picture well, and tell me everything about it. " * 8
+    asking = [
+        asked(user(opening, image(PICTURE), end), greedy(24), session_id=session)
+        for end, session in (("Why? " * 30, "talk"), ("How? " * 30, ""), ("Why? " * 30, "talk"), ("Who? " * 30, ""))
+    ]
+    with (
+        pair(checkpoints("qwen3_5"), light=False) as one,
+        llm_server(one.checkpoint, one.encoder.address, light=False, **LLM_FLAGS, tp=2) as service,
+        LlmClient(service.address) as two,
+    ):
+        until(lambda: usable(two, 1), "the encoder is usable")
+        undisturbed = []
+        for each in asking:
+            one.text.flush_cache()
+            undisturbed.append(tokens(one.text, each))
+        one.text.flush_cache()
+        before = one.text.get_load().prefix_hit_tokens
+        assert [tokens(one.text, each) for each in asking] == undisturbed
+        assert [tokens(two, each) for each in asking] == undisturbed
+        assert two.get_load().prefix_hit_tokens == one.text.get_load().prefix_hit_tokens - before > 3 * 64
+        assert two.get_load().state_snapshots == one.text.get_load().state_snapshots > 0
+
+
 def check_two_ranks(one: Pair) -> None:
     asking = [asked(prompt, way) for prompt in PROMPTS for way in WAYS]
     one.text.flush_cache()

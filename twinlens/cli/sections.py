@@ -16,6 +16,7 @@ from twinlens.v1 import (
     SharedStoreLoad,
     StageTiming,
     Transport,
+    Weights,
 )
 
 _DIGITS = 12
@@ -30,6 +31,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
     rows = [
         ("release", f"{info.version}, for encoders with digest {info.encoder_digest[:_DIGITS]}"),
         ("context / ranks", f"{info.context_tokens} tokens / {info.tensor_parallel}"),
+        *((("weights", _weights(info.weights)),) if info.HasField("weights") else ()),
         ("requests waiting / running", f"{load.waiting} / {load.running}, {load.waiting_tokens} prompt tokens wait"),
         ("finished / failed / cancelled", f"{ended}, of the failed {load.refused_requests} refused at once"),
         ("sessions kept warm", str(load.sessions)),
@@ -60,6 +62,14 @@ def _states(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
 def _drafts(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
     accepted = share(load.accepted_draft_tokens, load.draft_tokens)
     return [("drafts verified", f"{load.draft_tokens} tokens, {accepted} of them right")]
+
+
+def _weights(weights: Weights) -> str:
+    bytes_ = f"{size(weights.bytes)} on the first rank"
+    if not weights.bits:
+        return bytes_
+    numbers = f"{weights.quantization}, {weights.number} of {weights.bits} bits, longer in {weights.widened_in}"
+    return f"{bytes_}; {numbers}"
 
 
 def _received(load: LlmServiceGetLoadResponse) -> str:

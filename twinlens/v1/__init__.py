@@ -84,6 +84,7 @@ from twinlens.v1.llm_pb2 import (
     ToolFormat,
     TopLogprob,
     Usage,
+    Weights,
 )
 from twinlens.v1.llm_pb2_grpc import (
     LlmServiceServicer,
@@ -205,6 +206,7 @@ __all__ = [
     "TopLogprob",
     "Transport",
     "Usage",
+    "Weights",
     "add_EncoderServiceServicer_to_server",
     "add_LlmServiceServicer_to_server",
 ]

@@ -360,7 +360,7 @@ class LlmServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format")
+    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +373,7 @@ class LlmServiceGetInfoResponse(_message.Message):
     UNIMPLEMENTED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MODALITIES_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -385,7 +386,22 @@ class LlmServiceGetInfoResponse(_message.Message):
     unimplemented_sampling: _containers.RepeatedScalarFieldContainer[str]
     modalities: _containers.RepeatedScalarFieldContainer[_media_pb2.Modality]
     tool_format: ToolFormat
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("quantization", "number", "bits", "widened_in", "bytes")
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    WIDENED_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    quantization: str
+    number: str
+    bits: int
+    widened_in: str
+    bytes: int
+    def __init__(self, quantization: _Optional[str] = ..., number: _Optional[str] = ..., bits: _Optional[int] = ..., widened_in: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class LlmServiceGetLoadRequest(_message.Message):
     __slots__ = ()

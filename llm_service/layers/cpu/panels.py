@@ -16,7 +16,8 @@ from llm_service.layers.cpu import panel_kernel, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.selection import wide_vectors
-from llm_service.layers.quantization import Int8Weight, narrowed
+from llm_service.layers.quantization import narrowed
+from llm_service.layers.quantized_weight import Number, QuantizedWeight
 
 _PAIR = 32
 """Outputs of bfloat16 that lie in one line of a cache, two to a word: the first with the 17th, and so on."""
@@ -52,8 +53,18 @@ class PanelWeight:
         """The same in 8 bits, with their loss, and for any type of floats."""
         if not _fits(weight):
             return None
-        rounded = Int8Weight.of(weight)
-        return cls(weight.shape[0], _panels(rounded.values), rounded.scale.numpy())
+        rounded = QuantizedWeight.rounded(weight)
+        return cls(weight.shape[0], _panels(rounded.codes.view(torch.int8)), rounded.scale[:, 0].numpy())
+
+    @property
+    def number(self) -> Number | None:
+        """What the numbers of a weight that was rounded are."""
+        return None if self.scale is None else Number.INT8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        return self.panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     @property
     def kernels(self) -> frozenset[str]:

@@ -35,8 +35,10 @@ _TOGETHER = 6
 """Rows whose sums are kept in registers, with as many outputs as go with them."""
 _TILE = _VECTORS if wide_vectors() else 1
 """Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
-FEW = 6 if wide_vectors() else 3
-"""Rows that are multiplied with numbers as they are stored."""
+_AT_A_TIME = _TOGETHER if wide_vectors() else 3
+"""Rows that are multiplied with numbers as they are stored, before the next rows are."""
+FEW = 4 * _TOGETHER if wide_vectors() else 3
+"""Rows that are multiplied so."""
 _MOST = 84 * _TOGETHER
 """Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
 _AT_ONCE = 4 * _MOST
@@ -159,20 +161,22 @@ def _few(
 ) -> None:
     """Fills one panel's outputs of out [rows, outputs]; sums float32 [rows, groups] are those of x."""
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
-    room = np.zeros(2 * (_TOGETHER + 1) * WIDTH + LANES, np.float32)
+    room = np.zeros(2 * (rows + _TOGETHER + 1) * WIDTH + LANES, np.float32)
     skipped = (-room.ctypes.data % LINE) // FLOAT
     totals = room.ctypes.data + skipped * FLOAT
-    parts = totals + _TOGETHER * WIDTH * FLOAT
+    parts = totals + (rows + _TOGETHER) * WIDTH * FLOAT
+    both = parts + (rows + _TOGETHER) * WIDTH * FLOAT
     numbers = codes.ctypes.data + panel * inputs * size
     group = begin = 0
     while begin < inputs:
         stretch = begin // _STRETCH
         end = min(ends[group], (stretch + 1) * _STRETCH)
         x = packed.ctypes.data + (stretch * packed.shape[1] * _STRETCH + begin - stretch * _STRETCH) * FLOAT
-        places = (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, numbers + begin * size, numbers, size // 2)
-        _add_few(form, rows, places, end - begin)
+        for row in range(0, rows, _AT_A_TIME):
+            out_at, x_at = parts + row * WIDTH * FLOAT, x + row * _STRETCH * FLOAT
+            places = (out_at, WIDTH * FLOAT, x_at, _STRETCH * FLOAT, numbers + begin * size, numbers, size // 2)
+            _add_few(form, min(_AT_A_TIME, rows - row), places, end - begin)
         if end == ends[group]:
-            both = parts + _TOGETHER * WIDTH * FLOAT
             scales, zeros = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
             for row in range(rows):
                 of_x = sums[row, group] if zero.shape[0] else np.float32(0.0)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from llm_service.layers.cpu import quantized_kernel, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES, WIDTH
-from llm_service.layers.quantized_weight import Number, QuantizedWeight, table
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
 
 _AT_ONCE = 64
 """Panels that are laid out, or widened by torch, at a time, so that this takes little memory beside the weight's."""
@@ -31,8 +31,8 @@ _SCALES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOA
 """The kernel's names of what numbers and scales are stored in."""
 _SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
 """What the kernel takes such a number for, as a part of it, since a float16's exponent begins elsewhere."""
-_SIGN, _NO_NUMBER = 0x80, 0x7F
-"""Of e4m3; and what takes 128 from a byte that then has a sign."""
+_SIGN = 0x80
+"""What is taken from a byte, which then has a sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +63,24 @@ class QuantizedPanels:
         """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
         outputs goes. None where they are not quantised alike, or the kernel does not compute here. Raises ValueError
         where a weight is not a number."""
-        first = parts[0]
-        if not _fits(first) or not all(_alike(each, first) for each in parts):
+        if not _fits(parts[0]) or (whole := GroupedWeight.of(parts, order)) is None:
             return None
-        codes = torch.cat([each.codes for each in parts])
-        if first.number is Number.E4M3 and ((codes & _NO_NUMBER) == _NO_NUMBER).any():
-            raise ValueError("one of its weights is not a number")
-        groups, inputs = _groups(first)
-        counts = torch.bincount(groups, minlength=first.scale.shape[1])
-        present = counts.nonzero().squeeze(1)
-        scale = torch.cat([each.of_outputs(each.scale)[:, present] for each in parts])
-        zero = _zeros(parts)
-        zero = zero[:, present] if zero.shape[1] > 1 else zero
-        unit = torch.cat([torch.full((len(each.codes), 1), 1.0 / each.divisor) for each in parts])
-        unit *= 1.0 / _SHARE.get(first.number, 1.0)
-        if scale.dtype == torch.float8_e4m3fn:
-            unit *= 1.0 / _SHARE[Number.E4M3]
-        back = None if order is None else order.argsort().cpu()
+        unit = whole.unit / _SHARE.get(whole.number, 1.0)
+        if whole.scale.dtype == torch.float8_e4m3fn:
+            unit /= _SHARE[Number.E4M3]
+        zero = whole.zero - _SIGN if whole.number is Number.UINT8 and len(whole.zero) else whole.zero
+        if whole.number is Number.UINT8 and not len(zero):
+            zero = torch.full((1, len(unit)), -_SIGN)
         return cls(
-            first.number,
-            len(codes),
-            _panels(first.number, codes if back is None else codes[back], first.inputs, inputs),
-            _beside(scale, back).view(torch.uint8).numpy(),
-            _SCALES[scale.dtype],
-            _beside(zero.to(torch.int8), back).numpy(),
-            _beside(unit, back).numpy()[0],
-            counts[present].cumsum(0).int().numpy(),
-            (torch.empty(0, dtype=torch.int32) if inputs is None else inputs.int()).numpy(),
+            whole.number,
+            len(whole.codes),
+            _panels(whole.number, whole.codes, whole.inputs, whole.order),
+            _in_panels(whole.scale).view(torch.uint8).numpy(),
+            _SCALES[whole.scale.dtype],
+            _in_panels(zero if zero.any() else zero[:0]).to(torch.int8).numpy(),
+            _in_panels(unit.unsqueeze(0)).numpy()[0],
+            whole.ends.numpy(),
+            (torch.empty(0, dtype=torch.int32) if whole.order is None else whole.order.int()).numpy(),
         )
 
     @property
@@ -156,41 +147,10 @@ def _fits(weight: QuantizedWeight) -> bool:
     return weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
 
 
-def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    """Whether two weights are in numbers of one type, and of groups of the same inputs."""
-    return (
-        one.number is other.number
-        and one.inputs == other.inputs
-        and one.scale.dtype == other.scale.dtype
-        and one.scale.shape[1] == other.scale.shape[1]
-        and torch.equal(one.groups_of_inputs(), other.groups_of_inputs())
-    )
-
-
-def _groups(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The group of each input, and the order in which groups come one after the other; None where they do."""
-    groups = weight.groups_of_inputs().long()
-    ordered = groups.sort(stable=True)
-    return groups, None if torch.equal(ordered.values, groups) else ordered.indices
-
-
-def _zeros(parts: Sequence[QuantizedWeight]) -> Tensor:
-    """int [outputs, groups], [outputs, 1] where an output's groups have one zero, [outputs, 0] where there is none."""
-    found = [
-        each.of_outputs(each.zero) if isinstance(each.zero, Tensor) else torch.full((len(each.codes), 1), each.zero)
-        for each in parts
-    ]
-    most = max(each.shape[1] for each in found)
-    zeros = torch.cat([each.int().expand(-1, most) for each in found])
-    zeros = zeros - _SIGN if parts[0].number is Number.UINT8 else zeros
-    return zeros if zeros.any() else zeros[:, :0]
-
-
-def _beside(constants: Tensor, order: Tensor | None) -> Tensor:
-    """[outputs, groups] → [groups, outputs], in whole panels."""
-    ordered = constants if order is None else constants[order]
-    padded = ordered.new_zeros(ordered.shape[1], -(-len(ordered) // WIDTH) * WIDTH)
-    padded[:, : len(ordered)] = ordered.T
+def _in_panels(constants: Tensor) -> Tensor:
+    """[groups, outputs], in whole panels."""
+    padded = constants.new_zeros(len(constants), -(-constants.shape[1] // WIDTH) * WIDTH)
+    padded[:, : constants.shape[1]] = constants
     return padded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.linear import BlockedWeight, Linear, finalize_linears
+from common.linear import BlockedWeight, LaidOut, Linear, finalize_linears
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantization import Int8Weight
+from llm_service.layers.quantized_weight import QuantizedWeight
 
 Kind = TypeVar("Kind", bound=Linear)
 
@@ -75,10 +76,10 @@ def test_a_batch_of_any_shape_is_taken() -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [BlockedWeight, PanelWeight, Int8Weight])
-def test_a_batch_of_no_rows_gives_none(form: type[BlockedWeight | PanelWeight | Int8Weight]) -> None:
+@pytest.mark.parametrize("form", [BlockedWeight.of, PanelWeight.of, QuantizedWeight.rounded])
+def test_a_batch_of_no_rows_gives_none(form: Callable[[torch.Tensor], LaidOut]) -> None:
     layer = filled(16, 8)
-    layer.laid_out = form.of(layer.weight.detach())
+    layer.laid_out = form(layer.weight.detach())
     assert layer(torch.empty(0, 16)).shape == (0, 8)
 
 

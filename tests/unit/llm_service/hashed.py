@@ -66,6 +66,7 @@ class Order:
     salt: str = ""
     priority: int = 0
     deadline: float | None = None
+    session: int = 0
 
     def rows_at(self) -> dict[int, int]:
         """The arena row at each media position."""

@@ -38,7 +38,13 @@ def text(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def order(
-    prompt: Seq[int], pictures: Seq[Picture] = (), *, salt: str = "", priority: int = 0, **sampling: object
+    prompt: Seq[int],
+    pictures: Seq[Picture] = (),
+    *,
+    salt: str = "",
+    priority: int = 0,
+    session: int = 0,
+    **sampling: object,
 ) -> Order:
     """A greedy request for 4 tokens, unless said otherwise; media places become placeholders."""
     ids = list(prompt)
@@ -46,7 +52,7 @@ def order(
         for start, _, count in picture.placed():
             ids[start : start + count] = [PAD] * count
     chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority)
+    return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, session=session)
 
 
 def simulation(
@@ -191,6 +197,7 @@ class Simulation:
                 salt=order.salt,
                 priority=order.priority,
                 deadline=order.deadline,
+                session=order.session,
                 resume=[
                     Resumed(choice, array("i", tokens).tobytes(), bool(outcome.ended[choice]))
                     for choice, tokens in enumerate(outcome.tokens)

@@ -19,7 +19,11 @@ _STACK = 2 << 10
 """Bytes that a thread may keep out of its registers: more is slow, and the driver sets as much of a GPU's memory aside
 for every thread that can run there at once, a quarter of a million on an H100."""
 
+_VISION = ("vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
 _REGISTERS = {"vision 64 bf16 72": 208, "vision 128 bf16 72": 208, "vision rotary bf16 72": 64}
+_REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
+_REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
+_REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}
 """On Hopper, of a thread: more would have fewer programs run side by side."""
 
 
@@ -30,10 +34,17 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor(capability: int) -> Non
     command = [sys.executable, "-m", "tests.kernel_compiler", str(capability)]
     done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     taken = json.loads(done.stdout)
-    assert len(taken) == 53
+    assert len(taken) == 65
     assert max(shared for shared, *_ in taken.values()) <= _SHARED, taken
     assert max(stack for _, stack, *_ in taken.values()) <= _STACK, taken
-    for each in ("prefill bf16 128", "vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64", "int8"):
+    for each in (
+        "prefill bf16 128",
+        "vision 64 bf16 72",
+        "vision 128 bf16 72",
+        "vision 128 fp16 64",
+        "one row, int8",
+        "one row, uint4",
+    ):
         assert taken[each][2], f"{each} reads element by element"
     if capability == 90:
         for each, registers in _REGISTERS.items():

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from llm_service.layers.cpu import panels
 from llm_service.layers.cpu.panels import PanelWeight
-from llm_service.layers.quantization import Int8Weight, narrowed
+from llm_service.layers.quantization import narrowed
+from llm_service.layers.quantized_weight import QuantizedWeight
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_8_bits_give_the_product_with_what_they_were_rounded_to(
     assert laid_out.panels.dtype == np.int8
     given = laid_out.product(x, bias)
     assert given.dtype == dtype
-    expected = x.float() @ Int8Weight.of(weight).wide(torch.float32).T + bias.float()
+    expected = x.float() @ QuantizedWeight.rounded(weight).wide().T + bias.float()
     torch.testing.assert_close(given.float(), expected, rtol=tolerance, atol=tolerance)
 
 

@@ -175,6 +175,35 @@ def test_the_next_turn_begins_behind_the_answer(said: int, overlap: bool) -> Non
     engine.drain()
 
 
+def test_a_session_s_next_turn_begins_behind_its_answer_whatever_came_meanwhile() -> None:
+    """Without a session its blocks may be there, but no state."""
+    found = {}
+    for session in (0, 7):
+        engine = simulation(blocks=1024, state_slots=20, state_chunk=8, step_tokens=128)
+        first = order(text(21), max_tokens=13, session=session)
+        id = engine.submit(first)
+        run_until_over(engine, id)
+        history = [*first.prompt, *engine.outcomes[id].tokens[0]]
+        for seed in range(40):
+            cached(engine, order([2 + seed, *text(40)]))
+        found[session] = cached(engine, order([*history, *text(20, 1)]))
+        engine.drain()
+    assert found == {0: 0, 7: (len(history) - 1) // 8 * 8}
+
+
+def test_sessions_of_one_tenant_leave_slots_for_others() -> None:
+    """A quarter of all, for those that were used last."""
+    tenants = {b"%d" % number: b"tenant" for number in range(6)}
+    slots = StateSlots(8, 0.25, tenants.get)
+    for identity in (*tenants, b"other", b"young"):
+        keep(slots, identity, 64)
+    for _ in range(6):
+        slots.take()
+    assert [identity for identity in (*tenants, b"other", b"young") if identity in slots] == [b"4", b"5"]
+    slots.take()
+    assert b"4" not in slots, "they go as well where nothing else is left"
+
+
 def test_a_preempted_sequence_goes_on_from_its_own_last_snapshot() -> None:
     engine = simulation(blocks=25, block_size=4, max_running=2, step_tokens=64, state_slots=12, state_chunk=8)
     for length, said in ((20, 30), (22, 50)):

@@ -79,6 +79,7 @@ class FakeLlm(v1.LlmServiceServicer):
             encoder_digest="0123456789abcdef",
             context_tokens=4096,
             tensor_parallel=2,
+            weights=v1.Weights(quantization="fp8", number="e4m3", bits=8, widened_in="registers", bytes=1 << 30),
         )
 
     def GetLoad(self, request, context):

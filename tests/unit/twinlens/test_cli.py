@@ -250,6 +250,7 @@ class TestStatus:
         assert "release 0.9, for encoders with digest 0123456789ab" in lines
         assert "release 0.9, digest 0123456789ab" in lines
         assert "context / ranks 4096 tokens / 2" in lines
+        assert "weights 1.0 GiB on the first rank; fp8, e4m3 of 8 bits, longer in registers" in lines
         assert "rows 3 levels of 64 bfloat16" in lines
         assert "rows leave inline, shared memory" in lines
         assert "shared store 6 hits, 5 written, 0 not written, 0 errors, 0 damaged, 0 waits in vain" in lines

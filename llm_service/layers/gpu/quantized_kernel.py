@@ -1,0 +1,183 @@
+"""Products with weights of 8 or 4 bits, in Triton. Numbers become 16-bit floats in registers, on their way into the
+tensor cores, which loses nothing; the sums of a group are multiplied with its scale in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT8, UINT8, E4M3, UINT4, E2M1 = (tl.constexpr(each) for each in range(5))
+"""What the bits of a number say. Of the last two there are two in a byte, the first in its lower half."""
+
+
+@triton.jit
+def _numbers(codes, FORM: tl.constexpr, TYPE: tl.constexpr):
+    """uint8 [n, c] → TYPE [n, c], or [n, 2 · c] of two in a byte. An e4m3 is 2⁻⁸ of what it should be, an e2m1 2⁻¹⁴,
+    since a float16's exponent begins elsewhere: so no number needs arithmetic."""
+    if FORM == INT8:
+        found = codes.to(tl.int8, bitcast=True).to(TYPE)
+    elif FORM == UINT8:
+        found = codes.to(TYPE)
+    elif FORM == E4M3:
+        wide = codes.to(tl.uint16)
+        found = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(TYPE)
+    else:
+        both = tl.join(codes & 15, codes >> 4)
+        each = both.reshape(codes.shape[0], 2 * codes.shape[1])
+        if FORM == UINT4:
+            found = each.to(TYPE)
+        else:
+            wide = each.to(tl.uint16)
+            found = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(TYPE)
+    return found
+
+
+@triton.jit
+def _constants(at, inside, E4M3_SCALES: tl.constexpr):
+    """float32: scales, of which e4m3 come as bytes, and are 2⁻⁸ of what they should be."""
+    found = tl.load(at, inside, 0)
+    return _numbers(found, E4M3, tl.float32) if E4M3_SCALES else found.to(tl.float32)
+
+
+@triton.jit
+def _tile(base, n, k, outputs, start, FORM: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr):
+    """TYPE [outputs, INPUTS]: a weight's numbers from input `start` on; `base` is where its codes begin."""
+    EACH: tl.constexpr = 2 if FORM >= UINT4 else 1
+    length = (k + EACH - 1) // EACH
+    place = start // EACH + tl.arange(0, INPUTS // EACH)
+    at = base + outputs.to(tl.int64)[:, None] * length + place[None, :]
+    codes = tl.load(at, (outputs < n)[:, None] & (place < length)[None, :], 0)
+    return _numbers(codes, FORM, TYPE)
+
+
+@triton.jit(do_not_specialize=["m"])
+def product_kernel(
+    out,
+    x,
+    codes,
+    scales,
+    zeros,
+    units,
+    groups,
+    ends,
+    m,
+    n,
+    k,
+    group_count,
+    before,
+    FORM: tl.constexpr,
+    E4M3_SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ONE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    POWER: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid [n / OUTPUTS, tiles of rows, SPLITS]; x [m, k] and out [SPLITS, m, n] are contiguous.
+
+    Weights are those of `GpuWeight`, with `group_count` groups of inputs: of COLUMNS each, the first of which is
+    without its first `before`, where a tile of INPUTS lies in one of them; or, where COLUMNS is 0, as int32
+    groups [k] says. ONE: there is one group. ZEROS: 0 for none, 1 for one of each output, 2 for one of each of its
+    groups. Of EXPERTS (at most POWER, a power of 2) the rows of each end before row `ends` [EXPERTS]; there are as
+    many tiles as there may be.
+    """
+    tile = tl.program_id(1)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    HALF: tl.constexpr = 2 if FORM >= UINT4 else 1
+    expert, base = 0, codes
+    first, last = tile * ROWS, m
+    if EXPERTS > 1:
+        each = tl.arange(0, POWER)
+        end = tl.load(ends + each, each < EXPERTS, 0)
+        begin = tl.load(ends + each - 1, (each > 0) & (each < EXPERTS), 0)
+        tiles = tl.where(each < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
+        upto = tl.cumsum(tiles, 0)
+        expert = tl.sum(((upto <= tile) & (each < EXPERTS)).to(tl.int32), 0)
+        if expert >= EXPERTS:
+            return
+        base += tl.cast(expert, tl.int64) * n * ((k + HALF - 1) // HALF)
+        own = each == expert
+        first = tl.sum(tl.where(own, begin + (tile - upto + tiles) * ROWS, 0), 0)
+        last = tl.sum(tl.where(own, end, 0), 0)
+    rows = first + tl.arange(0, ROWS)
+    zero_rows = group_count if ZEROS == 2 else ZEROS
+    scale_base = scales + expert * group_count * n
+    zero_base = zeros + expert * zero_rows * n
+    real = outputs < n
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if ZEROS == 1:
+        zero = tl.load(zero_base + outputs, real, 0).to(TYPE)
+    stretch = tl.cdiv(tl.cdiv(k, INPUTS), SPLITS) * INPUTS
+    begin_at = tl.program_id(2) * stretch
+    for start in range(begin_at, min(k, begin_at + stretch), INPUTS):
+        place = start + tl.arange(0, INPUTS)
+        a = tl.load(
+            x + rows.to(tl.int64)[None, :] * k + place[:, None], (rows < last)[None, :] & (place < k)[:, None], 0.0
+        )
+        w = _tile(base, n, k, outputs, start, FORM, INPUTS, TYPE)
+        if COLUMNS:
+            group = (start + before) // COLUMNS
+            if ZEROS == 2:
+                zero = tl.load(zero_base + group * n + outputs, real, 0).to(TYPE)
+            if ZEROS:
+                w = w - zero[:, None]
+            if ONE:
+                total = tl.dot(w, a, total, input_precision=PRECISION)
+            else:
+                scale = _constants(scale_base + group * n + outputs, real, E4M3_SCALES)
+                total += tl.dot(w, a, input_precision=PRECISION) * scale[:, None]
+        else:
+            of_input = tl.load(groups + place, place < k, 0)
+            at = of_input[None, :] * n + outputs[:, None]
+            inside = real[:, None] & (place < k)[None, :]
+            if ZEROS == 2:
+                w = w - tl.load(zero_base + at, inside, 0).to(TYPE)
+            elif ZEROS == 1:
+                w = w - zero[:, None]
+            scale = _constants(scale_base + at, inside, E4M3_SCALES)
+            total += tl.dot((w.to(tl.float32) * scale).to(TYPE), a, input_precision=PRECISION)
+    if COLUMNS and ONE:
+        total *= _constants(scale_base + outputs, real, E4M3_SCALES)[:, None]
+    total *= tl.load(units + expert * n + outputs, real, 0.0)[:, None]
+    at = (tl.program_id(2).to(tl.int64) * m + rows.to(tl.int64)[None, :]) * n + outputs[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), (rows < last)[None, :] & real[:, None])
+
+
+@triton.jit
+def widen_kernel(
+    out,
+    codes,
+    scales,
+    zeros,
+    units,
+    groups,
+    n,
+    k,
+    begin,
+    FORM: tl.constexpr,
+    E4M3_SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """A weight's outputs from `begin` on, as out [outputs, k] has them. Grid [outputs / OUTPUTS, k / INPUTS]; int32
+    groups [k]; the others as in `product_kernel`."""
+    outputs = begin + tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    start = tl.program_id(1) * INPUTS
+    place = start + tl.arange(0, INPUTS)
+    inside = (outputs < n)[:, None] & (place < k)[None, :]
+    w = _tile(codes, n, k, outputs, start, FORM, INPUTS, tl.float32)
+    at = tl.load(groups + place, place < k, 0)[None, :] * n + outputs[:, None]
+    if ZEROS == 2:
+        w -= tl.load(zeros + at, inside, 0).to(tl.float32)
+    elif ZEROS == 1:
+        w -= tl.load(zeros + outputs, outputs < n, 0).to(tl.float32)[:, None]
+    w *= _constants(scales + at, inside, E4M3_SCALES)
+    w *= tl.load(units + outputs, outputs < n, 0.0)[:, None]
+    tl.store(out + (outputs - begin).to(tl.int64)[:, None] * k + place[None, :], w.to(out.dtype.element_ty), inside)

@@ -1,0 +1,254 @@
+"""Quantised weights on a GPU: they stay as they are, and become longer where they are multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers.gpu import quantized_kernel as kernels
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+
+_MANY = 256
+"""Rows from which on a weight is widened in memory, once for all of them, and the library's product is faster."""
+_AT_ONCE = 1 << 25
+"""Numbers that are widened at a time for them."""
+_PROGRAMS = 256
+"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
+_LEAST = 1024
+"""Inputs of a split."""
+_WIDEN = 32, 128
+"""Outputs and inputs that one program widens."""
+_PACKED = Number.UINT4, Number.E2M1
+_FORMS = {
+    Number.INT8: kernels.INT8.value,
+    Number.UINT8: kernels.UINT8.value,
+    Number.E4M3: kernels.E4M3.value,
+    Number.UINT4: kernels.UINT4.value,
+    Number.E2M1: kernels.E2M1.value,
+}
+_SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
+"""What the kernel takes a number for, as a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one program computes, and with how many warps; `splits` share the inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, rows: int, outputs: int, inputs: int, tile: int) -> Launch:
+        """For so many rows of a weight whose groups are cut at multiples of `tile` inputs. It does not depend on how
+        many of sixteen rows there are."""
+        if rows > 64:
+            return cls(128, 64, min(64, tile), 1, 4, 3)
+        programs, splits = -(-outputs // 64), 1
+        while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= _LEAST:
+            splits *= 2
+        return cls(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, tile, splits, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWeight:
+    """Weights of experts, or one, as `GroupedWeight` has them: codes uint8 [experts, outputs, …], scale
+    [experts, groups, outputs] (e4m3 as bytes), zero 8 bits [experts, groups or 1 or 0, outputs], unit float32
+    [experts, outputs].
+
+    `groups` int32 [inputs] is the group of each input. Where tiles of `tile` inputs lie in one, groups are of `columns`
+    inputs each, and the first lacks its first `before`; else `columns` is 0. `order` int64 [inputs] if there is one.
+    """
+
+    number: Number
+    codes: Tensor
+    inputs: int
+    scale: Tensor
+    zero: Tensor
+    unit: Tensor
+    groups: Tensor
+    tile: int
+    columns: int
+    before: int
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GpuWeight | None:
+        """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
+        goes. None where they are not quantised alike. Raises ValueError where a weight is not a number."""
+        whole = GroupedWeight.of(parts, order)
+        return None if whole is None else cls._of([whole])
+
+    @classmethod
+    def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> GpuWeight:
+        """Of each expert weights over the same inputs, one below the other. Raises ValueError where they are not
+        quantised alike, or one is not a number."""
+        found = [whole for parts in experts if (whole := GroupedWeight.of(parts)) is not None]
+        first = found[0] if found else None
+        if first is None or len(found) < len(experts) or not all(_alike(each, first) for each in found):
+            raise ValueError("its experts are not quantised alike")
+        return cls._of(found)
+
+    @classmethod
+    def _of(cls, experts: Sequence[GroupedWeight]) -> GpuWeight:
+        first = experts[0]
+        sizes = first.ends.diff(prepend=first.ends.new_zeros(1))
+        tile, columns, before = _regular(first.ends.tolist())
+        scale = torch.stack([each.scale for each in experts])
+        unit = torch.stack([each.unit for each in experts]) / _SHARE.get(first.number, 1.0)
+        if scale.dtype == torch.float8_e4m3fn:
+            scale, unit = scale.view(torch.uint8), unit / _SHARE[Number.E4M3]
+        signed = first.number is Number.INT8
+        return cls(
+            first.number,
+            torch.stack([_ordered(each) for each in experts]),
+            first.inputs,
+            scale,
+            torch.stack([each.zero for each in experts]).to(torch.int8 if signed else torch.uint8),
+            unit,
+            torch.arange(len(sizes), dtype=torch.int32, device=sizes.device).repeat_interleave(sizes),
+            tile,
+            columns,
+            before,
+            first.order,
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Of one expert."""
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        held = (self.codes, self.scale, self.zero, self.unit, self.groups, self.order)
+        return sum(each.nbytes for each in held if each is not None)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
+        rows = x.reshape(-1, self.inputs)
+        rows = rows if self.order is None else rows[:, self.order]
+        out = self._run(rows) if len(rows) <= _MANY else self._run_wide(rows)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], self.outputs)
+
+    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight."""
+        return self._run(x if self.order is None else x[:, self.order], ends)
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """The first expert's weight, [outputs, inputs]."""
+        found = self._wide(dtype, 0, self.outputs)
+        return found if self.order is None else found[:, self.order.argsort()]
+
+    def _run_wide(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), self.outputs)
+        step = max(1, _AT_ONCE // self.inputs)
+        for begin in range(0, self.outputs, step):
+            end = min(self.outputs, begin + step)
+            out[:, begin:end] = functional.linear(x, self._wide(x.dtype, begin, end))
+        return out
+
+    def _wide(self, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        """[end − begin, inputs]: some outputs of it, inputs in the order of `order`."""
+        count = end - begin
+        out = torch.empty(count, self.inputs, dtype=dtype, device=self.codes.device)
+        grid = (triton.cdiv(count, _WIDEN[0]), triton.cdiv(self.inputs, _WIDEN[1]))
+        kernels.widen_kernel[grid](
+            out,
+            *(self.codes, self.scale, self.zero, self.unit, self.groups),
+            *(self.outputs, self.inputs, begin),
+            **self._constants(),
+            OUTPUTS=_WIDEN[0],
+            INPUTS=_WIDEN[1],
+            num_warps=4,
+        )
+        return out
+
+    def _run(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        experts, m, n = len(self.codes), len(x), self.outputs
+        if not m:
+            return x.new_empty(0, n)
+        launch = Launch.of(m if ends is None else -(-m // experts), n, self.inputs, self.tile)
+        splits = launch.splits if ends is None else 1
+        tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
+        dtype = x.dtype if splits == 1 else torch.float32
+        out = torch.empty(splits, m, n, dtype=dtype, device=x.device)
+        kernels.product_kernel[(triton.cdiv(n, launch.outputs), tiles, splits)](
+            out,
+            x.contiguous(),
+            *(self.codes, self.scale, self.zero, self.unit, self.groups),
+            self.groups if ends is None else ends,
+            *(m, n, self.inputs, self.scale.shape[1], self.before),
+            **self._constants(),
+            ONE=self.scale.shape[1] == 1,
+            COLUMNS=self.columns,
+            EXPERTS=1 if ends is None else experts,
+            POWER=triton.next_power_of_2(experts),
+            ROWS=launch.rows,
+            OUTPUTS=launch.outputs,
+            INPUTS=launch.inputs,
+            SPLITS=splits,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        return out[0] if splits == 1 else out.sum(0).to(x.dtype)
+
+    def _constants(self) -> dict[str, int | bool]:
+        return {
+            "FORM": _FORMS[self.number],
+            "E4M3_SCALES": self.scale.dtype == torch.uint8,
+            "ZEROS": min(2, self.zero.shape[1]),
+        }
+
+
+def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
+    """Whether one kernel computes with both."""
+    orders = (one.order, other.order)
+    same = all(each is None for each in orders) or (
+        orders[0] is not None and orders[1] is not None and torch.equal(orders[0], orders[1])
+    )
+    return (
+        same
+        and one.number is other.number
+        and one.codes.shape == other.codes.shape
+        and one.scale.dtype == other.scale.dtype
+        and one.zero.shape == other.zero.shape
+        and torch.equal(one.ends, other.ends)
+    )
+
+
+def _ordered(weight: GroupedWeight) -> Tensor:
+    """Its codes, with inputs in its order."""
+    if weight.order is None:
+        return weight.codes
+    if weight.number not in _PACKED:
+        return weight.codes[:, weight.order]
+    out = torch.empty_like(weight.codes)
+    for part, codes in zip(out.split(1024), weight.codes.split(1024), strict=True):
+        each = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, weight.order]
+        each = functional.pad(each, (0, each.shape[1] % 2))
+        part.copy_(each[:, ::2] | (each[:, 1::2] << 4))
+    return out
+
+
+def _regular(ends: Sequence[int]) -> tuple[int, int, int]:
+    """The largest tile of inputs that lies in one group wherever it begins, the groups' size, and how many inputs the
+    first one lacks; columns are 0 where groups are of several sizes, or too small."""
+    if len(ends) == 1:
+        return 128, 1 << 30, 0
+    columns = max(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+    before = columns - ends[0]
+    if all(end == min((number + 1) * columns - before, ends[-1]) for number, end in enumerate(ends)):
+        for tile in (128, 64, 32):
+            if columns % tile == 0 and before % tile == 0:
+                return tile, columns, before
+    return 64, 0, 0

@@ -1,0 +1,49 @@
+"""What a rank's weights are, and how many bytes: for operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from common.linear import LaidOut, Linear
+from llm_service.layers.experts import Experts, GroupedProduct
+from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight
+from llm_service.models.served import Weights
+
+Weighty = LaidOut | GroupedProduct
+
+
+def describe(model: nn.Module, quantization: str) -> Weights:
+    """Of a model whose weights are final; `quantization` names what has quantised some of them, if anything."""
+    plain = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if parameter.numel()}
+    numbers: Counter[Number] = Counter()
+    memory = total = 0
+    for weight in _laid_out(model):
+        total += weight.nbytes
+        number = getattr(weight, "number", None)
+        if isinstance(number, Number):
+            numbers[number] += weight.nbytes
+            memory += weight.nbytes if isinstance(weight, QuantizedWeight) else 0
+    if not numbers:
+        return Weights(bytes=total + sum(plain.values()))
+    number = max(numbers, key=lambda each: numbers[each])
+    where = "memory" if 2 * memory > numbers.total() else "registers"
+    return Weights(quantization, number.value, number.bits, where, total + sum(plain.values()))
+
+
+def _laid_out(model: nn.Module) -> Iterator[Weighty]:
+    """Every weight that has a form of its own."""
+    for module in model.modules():
+        found: list[Weighty] = []
+        if isinstance(module, Linear) and module.laid_out is not None:
+            found.append(module.laid_out)
+        elif isinstance(module, Experts):
+            found += [each for pair in module.laid_out for each in pair]
+            found += module.grouped or ()
+        for each in found:
+            if isinstance(each, StackedWeight):
+                yield from each.parts
+            else:
+                yield each

@@ -1,0 +1,103 @@
+"""Quantised weights on a GPU: products in all types beside the long form's, captured, and whole checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.quantized import FORMS as TIMED
+from common.gpu import CudaCapture
+from llm_service.layers.gpu.quantized_weight import GpuWeight
+from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.request import SamplingParams
+from tests import pictures, reference
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, make_prompt
+from tests.random_weights import experts, random_weight
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda:0")
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+WEIGHTS = [
+    random_weight(Number.INT8, 4096, 4096, columns=4096, scale=torch.float32),
+    random_weight(Number.UINT8, 1024, 4000, columns=128, zeros=True),
+    random_weight(Number.UINT8, 1024, 4000, columns=32, before=16, zeros=True),
+    random_weight(Number.E4M3, 1000, 4096, columns=128, rows=128, scale=torch.float32),
+    random_weight(Number.UINT4, 4096, 4096, columns=128, zeros=True),
+    random_weight(Number.UINT4, 300, 1001, columns=64, scale=torch.bfloat16),
+    random_weight(Number.E2M1, 1024, 4096, columns=16, scale=torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda each: f"{each.number.value} {each.columns} {each.inputs}")
+def test_products_of_any_number_of_rows(weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    laid_out, wide = GpuWeight.of([weight.to(CUDA)]), weight.wide().to(CUDA).double()
+    assert laid_out is not None
+    precise = dtype == torch.float32
+    torch.testing.assert_close(
+        laid_out.wide(dtype).double(), wide, rtol=1e-6 if precise else 2**-7, atol=0 if precise else 1e-3
+    )
+    for rows in (1, 7, 16, 17, 40, 200, 300):
+        x = torch.randn(rows, weight.inputs, device=CUDA).to(dtype)
+        expected, most = x.double() @ wide.T, x.double().abs() @ wide.abs().T
+        error = (laid_out.product(x).double() - expected).abs()
+        assert (error <= (2e-6 if precise else 2**-7) * most).all(), rows
+        assert error.norm() / expected.norm() < (1e-5 if precise else 6e-3), rows
+
+
+@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.INT8])
+@pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
+def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> None:
+    every = experts(number, len(counts), 768, 1024)
+    weight = GpuWeight.of_experts([[part.to(CUDA) for part in parts] for parts in every])
+    x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
+    ends = torch.tensor(counts, device=CUDA).cumsum(0).int()
+    out = torch.empty(len(x), 768, dtype=torch.bfloat16, device=CUDA)
+
+    def run() -> None:
+        out.copy_(weight.grouped_product(x, ends))
+
+    with torch.inference_mode():
+        run()
+        replay = CudaCapture(CUDA)(run)
+        out.zero_()
+        replay()
+    for parts, given, rows in zip(every, out.split(list(counts)), x.split(list(counts)), strict=True):
+        if len(rows):
+            wide = torch.cat([each.wide() for each in parts]).to(CUDA).double()
+            expected = rows.double() @ wide.T
+            assert (given.double() - expected).norm() / expected.norm() < 6e-3
+
+
+@pytest.mark.parametrize("form", TIMED)
+def test_a_row_is_the_same_whatever_few_rows_are_beside_it(form: str) -> None:
+    weight = GpuWeight.of([TIMED[form](torch.randn(1024, 2048, device=CUDA))])
+    assert weight is not None
+    x = torch.randn(16, 2048, device=CUDA).bfloat16()
+    assert torch.equal(weight.product(x)[:3], weight.product(x[:3]))
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3_vl", "fp8 in blocks"), ("qwen3_vl", "awq"), ("qwen3_vl_moe", "fp8 in blocks"), ("qwen3_5", "gptq")],
+)
+def test_greedy_tokens_are_the_references(
+    family: Family, form: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from tests.quantized import FORMATS, quantize_checkpoint
+
+    quantized, wide = quantize_checkpoint(checkpoints(family), FORMATS[form], tmp_path)
+    prompts = [
+        make_prompt(wide, [pictures.photograph("astronaut"), "What is in the picture?"]),
+        make_prompt(wide, ["Tell me about two red circles."]),
+    ]
+    expected = [reference.reference_generate(wide, prompt.inputs, 32) for prompt in prompts]
+    for step_tokens in (4096, 16):
+        engine = LocalEngine(quantized, step_tokens=step_tokens, device="cuda:0")
+        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
