@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from common import stderr_capture
+from common import stderr_capture, tasks
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -102,6 +103,35 @@ def _thread_states(pid: int) -> Iterator[str]:
             yield stat.read_text().rpartition(")")[2].split()[0]
 
 
+class ChildProcess:
+    """A program that inherits these descriptors. Not the event loop starts it, nor waits for it: uvloop would run
+    Python between fork and exec, beside gRPC's threads."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
+        self._started = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=stderr_capture.descriptor(), pass_fds=fds, env=environ
+        )
+        self._ended = tasks.in_daemon_thread(self._started.wait)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._started.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended, -N by signal N; None as long as that is not known."""
+        return self._started.returncode
+
+    async def wait(self) -> int:
+        """Returns how it ended, when it has."""
+        return await asyncio.wrap_future(self._ended)
+
+    def kill(self) -> None:
+        """Kills it, where it has not ended."""
+        self._started.kill()
+
+
 class Child(Generic[ReceiveT]):
     """The parent's end of one child process. Owned by whoever starts it, ended by `stop`.
 
@@ -110,7 +140,7 @@ class Child(Generic[ReceiveT]):
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: ChildProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         received: Any,
@@ -130,16 +160,10 @@ class Child(Generic[ReceiveT]):
         environ = harmless(os.environ) if exposed else os.environ
         ours, theirs = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                str(theirs.fileno()),
-                *map(str, fds),
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=stderr_capture.descriptor(),
-                pass_fds=(theirs.fileno(), *fds),
-                env={**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
+            process = ChildProcess(
+                [sys.executable, "-m", module, str(theirs.fileno()), *map(str, fds)],
+                {**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
+                (theirs.fileno(), *fds),
             )
         except BaseException:
             ours.close()
@@ -147,7 +171,13 @@ class Child(Generic[ReceiveT]):
         finally:
             theirs.close()
         ours.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        except BaseException:  # whoever wanted it does so no more
+            process.kill()
+            ours.close()
+            await process.wait()
+            raise
         return cls(process, reader, writer, receives)
 
     def send(self, message: Any) -> None:
@@ -186,8 +216,7 @@ class Child(Generic[ReceiveT]):
 
     def kill(self) -> None:
         """Kills the child at once."""
-        if self.process.returncode is None:
-            self.process.kill()
+        self.process.kill()
 
 
 class ChildDied(Exception):

@@ -28,6 +28,7 @@ MODULES: Final = {
     "structlog": "structlog",
     "tokenizers": "tokenizers",
     "torch": "torch",
+    "uvloop": "uvloop",
     "valkey": "valkey",
 }
 """The packages of `twinlens[services]`, and the module of each that is looked for."""

@@ -13,6 +13,8 @@ def main(*, engine: str = "llm_service.engine") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. The engine runs `engine`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
     require("llm_service")  # before anything that is installed with it is imported
+    import uvloop
+
     from common.allocator import keep_large_blocks
     from common.checkpoint import CheckpointError
     from common.config import load
@@ -28,7 +30,7 @@ def main(*, engine: str = "llm_service.engine") -> None:
         if meeting.node_rank:
             asyncio.run(lend(first_rank(config, meeting), config.start_seconds, config.log_level))
         else:
-            asyncio.run(serve(config, engine_module=engine))
+            uvloop.run(serve(config, engine_module=engine))
     except (CheckpointError, OSError, TwinlensError) as error:
         sys.exit(f"llm_service: {error}")
 

@@ -6,15 +6,16 @@ import asyncio
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from common import tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
+from common.media.item import Header
 from common.stages import Stage, add, seconds_of
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
@@ -28,9 +29,15 @@ from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
-from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.builder import Piece, PromptBuilder
 from llm_service.prompt.reasoning import ReasoningCounter
-from llm_service.request import PromptLayout, Request, Trigger
+from llm_service.request import ChatPrompt, PromptLayout, Request, TextPrompt, TokenPrompt, Trigger
+
+_SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
+"""A prompt of so many characters or token ids, messages and rows of media is laid out on the event loop: in less than a
+millisecond."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -192,14 +199,15 @@ class Generator:
     async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Event, None]:
         stages = job.stages
         modalities = [item.modality for item in request.media]
-        pieces = await asyncio.to_thread(self._prompts.pieces, request.prompt, modalities)
+        short = _is_short(request.prompt)
+        pieces = await _computed(self._prompts.pieces, request.prompt, modalities, at_once=short)
         request = await self._with_grammar(request)
         choices = await self._choices(request)
         stages.mark("prompt")
         fetches = await self._receiver.fetch_headers(request)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
-            layout = await asyncio.to_thread(self._prompts.layout, pieces, headers_of(fetches))
+            layout = await self._layout(pieces, headers_of(fetches), short=short)
             self._check_length(layout)
             thinking = self._count_reasoning(request, layout, choices)
             if all(choice.text.stopped is not None for choice in choices.values()):
@@ -224,6 +232,10 @@ class Generator:
                         yield event
             finally:
                 self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
+
+    async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
+        few = sum(header.tokens for header in headers) <= _FEW_ROWS
+        return await _computed(self._prompts.layout, pieces, headers, at_once=short and few)
 
     async def _with_grammar(self, request: Request) -> Request:
         """The request with its structure compiled, in bounded time and off the event loop: the form of its answer, or
@@ -341,6 +353,25 @@ class Generator:
             yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
+
+
+def _is_short(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> bool:
+    """Whether to lay a prompt out takes no longer than to have a thread do so."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text) <= _SHORT
+        case TokenPrompt(ids):
+            return len(ids) <= _SHORT
+        case ChatPrompt(messages, tools):
+            if tools or len(messages) > _FEW_MESSAGES or any(message.tool_calls for message in messages):
+                return False
+            parts = [part for message in messages for part in (*message.parts, message.reasoning)]
+            return sum(len(part) for part in parts if isinstance(part, str)) <= _SHORT
+
+
+async def _computed(work: Callable[..., T], *given: Any, at_once: bool) -> T:
+    """What this work gives; beside the event loop where it may take long."""
+    return work(*given) if at_once else await asyncio.to_thread(work, *given)
 
 
 def _sampled(request: Request, **values: Any) -> Request:

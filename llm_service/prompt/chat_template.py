@@ -28,6 +28,8 @@ _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, 
 # special token is made with.
 _WORD = re.compile(r"[A-Za-z_$][\w$.-]{0,127}", re.ASCII)
 _MARK = re.compile(r"(\ue000[0-9a-f]{16}:\d+)\ue001")
+# The same where it is to be found again: escaped, where a template prints a list.
+_PLACE = re.compile(r"(?:\ue000|\\ue000)([0-9a-f]{16}):(\d+)(j?)(?:\ue001|\\ue001)")
 
 
 class _Marks:
@@ -58,14 +60,17 @@ class _Marks:
         """The pieces of what a template has made, each with whether the caller wrote it. A text that stands inside of
         JSON is written as JSON has it."""
         out: list[tuple[str, bool]] = []
-        begin, end = "(?:\ue000|\\\\ue000)", "(?:\ue001|\\\\ue001)"  # escaped, where a template prints a list
-        parts = re.split(f"{begin}{self._name}:(\\d+)(j?){end}", rendered)
-        for text, number, within_json in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
-            if text:
+        told = 0
+        for found in _PLACE.finditer(rendered):
+            name, number, within_json = found.groups()
+            if name != self._name:
+                continue
+            if text := rendered[told : found.start()]:
                 out.append((text, False))
-            if number and (own := self._texts[int(number)]):
+            if own := self._texts[int(number)]:
                 out.append((json.dumps(own, ensure_ascii=False)[1:-1] if within_json else own, True))
-        return out
+            told = found.end()
+        return [*out, (rendered[told:], False)] if told < len(rendered) else out
 
 
 class ChatTemplate:

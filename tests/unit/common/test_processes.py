@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.processes import Child, ChildDied, is_held_up
-from tests.launch import ROOT, command_line
+from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import until
 
@@ -43,6 +44,17 @@ async def test_shared_memory_is_seen_by_both() -> None:
     assert bytes(buffer.view[:5]) == b"hello"
     await child.stop()
     buffer.close()
+
+
+async def test_a_process_that_nobody_waits_for_any_more_is_gone() -> None:
+    before = set(descendants(os.getpid()))
+    starting = asyncio.ensure_future(Child.start(MODULE, receives=Say))
+    await asyncio.sleep(0)
+    assert len(set(descendants(os.getpid())) - before) == 1
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled()
+    assert set(descendants(os.getpid())) <= before
 
 
 def environment(child: Child[Say]) -> bytes:

@@ -4,6 +4,7 @@ engine: what it is measured by, and that nothing stays held on any way out."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -40,7 +41,19 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import MediaItem, PromptLayout, Request, Run, SamplingParams, Span
+from llm_service.request import (
+    ChatPrompt,
+    MediaItem,
+    Message,
+    PromptLayout,
+    Request,
+    Run,
+    SamplingParams,
+    Span,
+    TextPrompt,
+    TokenPrompt,
+    ToolCall,
+)
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,
@@ -61,18 +74,21 @@ class Prompts:
     def __init__(self, tokens: int, tokenizer: Any) -> None:
         self._tokens = tokens
         self.tokenizer = tokenizer
+        self.at_once: list[bool] = []
         self.texts = SimpleNamespace(bytes_of=lambda _: b"x")
 
     def ends_in_thinking(self, _: Sequence[int]) -> bool:
         return False
 
     def pieces(self, *_: Any) -> list[Any]:
+        self.at_once.append(threading.current_thread() is threading.main_thread())
         return []
 
     def strict_calls(self, _: Any) -> None:
         """No function is strict."""
 
     def layout(self, _: Any, headers: Sequence[Header]) -> PromptLayout:
+        self.at_once.append(threading.current_thread() is threading.main_thread())
         spans = [Span(n, header, (Run(n, 0, 1),)) for n, header in enumerate(headers)]
         return PromptLayout([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
@@ -143,6 +159,33 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
             await asyncio.wait_for(ends, 20)
         assert error.value.reason == "PROMPT_TOO_LONG"
         assert child.told(Add) == []
+
+
+LONG = "x" * 5000
+USER, CALLS = Message("user", ("x",)), (ToolCall("1", "f", {}),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "at_once"),
+    [
+        (TextPrompt("x"), True),
+        (TextPrompt(LONG), False),
+        (TokenPrompt((1,) * 5000), False),
+        (ChatPrompt((USER,)), True),
+        (ChatPrompt((USER, Message("assistant", ("x",), reasoning=LONG))), False),
+        (ChatPrompt((USER, Message("assistant", (), CALLS))), False),
+        (ChatPrompt((USER,) * 100), False),
+    ],
+)
+async def test_what_may_take_long_to_lay_out_holds_up_no_other_request(
+    monkeypatch: pytest.MonkeyPatch, prompt: Any, at_once: bool
+) -> None:
+    async with served(monkeypatch) as (b, (child, front)):
+        made = generator(b, front)
+        ends = asyncio.create_task(everything(made, replace(asked(), prompt=prompt)))
+        await eventually(lambda: child.told(Add))
+        ends.cancel()
+        assert cast(Prompts, made._prompts).at_once == [at_once, at_once]
 
 
 async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
