@@ -13,7 +13,7 @@ WORKDIR /src
 # The dependencies change more rarely than the sources, so they are a layer of their own.
 COPY pyproject.toml constraints.txt ./
 RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
- && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --group services --group gateway
+ && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --group services --group gateway --group tracing
 COPY README.md LICENSE ./
 COPY proto proto
 COPY wheels wheels

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from common.metrics import Metrics, gauge
+from gateway.generation import Outcome
 from gateway.services import LlmServices
 
 
@@ -29,6 +31,8 @@ class Meters:
         self._handovers = self.metrics.counter(
             "handovers", "answers whose LLM service ended under them, by what came of it", ("outcome",)
         )
+        for outcome in get_args(Outcome):
+            self._handovers.labels(outcome)  # a rate sees the first one as well
         self._pauses = self.metrics.histogram("handover_seconds", "time until another LLM service went on")
         self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
 

@@ -40,6 +40,8 @@ class Meters:
         self.answer_tokens = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
         self.ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
         self.outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
+        for outcome in ("finished", "failed", "cancelled"):
+            self.outcomes.labels(outcome)  # a rate sees the first one as well
         self._errors = metrics.counter("errors", "calls that got an error, by its reason", ["reason"])
 
     def describe(self, **labels: str) -> None:

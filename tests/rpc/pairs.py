@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +108,12 @@ def usable(client: LlmClient, count: int) -> bool:
 
 
 @contextmanager
-def pair(checkpoint: Path, *, light: bool = True, **llm_flags: object) -> Iterator[Pair]:
+def pair(
+    checkpoint: Path, *, light: bool = True, encoder_flags: Mapping[str, object] | None = None, **llm_flags: object
+) -> Iterator[Pair]:
     """Both services for the length of the block; asserts that nothing is held at its end."""
     with (
-        encoder_server(checkpoint, light=light, **ENCODER_FLAGS) as encoder,
+        encoder_server(checkpoint, light=light, **{**ENCODER_FLAGS, **(encoder_flags or {})}) as encoder,
         llm_server(checkpoint, encoder.address, light=light, **{**LLM_FLAGS, **llm_flags}) as llm,
         EncoderClient(encoder.address) as media,
         LlmClient(llm.address) as text,

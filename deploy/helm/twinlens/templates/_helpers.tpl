@@ -47,9 +47,9 @@ labels:
 {{- with $values.model.hubTokenSecret }}
 - {name: HF_TOKEN_PATH, value: /secrets/hub/token}
 {{- end }}
+{{- end }}
 {{- with $values.tracing.endpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
-{{- end }}
 {{- end }}
 {{- range $name, $value := (index $values .part).environment }}
 - {name: {{ $name }}, value: {{ $value | toString | quote }}}
