@@ -15,7 +15,7 @@ def fp8(weight: Tensor) -> QuantizedWeight:
     outputs, inputs = weight.shape
     codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.ones(-(-outputs // _GROUP), -(-inputs // _GROUP), device=weight.device)
-    return QuantizedWeight(Number.E4M3, codes, inputs, scale, rows=_GROUP, columns=_GROUP)
+    return QuantizedWeight(Number.E4M3, codes, inputs, scale, rows=_GROUP, columns=_GROUP, rounds_inputs=True)
 
 
 def awq(weight: Tensor) -> QuantizedWeight:

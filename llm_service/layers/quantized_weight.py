@@ -64,7 +64,8 @@ class QuantizedWeight:
     are `rows` outputs by `columns` inputs large; the first output and input stand at `first` in theirs, which is
     not the group's beginning where a rank has a part of a weight. `column_groups` int32 [inputs] says an input's group
     where inputs were ordered otherwise. `scale` and `zero` are [groups of outputs, groups of inputs], the first in the
-    checkpoint's own type; one zero for all is a number.
+    checkpoint's own type; one zero for all is a number. `rounds_inputs`: it is made to be multiplied with inputs in as
+    few bits, which are rounded as they come.
     """
 
     number: Number
@@ -77,6 +78,7 @@ class QuantizedWeight:
     first: tuple[int, int] = (0, 0)
     column_groups: Tensor | None = None
     divisor: float = 1.0
+    rounds_inputs: bool = False
 
     @classmethod
     def rounded(cls, weight: Tensor) -> QuantizedWeight:
@@ -160,7 +162,7 @@ class GroupedWeight:
     `codes` are as in `QuantizedWeight`. `scale` [groups, outputs] is in the checkpoint's own type. `zero` int32 is
     [groups, outputs], or [1, outputs] where all groups of an output have the same, or [0, outputs] where there is none.
     `unit` is float32 [outputs]. Inputs, in the order of `order` int64 [inputs] if there is one, lie group by group:
-    `ends` int32 [groups] has the place behind each one's last.
+    `ends` int32 [groups] has the place behind each one's last. `rounds_inputs` as there.
     """
 
     number: Number
@@ -171,6 +173,7 @@ class GroupedWeight:
     unit: Tensor
     ends: Tensor
     order: Tensor | None = None
+    rounds_inputs: bool = False
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
@@ -201,6 +204,7 @@ class GroupedWeight:
             unit[back],
             counts[present].cumsum(0).int(),
             inputs,
+            all(each.rounds_inputs for each in parts),
         )
 
 

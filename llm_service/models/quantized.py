@@ -27,13 +27,15 @@ _MAIN = ("weight", "weight_packed", "qweight")
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """What `quantization_config` says: the method, and what its tensors do not say themselves. `block` are outputs and
-    inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one."""
+    inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one; `rounds_inputs`: weights
+    are made to be multiplied with inputs in e4m3, each rounded as it comes."""
 
     method: str
     block: tuple[int, int] | None = None
     bits: int = 0
     group: int = 0
     plus_one: bool = False
+    rounds_inputs: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
@@ -45,7 +47,8 @@ class Scheme:
         match method:
             case "fp8":
                 block = stated.get("weight_block_size")
-                return cls(method, block=(int(block[0]), int(block[1])) if block else None)
+                rounds = stated.get("activation_scheme") == "dynamic"
+                return cls(method, block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
             case "compressed-tensors":
                 return cls._compressed(stated)
             case "awq":
@@ -76,7 +79,12 @@ class Scheme:
         if len(blocks) > 1:
             raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
         block = next(iter(blocks), None)
-        return cls("compressed-tensors", block=(int(block[0]), int(block[1])) if block else None)
+        rounds = all(_rounds_inputs(group.get("input_activations") or {}) for group in groups)
+        return cls("compressed-tensors", block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
+
+
+def _rounds_inputs(stated: Mapping[str, Any]) -> bool:
+    return (stated.get("type"), stated.get("num_bits"), stated.get("dynamic")) == ("float", 8, True)
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
@@ -171,7 +179,7 @@ class _EightBits(_Sliced):
         name = "weight_scale_inv" if scheme.method == "fp8" and "weight_scale_inv" in tensors else "weight_scale"
         self._scale = _grid(tensors[name])
         self._zero = _grid(tensors["weight_zero_point"], whole=True) if "weight_zero_point" in tensors else 0
-        self._number = number
+        self._number, self._rounds_inputs = number, scheme.rounds_inputs and number is Number.E4M3
         self.shape = _two(self._weight)
         self._rows, self._columns = _group(self.shape, tuple(self._scale.shape), scheme.block)
 
@@ -187,6 +195,7 @@ class _EightBits(_Sliced):
             rows=self._rows,
             columns=self._columns,
             first=(begin % self._rows, first % self._columns),
+            rounds_inputs=self._rounds_inputs,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,20 @@ def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> No
             wide = torch.cat([each.wide() for each in parts]).to(CUDA).double()
             expected = rows.double() @ wide.T
             assert (given.double() - expected).norm() / expected.norm() < 6e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="before Hopper")
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (1, 1024)], ids=["blocks", "outputs"])
+def test_many_rows_are_multiplied_in_8_bits_on_both_sides(rows: int, columns: int) -> None:
+    weight = random_weight(Number.E4M3, 768, 1024, columns=columns, rows=rows, scale=torch.float32)
+    laid_out = GpuWeight.of([replace(weight, rounds_inputs=True).to(CUDA)])
+    assert laid_out is not None
+    assert laid_out.scaled is not None, "the library has no such product"
+    wide = weight.wide().to(CUDA).double()
+    for count in (257, 1000):
+        x = torch.randn(count, 1024, device=CUDA).bfloat16()
+        expected = x.double() @ wide.T
+        assert 6e-3 < (laid_out.product(x).double() - expected).norm() / expected.norm() < 0.05
 
 
 @pytest.mark.parametrize("form", TIMED)

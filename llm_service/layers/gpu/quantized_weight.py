@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.gpu import quantized_kernel as kernels
+from llm_service.layers.gpu.scaled_weight import ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
 _MANY = 256
@@ -66,6 +67,7 @@ class GpuWeight:
 
     `groups` int32 [inputs] is the group of each input. Where tiles of `tile` inputs lie in one, groups are of `columns`
     inputs each, and the first lacks its first `before`; else `columns` is 0. `order` int64 [inputs] if there is one.
+    `scaled` computes many rows in bfloat16, where it is there.
     """
 
     number: Number
@@ -79,13 +81,16 @@ class GpuWeight:
     columns: int
     before: int
     order: Tensor | None
+    scaled: ScaledWeight | None = None
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GpuWeight | None:
         """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
         goes. None where they are not quantised alike. Raises ValueError where a weight is not a number."""
-        whole = GroupedWeight.of(parts, order)
-        return None if whole is None else cls._of([whole])
+        if (whole := GroupedWeight.of(parts, order)) is None:
+            return None
+        made = cls._of([whole])
+        return replace(made, scaled=ScaledWeight.of(whole, made.codes[0]))
 
     @classmethod
     def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> GpuWeight:
@@ -136,7 +141,12 @@ class GpuWeight:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
         rows = x.reshape(-1, self.inputs)
         rows = rows if self.order is None else rows[:, self.order]
-        out = self._run(rows) if len(rows) <= _MANY else self._run_wide(rows)
+        if len(rows) <= _MANY:
+            out = self._run(rows)
+        elif self.scaled is not None and x.dtype == torch.bfloat16:
+            out = self.scaled.product(rows)
+        else:
+            out = self._run_wide(rows)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], self.outputs)
 
     def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""Products of e4m3 with e4m3, by a stand-in for the library: its own checks of layouts, and plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType
+
+from llm_service.layers.gpu import quantized_weight as module
+from llm_service.layers.gpu import scaled_weight
+from llm_service.layers.gpu.quantized_weight import GpuWeight
+from llm_service.layers.gpu.scaled_weight import ScaledWeight
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+from llm_service.models.quantized import Scheme
+from tests.random_weights import random_weight
+
+BLOCKS = {"columns": 128, "rows": 128, "scale": torch.float32}
+LIBRARY = functional.scaled_mm
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def stand_in(a: Tensor, b: Tensor, scale_a: Tensor, how_a: Any, scale_b: Tensor, how_b: Any, **more: Any) -> Tensor:
+    """The library checks shapes and strides of tensors without numbers as it does those of a GPU."""
+    LIBRARY(on_meta(a), on_meta(b), on_meta(scale_a), how_a, on_meta(scale_b), how_b, **more)
+    left, right = a.float(), b.float()
+    if how_a == ScalingType.RowWise:
+        return ((left * scale_a) @ (right * scale_b)).to(more["output_dtype"])
+    groups = a.shape[1] // 128
+    left = left * scale_a.repeat_interleave(128, 1)
+    right = right * scale_b[:groups].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (left @ right).to(more["output_dtype"])
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    scaled_weight._is_right.cache_clear()
+    monkeypatch.setattr(functional, "scaled_mm", stand_in)
+    monkeypatch.setattr(scaled_weight, "_computes", lambda _: True)
+
+
+def scaled(weight: QuantizedWeight) -> ScaledWeight | None:
+    grouped = GroupedWeight.of([weight])
+    assert grouped is not None
+    made = ScaledWeight.of(grouped, grouped.codes)
+    assert made is None or made.codes.data_ptr() == grouped.codes.data_ptr(), "there is one copy"
+    return made
+
+
+def made_for_it(outputs: int, inputs: int, **how: Any) -> QuantizedWeight:
+    return replace(random_weight(Number.E4M3, outputs, inputs, **how), rounds_inputs=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "blocks"),
+    [
+        (made_for_it(256, 640, **BLOCKS), True),
+        (made_for_it(48, 176, columns=176, scale=torch.bfloat16), False),
+        (made_for_it(48, 176, columns=176, rows=48, scale=torch.float32), False),
+    ],
+    ids=["blocks", "a scale an output", "one scale"],
+)
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_a_product_is_near_the_wide_weight_s(weight: QuantizedWeight, blocks: bool, rows: int) -> None:
+    laid_out = scaled(weight)
+    assert laid_out is not None
+    assert laid_out.blocks == blocks
+    x = (torch.randn(rows, weight.inputs) * torch.logspace(-4, 4, rows).unsqueeze(1)).bfloat16()
+    x[0] = 0
+    given, expected = laid_out.product(x), x.float() @ weight.wide().T
+    assert given.dtype == torch.bfloat16
+    assert given.shape == expected.shape
+    error = (given.float() - expected).norm(dim=1)
+    assert (error <= 0.05 * expected.norm(dim=1)).all(), "each row has a scale of its own"
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        made_for_it(200, 640, **BLOCKS),
+        made_for_it(256, 600, **BLOCKS),
+        made_for_it(256, 640, **BLOCKS, before=64),
+        made_for_it(256, 640, columns=128, scale=torch.float32),
+        made_for_it(40, 176, columns=176),
+        random_weight(Number.E4M3, 256, 640, **BLOCKS),
+        random_weight(Number.INT8, 256, 640, columns=640),
+    ],
+    ids=["outputs", "inputs", "cut", "groups of an output", "aligned", "16 bits", "int8"],
+)
+def test_what_does_not_fit_is_left_to_other_kernels(weight: QuantizedWeight) -> None:
+    assert scaled(weight) is None
+
+
+@pytest.mark.parametrize("trouble", ["refused", "wrong"])
+def test_a_library_that_does_not_compute_it_is_left_out(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any, **more: Any) -> Tensor:
+        if trouble == "refused":
+            raise RuntimeError("no such kernel\nat all")
+        return 1.2 * stand_in(*given, **more)
+
+    monkeypatch.setattr(functional, "scaled_mm", broken)
+    assert scaled(made_for_it(256, 640, **BLOCKS)) is None
+
+
+def test_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = made_for_it(256, 384, **BLOCKS)
+    laid_out = GpuWeight.of([weight])
+    assert laid_out is not None
+    monkeypatch.setattr(module, "_MANY", 4)
+    calls: list[int] = []
+    monkeypatch.setattr(ScaledWeight, "product", lambda _, x: calls.append(len(x)) or x.new_zeros(len(x), 256))
+    laid_out.product(torch.randn(5, 384).bfloat16())
+    laid_out.product(torch.randn(5, 384))
+    laid_out.product(torch.randn(3, 384))
+    assert calls == [5]
+
+
+@pytest.mark.parametrize(
+    ("stated", "rounds"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        ({"quant_method": "fp8"}, False),
+        (("float", 8, True), True),
+        (("float", 8, False), False),
+        (("int", 8, True), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: bool) -> None:
+    if not isinstance(stated, dict):
+        activations = None if stated is None else dict(zip(("type", "num_bits", "dynamic"), stated, strict=True))
+        group = {"format": "float-quantized", "input_activations": activations}
+        stated = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
+    scheme = Scheme.of({"quantization_config": stated})
+    assert scheme is not None
+    assert scheme.rounds_inputs == rounds
