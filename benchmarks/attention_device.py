@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
-from benchmarks.llm_device import Case, cases, step
+from benchmarks.llm_device import Case, batch, cases
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from llm_service.layers.attention.choose import choose
@@ -40,9 +40,8 @@ def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape) -> Iterator[s
     assert here.capture is not None
     for backend in backends(shape, here):
         for case in wanted:
-            plan = step(case.chunks, shape.block_size)
             heads = [part.normal_() for part in shape.zeros(case.tokens, here.dtype, here.device)]
-            replay = here.capture()(partial(_layers, backend.batch(plan.chunks), heads, cache))
+            replay = here.capture()(partial(_layers, backend.batch(batch(case.chunks, shape.block_size)), heads, cache))
             seconds = timed({"replay": replay}, here.runs, here.device)["replay"][0] / _LAYERS
             read = 2 * shape.kv_heads * shape.head_dim * here.dtype.itemsize * sum(map(sum, case.chunks))
             seen = sum(context * count + count * (count + 1) / 2 for context, count in case.chunks)

@@ -25,6 +25,7 @@ from llm_service.layers.cpu.jit import use_threads
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.caches import Caches
+from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -79,16 +80,20 @@ def _ours(folder: Path, contexts: Tensor, attention: str, weights: str) -> Itera
         for ids, table in zip(contexts[:batch], tables, strict=True):
             # Memory that nobody has written to is one page, which is read faster than others.
             runner.run(_prompt(ids, table))
-        chunks = [Chunk(context, 1, table) for table in tables]
+        chunks = [Chunk(context, 1, row) for row in range(batch)]
+        told = [appended(row, table) for row, table in enumerate(tables)]
         last, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
-        plan = StepPlan(last.tobytes(), places.tobytes(), chunks, [], [Draw(at=n) for n in range(batch)])
+        draws = [Draw(at=n) for n in range(batch)]
+        plan = StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
         yield lambda plan=plan: runner.run(plan)  # type: ignore[misc]
 
 
 def _prompt(ids: Tensor, table: list[int]) -> StepPlan:
     count = len(ids)
     places = array("i", [*range(count)] * 3)
-    return StepPlan(ids.numpy().tobytes(), places.tobytes(), [Chunk(0, count, table)], [], [])
+    return StepPlan(
+        ids.numpy().tobytes(), places.tobytes(), [Chunk(0, count, 0)], [], [], appended=[appended(0, table)]
+    )
 
 
 def _peer(folder: Path, contexts: Tensor) -> Iterator[Callable[[], object]]:

@@ -128,7 +128,7 @@ def _replay_seconds(runner: ModelRunner, here: Machine, running: int, whole: int
     """Of the graph of such a batch; nan where there are none."""
     plan = step([(whole - 1, 1)] * running)
     runner.run(plan)
-    graph = runner.graphs._fitting(plan.chunks, deep=False) if runner.graphs is not None else None
+    graph = runner.graphs.find(plan.chunks, deep=False) if runner.graphs is not None else None
     return timed({"replay": graph.replay}, here.runs, here.device)["replay"][0] if graph else float("nan")
 
 

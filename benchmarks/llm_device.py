@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
 from benchmarks.quantized import BYTES, FORMS
 from benchmarks.shapes import EXPERTS, MODEL, TINY, cache_bytes, step_operations, weight_bytes
 from common.arena import SharedBuffer
+from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, quantized
@@ -34,6 +36,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.caches import Caches
 from llm_service.worker.graphs import CaptureBounds
+from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 
@@ -93,8 +96,8 @@ def cases(sequences: Sequence[int], contexts: Sequence[int], tokens: Sequence[in
     ]
 
 
-def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
-    """Draws a token behind each chunk. Blocks alternate, as they do when sequences have grown side by side."""
+def batch(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> list[PagedChunk]:
+    """Of chunks (context, count). Blocks alternate, as they do when sequences have grown side by side."""
     needed = [-(-sum(chunk) // block_size) for chunk in chunks]
     tables: list[list[int]] = [[] for _ in chunks]
     number = 0
@@ -103,13 +106,19 @@ def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
             if depth < need:
                 table.append(number)
                 number += 1
+    return [PagedChunk(*chunk, table) for chunk, table in zip(chunks, tables, strict=True)]
+
+
+def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
+    """Draws a token behind each chunk, whose tables come with it."""
     places = array("i", [context + n for context, count in chunks for n in range(count)])
     ends, draws = 0, []
     for _, count in chunks:
         ends += count
         draws.append(Draw(at=ends - 1))
-    made = [Chunk(context, count, table) for (context, count), table in zip(chunks, tables, strict=True)]
-    return StepPlan(array("i", [5] * ends).tobytes(), (places * 3).tobytes(), made, [], draws)
+    made = [Chunk(context, count, row) for row, (context, count) in enumerate(chunks)]
+    given = [appended(row, each.blocks) for row, each in enumerate(batch(chunks, block_size))]
+    return StepPlan(array("i", [5] * ends).tobytes(), (places * 3).tobytes(), made, [], draws, appended=given)
 
 
 def _shorten(part: PackedLinear | Experts, form: Callable[[torch.Tensor], QuantizedWeight]) -> None:
@@ -170,6 +179,8 @@ def measure(
         ways = _ways(runner, here, bounds)
         for case in fitting:
             plan = step(case.chunks, settings.block_size)
+            runner.run(plan)
+            plan = msgspec.structs.replace(plan, appended=[])  # what runs on has its tables
             passes: dict[str, Callable[[], object]] = {way: partial(run, plan) for way, run in ways.items()}
             found = timed(passes, here.runs, here.device)
             yield case, {f"{way}{name}": whole for way, (whole, _) in found.items()}
@@ -199,7 +210,7 @@ def _ways(runner: ModelRunner, here: Machine, bounds: CaptureBounds) -> dict[str
     @torch.inference_mode()
     def replay(plan: StepPlan) -> None:
         """Over the metadata that the step before has filled."""
-        if (graph := captured._fitting(plan.chunks, deep=False)) is not None:
+        if (graph := captured.find(plan.chunks, deep=False)) is not None:
             graph.replay()
 
     return {

@@ -1,6 +1,6 @@
 """What the scheduler tells the workers to compute, and what they answer. A step plan is a message: it holds all that a
-step needs, so that a worker keeps no state of requests but the KV cache. There are hundreds of the small ones in a
-step, and they cannot be part of a cycle, so the garbage collector is spared them (`gc=False`)."""
+step needs, but for what a worker keeps of sequences: the KV cache, and their block tables. There are hundreds of the
+small ones in a step, and they cannot be part of a cycle, so the garbage collector is spared them (`gc=False`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ import msgspec
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache.
 
-    They are the next `count` tokens of the flattened batch; `blocks` is the sequence's block table, long enough for
-    context + count tokens.
+    They are the next `count` tokens of the flattened batch; the sequence's block table is row `row` of all tables, and
+    long enough for context + count tokens.
     """
 
     context: int
     count: int
-    blocks: list[int]
+    row: int
+
+
+class Appended(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The block table in row `row` goes on, from index `begin`, with `blocks`, int32 as bytes. With `begin` 0 it is
+    another sequence's."""
+
+    row: int
+    begin: int
+    blocks: bytes
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -87,13 +96,14 @@ class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass over a flattened batch of n tokens.
 
-    `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other. A plan may be made
-    while the one before it is still computed: `carried` then lists (place, draw), and the token at that place is the
-    one that this draw of the plan before chooses. Plans are computed one after the other, in the order they were made.
-    `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk without context
-    begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in order, before the
-    step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the chunk, its tokens up
-    to there, slot), at multiples of what such a layer computes at once.
+    `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other. Their block tables
+    are known from the plans before; what they have become longer by is `appended`, before anything is computed. A plan
+    may be made while the one before it is still computed: `carried` then lists (place, draw), and the token at that
+    place is the one that this draw of the plan before chooses. Plans are computed one after the other, in the order
+    they were made. `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk
+    without context begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in
+    order, before the step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the
+    chunk, its tokens up to there, slot), at multiples of what such a layer computes at once.
     """
 
     token_ids: bytes
@@ -107,6 +117,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     restored: list[tuple[int, int]] = []
     kept: list[tuple[int, int]] = []
     passed: list[tuple[int, int, int]] = []
+    appended: list[Appended] = []
 
     @property
     def tokens(self) -> int:

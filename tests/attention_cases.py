@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.plan import Chunk
 from tests.plain_attention import paged_attention
 
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ class Case:
     """A batch over a cache full of noise."""
 
     shape: CacheShape
-    chunks: list[Chunk]
+    chunks: list[PagedChunk]
     cache: torch.Tensor
     qkv: torch.Tensor
 
@@ -38,7 +37,7 @@ class Case:
         for count in counts:
             context = numbers.choice([0, 1, 15, 16, 17, 100, 200])
             blocks = [free.pop() for _ in range(-(-(context + count) // shape.block_size))]
-            chunks.append(Chunk(context, count, blocks))
+            chunks.append(PagedChunk(context, count, blocks))
         generator = torch.Generator().manual_seed(seed)
         cache = torch.randn(shape.new_cache(torch.float32, CPU).shape, generator=generator).to(device, dtype)
         heads = shape.heads + 2 * shape.kv_heads

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.plan import Chunk
 
 
 def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -41,7 +40,7 @@ class PlainTables:
     shape: CacheShape
     name: str = "plain"
 
-    def batch(self, chunks: Sequence[Chunk]) -> PlainMetadataBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> PlainMetadataBatch:
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, torch.device("cpu")))
 
     def over(self, metadata: AttentionMetadata) -> PlainMetadataBatch:

@@ -10,12 +10,11 @@ import torch
 from benchmarks.device import Again, Machine, Peaks
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from common.gpu import Capture, CudaCapture
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
-from llm_service.plan import Chunk
 from llm_service.worker.graphs import CaptureBounds
 from tests.attention_cases import TOLERANCE, Case
 from tests.plain_attention import paged_attention
@@ -38,14 +37,14 @@ def check_noise_outside(shape: CacheShape, dtype: torch.dtype, device: torch.dev
 def check_far_blocks(shape: CacheShape, dtype: torch.dtype, device: torch.device, attention: str) -> None:
     """Sequences at the far end of a cache give what they give in a small one."""
     size, far = shape.block_size, list(range(shape.blocks - 6, shape.blocks))
-    chunks = [Chunk(3 * size + 2, 1, far[:4]), Chunk(size, 7, far[4:])]
+    chunks = [PagedChunk(3 * size + 2, 1, far[:4]), PagedChunk(size, 7, far[4:])]
     qkv = torch.randn(8, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
     query, key, value = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     cache, few = (each.new_cache(dtype, device)[0] for each in (shape, replace(shape, blocks=6)))
     few.normal_()
     cache[:, far] = few[:, :6]
     given = choose(attention, shape, dtype, device).batch(chunks).attend(query, key, value, cache)
-    moved = [Chunk(chunk.context, chunk.count, [block - far[0] for block in chunk.blocks]) for chunk in chunks]
+    moved = [PagedChunk(chunk.context, chunk.count, [block - far[0] for block in chunk.blocks]) for chunk in chunks]
     expected = paged_attention(query, key, value, few, AttentionMetadata.of(moved, size, device))
     torch.testing.assert_close(given, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     torch.testing.assert_close(cache[:, far], few[:, :6], rtol=0, atol=0)

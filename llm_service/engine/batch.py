@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Chunk, Draw, RowSlice, Score, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, RowSlice, Score, StepPlan
 
 
 @dataclass(slots=True)
@@ -38,10 +38,13 @@ class StateCopies:
     after: list[tuple[int, int]]
 
 
-def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies: StateCopies | None = None) -> Step:
-    """The next step for these sequences. At most one token of each may be unknown, and that one is chosen by the step
-    before. The drafts of a sequence are computed behind its last token, and a token is drawn at each place. With
-    `copies`, which may be none, the model's layers keep states, in the slots that sequences hold."""
+def build(
+    work: Mapping[Sequence, int], row_bytes: int, appended: list[Appended], copies: StateCopies | None = None
+) -> Step:
+    """The next step for these sequences, whose tables became longer by what is `appended`. At most one token of each
+    may be unknown, and that one is chosen by the step before. The drafts of a sequence are computed behind its last
+    token, and a token is drawn at each place. With `copies`, which may be none, the model's layers keep states, in the
+    slots that sequences hold."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -65,7 +68,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies:
             positions.window(_positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
             prefill.append((sequence, begin, count))
-        chunks.append(Chunk(begin, count, sequence.table.blocks[: -(-end // block_size)]))
+        chunks.append(Chunk(begin, count, sequence.table.row))
         if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))
@@ -75,7 +78,7 @@ def build(work: Mapping[Sequence, int], block_size: int, row_bytes: int, copies:
             for ahead in range(len(drafts) + 1):
                 draws.append(_draw(sequence, at + count - 1 - len(drafts) + ahead, ahead))
                 drawing.append(sequence)
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores)
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores, appended=appended)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.identity import framed
 from llm_service.engine.state_slots import StateSlots
+from llm_service.plan import Appended
 
 
 @dataclass(slots=True)
@@ -30,12 +32,15 @@ class Block:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
-    Identities cover its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none.
-    `reserved` snapshots wait for their blocks' identities; `rolling` is the one that the next of an answer replaces."""
+    Likewise the `row` where workers keep the table, -1 for none, whose first `told` blocks they know. Identities cover
+    its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none. `reserved`
+    snapshots wait for their blocks' identities; `rolling` is the one that the next of an answer replaces."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     slot: int = -1
+    row: int = -1
+    told: int = 0
     source: int = -1
     reserved: deque[Reserved] = field(default_factory=deque)
     rolling: bytes = b""
@@ -152,6 +157,8 @@ class BlockManager:
         self._retained = RetainedBlocks(int(count * session_share))
         self._by_identity: dict[bytes, int] = {}
         self._idle_named = 0
+        self._rows = 0
+        self._free_rows: list[int] = []
 
     @property
     def total(self) -> int:
@@ -218,6 +225,10 @@ class BlockManager:
     def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
         """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
         where sequences have states. No more sequences run than there are slots."""
+        if self._free_rows:
+            table.row = self._free_rows.pop()
+        else:
+            table.row, self._rows = self._rows, self._rows + 1
         if self.state_slots:
             # The snapshot's own slot may be the one that is taken. What another one held is copied before steps write.
             source = self._states.find(identities[-1]) if identities else -1
@@ -303,6 +314,10 @@ class BlockManager:
                 self._free[evicted] = None
         table.blocks.clear()
         table.identities.clear()
+        if table.row >= 0:
+            # Steps run one after the other: whatever one of them reads there comes before another table's blocks.
+            self._free_rows.append(table.row)
+            table.row, table.told = -1, 0
         if table.slot >= 0:
             self._states.give_back(table.slot)
             table.slot = table.source = -1
@@ -310,6 +325,15 @@ class BlockManager:
             self._states.cancel(reserved.ticket)
         table.reserved.clear()
         table.rolling = b""
+
+    def take_appended(self, tables: Seq[BlockTable]) -> list[Appended]:
+        """What workers are yet to be told of these tables, with the next step."""
+        found: list[Appended] = []
+        for table in tables:
+            if table.told < len(table.blocks):
+                found.append(Appended(table.row, table.told, array("i", table.blocks[table.told :]).tobytes()))
+                table.told = len(table.blocks)
+        return found
 
     def take_sources(self, tables: Seq[BlockTable]) -> list[tuple[int, int]]:
         """(snapshot's slot, sequence's slot) of those that begin with a snapshot: copied, in this order, before the
@@ -367,6 +391,9 @@ class BlockManager:
             assert places == (block.refs == 0), f"block {block.number} is lost"
         named = sum(block.refs == 0 and block.identity is not None for block in self._blocks)
         assert named == self._idle_named, "the count of cached blocks is wrong"
+        rows = sorted([*self._free_rows, *(table.row for table in tables if table.row >= 0)])
+        assert rows == list(range(self._rows)), "a row of a table is lost, or has two owners"
+        assert all(table.told <= len(table.blocks) for table in tables), "workers know blocks that are not held"
         tickets = [each.ticket for table in tables for each in table.reserved]
         self._states.check_integrity([table.slot for table in tables if table.slot >= 0], tickets)
         for identity, number in self._by_identity.items():

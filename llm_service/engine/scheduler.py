@@ -160,7 +160,8 @@ class Scheduler:
         if not schedule.num_scheduled_tokens:
             return None, started
         copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
-        step = build(schedule.num_scheduled_tokens, self.blocks.block_size, self._row_bytes, copies)
+        appended = self.blocks.take_appended([sequence.table for sequence in schedule.num_scheduled_tokens])
+        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies)
         self._planned_steps += 1
         self.counters.draft_tokens += sum(len(sequence.drafts) for sequence in schedule.num_scheduled_tokens)
         for draw, sequence in enumerate(step.drawing):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.plan import Chunk
 
 
@@ -59,12 +59,12 @@ class Segment:
 
     @classmethod
     def of(
-        cls, chunks: Sequence[Chunk], slots: Sequence[int], passed: Sequence[tuple[int, int, int]] = ()
+        cls, chunks: Sequence[Chunk | PagedChunk], slots: Sequence[int], passed: Sequence[tuple[int, int, int]] = ()
     ) -> list[Segment]:
         """Of a plan's chunks, which has a slot for each: one for each chunk, cut where a state is copied that it
         passes.
 
-        >>> cuts = Segment.of([Chunk(7, 1, [0]), Chunk(0, 150, [1, 2])], [4, 6], [(1, 128, 9)])
+        >>> cuts = Segment.of([Chunk(7, 1, 0), Chunk(0, 150, 1)], [4, 6], [(1, 128, 9)])
         >>> [(each.begin, each.end, each.slot, each.fresh, each.copy) for each in cuts]
         [(0, 1, 4, False, -1), (1, 129, 6, True, 9), (129, 151, 6, False, -1)]
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from llm_service.layers.cache_spec import CacheSpec, Segment
@@ -34,10 +35,12 @@ class CachedPart(Protocol):
 
 
 class StateMetadata(Protocol):
-    """What a batch of layers with states reads of a step, in tensors that never move."""
+    """What a batch of layers with states reads of a step: int32 [k], in a tensor that never moves."""
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """A step's; the rest becomes padding."""
+    packed: Tensor
+
+    def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
+        """What is to stand there for a step, padding included, int32 [k]."""
         ...
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library_models import base_of, config_of, level_count, made_up, processor_of, rope_positions, shrink
+from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.models.decoder import Deepstack
 from llm_service.models.generic import LibraryDecoder, text_alone
-from llm_service.plan import Chunk
 
 _BLOCK = 16
 _CLOSE = 1e-3
@@ -186,7 +186,7 @@ def _logits(
     found: list[Tensor] = []
     for begin, end in cuts:
         tables = [list(range(blocks, 2 * blocks)), list(range(blocks))[::-1]]
-        chunks = [Chunk(begin, end - begin, table) for table in tables]
+        chunks = [PagedChunk(begin, end - begin, table) for table in tables]
         count = end - begin
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         made = {spec: decoder.backend(shape).batch(chunks, here) for spec, shape in shapes.items()}

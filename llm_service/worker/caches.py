@@ -15,6 +15,7 @@ from llm_service.layers.attention.backend import (
     AttentionBatch,
     CacheShape,
     NumbaCompiled,
+    PagedChunk,
     WarmBackend,
 )
 from llm_service.layers.attention.choose import choose
@@ -30,7 +31,6 @@ from llm_service.layers.cache_spec import (
     slot_bytes,
 )
 from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBackend, StateMetadata
-from llm_service.plan import Chunk
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class StableBackend(AttentionBackend, Protocol):
 class SpanBackend(AttentionBackend, Protocol):
     """A back end for models in which tokens of a span see each other."""
 
-    def batch(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]] = ()) -> AttentionBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[tuple[int, int]] = ()) -> AttentionBatch:
         """As `AttentionBackend.batch`; each span, [begin, end) in the batch, is in one chunk."""
         ...
 
@@ -108,24 +108,33 @@ class Caches:
 
     def batches(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PagedChunk],
         slots: Sequence[int] = (),
         passed: Sequence[tuple[int, int, int]] = (),
         spans: Sequence[tuple[int, int]] = (),
+        metadata: AttentionMetadata | None = None,
     ) -> list[Any]:
         """What each layer's mixer takes of a step: `slots` and `passed` as a plan has them, and the spans of the batch,
-        [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes."""
+        [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes. Where they are given, back
+        ends that follow metadata (`follows_metadata`) take those of these chunks."""
         made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
             if spans:
                 assert isinstance(kind.backend, SpanBackend), "a back end that knows no spans"
                 made[spec] = kind.backend.batch(chunks, spans)
+            elif metadata is not None and isinstance(kind.backend, StableBackend):
+                made[spec] = kind.backend.over(metadata)
             else:
                 made[spec] = kind.backend.batch(chunks)
         if self._states:
             segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
         return [made[spec] for spec in self._specs]
+
+    @property
+    def follows_metadata(self) -> bool:
+        """Whether a back end reads a step's metadata on the device."""
+        return any(isinstance(kind.backend, StableBackend) for kind in self.paged.values())
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
         """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only where nothing is

@@ -5,12 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import MirrorOrder, Pulled, StepPlan, ToRank
+from llm_service.plan import Draw, MirrorOrder, Pulled, StepPlan, ToRank
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
 BEAT_SECONDS = 1.0
 """An idle group hears from rank 0 this often."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def message_of(plan: StepPlan) -> bytes:
+    """What other ranks are told of a plan: all but how tokens are chosen, which they are told with the next one."""
+    return _encode(ToRank(plan=msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
 
 
 class LoneExecutor:
@@ -43,18 +51,17 @@ class GroupExecutor:
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def launch(self, plan: StepPlan) -> Launched:
         """Begins a step on all ranks; raises RuntimeError where one is gone."""
         self._change_over()
-        self._ranks.tell(self._encode(ToRank(plan=plan)))
+        self._ranks.tell(message_of(plan))
         self._ranks.share_rows(plan.rows, self._runner.arena)
         return self._runner.launch(plan)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
-        self._ranks.tell(self._encode(ToRank(order=order)))
+        self._ranks.tell(_encode(ToRank(order=order)))
         return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
 
     def beat(self) -> None:
@@ -64,7 +71,7 @@ class GroupExecutor:
 
     def _change_over(self) -> None:
         if (changeover := self._runner.changeover) is not None and changeover.due:
-            self._ranks.tell(self._encode(ToRank(changeover=True)))
+            self._ranks.tell(_encode(ToRank(changeover=True)))
             changeover.ask(self._ranks.group.all_reduce_min)
 
 

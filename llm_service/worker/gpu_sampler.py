@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.gpu.sampling_kernels import ADJUST, DRAW, HEAD, adjust_kernel, draw_kernel
+from llm_service.layers.transfer import to_device
 from llm_service.plan import Draw
 from llm_service.worker.sampler import Drawn
-from llm_service.worker.transfer import to_device
 
 _SEEN = 1 << 30
 """Stands for a token of the prompt in a count of those of the output."""

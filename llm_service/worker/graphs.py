@@ -5,21 +5,25 @@ A step of few tokens is mostly launches; a graph starts them all at once. A batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common import log
 from common.gpu import Capture
-from llm_service.layers.attention.metadata import TILE, AttentionMetadata
+from llm_service.layers.attention.metadata import TILE, AttentionMetadata, BatchNumbers
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
+from llm_service.layers.transfer import ALIGNMENT, aligned
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.plan import Chunk, StepPlan
 from llm_service.worker.caches import Caches
+from llm_service.worker.device_tables import DeviceTables
 
 _log = log.get("graphs")
 
@@ -58,50 +62,101 @@ def prefill_sizes(largest: int) -> list[int]:
 class Buffers:
     """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
 
-    `hidden` and `out` [N, hidden]; `positions` int32 [3, N]; `deep` [levels − 1, N, hidden].
+    `hidden` and `out` [N, hidden]; `deep` [levels − 1, N, hidden]; `block_table` int32 [sequences, blocks].
     """
 
     hidden: Tensor
-    positions: Tensor
     deep: Tensor
     out: Tensor
-    metadata: AttentionMetadata
+    block_table: Tensor
 
     @classmethod
     def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor) -> Self:
         """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
-        tokens, sequences = max(bounds.tokens, bounds.sequences), bounds.sequences
-
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=like.device)
-
-        metadata = AttentionMetadata(
-            slot_mapping=integers(tokens),
-            block_table=integers(sequences, -(-bounds.context // block_size)),
-            query_start_loc=integers(sequences + 1),
-            seq_lens=integers(sequences),
-            tiles=integers(-(-tokens // TILE) + sequences, 2),
-            decode_lengths=integers(sequences),
-            longest_query=0,
-            longest=bounds.context,
-        )
-        width = len(like)
+        tokens, width = max(bounds.tokens, bounds.sequences), len(like)
+        table = bounds.sequences, -(-bounds.context // block_size)
         return cls(
             like.new_zeros(tokens, width),
-            integers(3, tokens),
             like.new_zeros(bounds.levels - 1, tokens, width),
             like.new_zeros(tokens, width),
-            metadata,
+            torch.zeros(table, dtype=torch.int32, device=like.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNumbers:
+    """The integers that one graph reads of a step, int32, all in one tensor, `packed`, so that one copy fills them.
+
+    `positions` [3, tokens], `rows` [sequences] of the block tables; the rest is that of `AttentionMetadata`, with room
+    for any step that fits. What a step leaves over is padding: its tokens write their keys to the slot `null_slot`.
+    """
+
+    null_slot: int
+    packed: Tensor
+    positions: Tensor
+    rows: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    decode_lengths: Tensor
+    tiles: Tensor
+
+    @classmethod
+    def padding(cls, tokens: int, sequences: int, tiles: int, null_slot: int, device: torch.device) -> Self:
+        """A step of nobody."""
+        shapes = (3, tokens), (sequences,), (tokens,), (sequences + 1,), (sequences,), (sequences,), (tiles, 2)
+        sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
+        packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        parts = packed.split(sizes)
+        made = cls(
+            null_slot,
+            packed,
+            *(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)),
+        )
+        made.slot_mapping.fill_(null_slot)
+        made.tiles.fill_(-1)
+        return made
+
+    def of(self, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """What is to stand in `packed` for a step with positions int32 [3, n], whose tables are in these rows."""
+        n, sequences, decodes = positions.shape[1], len(rows), batch.decodes
+        packed = np.zeros(len(self.packed), np.int32)
+
+        def part(of: Tensor) -> np.ndarray:
+            begin = of.storage_offset() - self.packed.storage_offset()
+            return packed[begin : begin + of.numel()].reshape(tuple(of.shape))
+
+        part(self.positions)[:, :n] = positions
+        part(self.rows)[:sequences] = rows
+        slots, starts, tiles = part(self.slot_mapping), part(self.query_start_loc), part(self.tiles)
+        slots[:n], slots[n:] = batch.slot_mapping, self.null_slot
+        starts[: sequences + 1], starts[sequences + 1 :] = batch.query_start_loc, n
+        part(self.seq_lens)[:sequences] = batch.seq_lens
+        part(self.decode_lengths)[:decodes] = batch.seq_lens[:decodes]
+        tiles[: len(batch.tiles)], tiles[len(batch.tiles) :] = batch.tiles, -1
+        return packed
+
+    def metadata(self, block_table: Tensor, longest_query: int, longest: int) -> AttentionMetadata:
+        """What kernels read, at each replay anew."""
+        return AttentionMetadata(
+            slot_mapping=self.slot_mapping,
+            block_table=block_table[: len(self.rows)],
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            tiles=self.tiles,
+            decode_lengths=self.decode_lengths,
+            longest_query=longest_query,
+            longest=longest,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One size. `metadata` are its part of the buffers', `states` what its layers with states read, a few numbers for
-    each sequence; `deep` says whether it adds deepstack levels."""
+    """One size. `numbers` are what it reads of a step, `states` what its layers with states read; `deep` says whether
+    it adds deepstack levels."""
 
     tokens: int
-    metadata: AttentionMetadata
+    numbers: GraphNumbers
     states: list[StateMetadata]
     deep: bool
     replay: Callable[[], None]
@@ -109,7 +164,15 @@ class Graph:
     @property
     def decodes_only(self) -> bool:
         """It has no place for a chunk of several tokens."""
-        return not len(self.metadata.tiles)
+        return not len(self.numbers.tiles)
+
+    def of(self, plan: StepPlan, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """What `GraphRunner.replay` needs of a plan on the device."""
+        moved = [self.numbers.of(batch, positions, rows)]
+        if self.states:
+            segments = Segment.of(plan.chunks, plan.slots, plan.passed)
+            moved += [states.numbers(segments) for states in self.states]
+        return moved
 
 
 class GraphRunner:
@@ -160,41 +223,37 @@ class GraphRunner:
         """Sequences of each decode graph, and tokens of each prefill graph, the smallest first."""
         return [graph.tokens for graph in self._decodes], [graph.tokens for graph in self._prefills]
 
-    def can_replay(self, chunks: Sequence[Chunk], *, deep: bool) -> bool:
-        """Whether a graph fits a batch, which has deepstack rows or has not."""
-        return self._fitting(chunks, deep=deep) is not None
-
-    def pad(self, chunks: Sequence[Chunk], *, deep: bool) -> int:
-        """Tokens that are computed for a batch: the size that it is padded to, or its own number."""
-        graph = self._fitting(chunks, deep=deep)
-        return graph.tokens if graph else sum(chunk.count for chunk in chunks)
-
-    def replay(self, hidden: Tensor, positions: Tensor, plan: StepPlan, deepstack: Deepstack | None) -> Tensor:
-        """Input embeddings [n, hidden] and positions int32 [3, n] of a plan → hidden states [n, hidden], valid until
-        the next replay."""
-        graph, buffers, n = self._fitting(plan.chunks, deep=deepstack is not None), self._buffers, len(hidden)
-        assert graph is not None, "no graph fits"
-        buffers.hidden[:n].copy_(hidden)
-        buffers.positions[:, :n].copy_(positions)
-        if graph.deep:
-            self._put_deepstack(deepstack, n)
-        metadata = AttentionMetadata.of(plan.chunks, self._caches.block_size, torch.device("cpu"))
-        _fill(graph.metadata, metadata, n, self._null_slot)
-        if graph.states:
-            segments = Segment.of(plan.chunks, plan.slots, plan.passed)
-            for states in graph.states:
-                states.fill(segments)
-        graph.replay()
-        self.replays += 1
-        return buffers.out[:n]
-
-    def _fitting(self, chunks: Sequence[Chunk], *, deep: bool) -> Graph | None:
+    def find(self, chunks: Sequence[Chunk], *, deep: bool) -> Graph | None:
+        """The graph that fits a batch, which has deepstack rows or has not."""
         tokens = sum(chunk.count for chunk in chunks)
         if len(chunks) > self._bounds.sequences:
             return None
         decodes_only = tokens == len(chunks) and not deep
         graphs = self._decodes if decodes_only else self._prefills
         return next((graph for graph in graphs if graph.tokens >= tokens), None)
+
+    def replay(
+        self,
+        graph: Graph,
+        hidden: Tensor,
+        moved: Sequence[Tensor],
+        tables: DeviceTables,
+        longest: int,
+        deepstack: Deepstack | None,
+    ) -> Tensor:
+        """Input embeddings [n, hidden], what `Graph.of` gave of their plan, on the device, and all block tables, of
+        which no sequence is longer than `longest` → hidden states [n, hidden], valid until the next replay."""
+        buffers, n = self._buffers, len(hidden)
+        buffers.hidden[:n].copy_(hidden)
+        if graph.deep:
+            self._put_deepstack(deepstack, n)
+        read = [graph.numbers.packed, *(states.packed for states in graph.states)]
+        for target, given in zip(read, moved, strict=True):
+            target.copy_(given)
+        tables.gather(graph.numbers.rows, longest, out=buffers.block_table[: len(graph.numbers.rows)])
+        graph.replay()
+        self.replays += 1
+        return buffers.out[:n]
 
     def _put_deepstack(self, deepstack: Deepstack | None, tokens: int) -> None:
         """A level is added to all tokens, and is zero where there is no row."""
@@ -206,47 +265,20 @@ class GraphRunner:
 
     def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool) -> Graph:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
-        buffers, whole = self._buffers, self._buffers.metadata
+        buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
         tiles = 0 if decodes_only else -(-tokens // TILE) + sequences
-        metadata = replace(
-            whole,
-            slot_mapping=whole.slot_mapping[:tokens],
-            block_table=whole.block_table[:sequences],
-            query_start_loc=whole.query_start_loc[: sequences + 1],
-            seq_lens=whole.seq_lens[:sequences],
-            tiles=whole.tiles[:tiles],
-            decode_lengths=whole.decode_lengths[:sequences],
-            longest_query=1 if decodes_only else tokens,
+        numbers = GraphNumbers.padding(tokens, sequences, tiles, self._null_slot, self._decoder.device)
+        metadata = numbers.metadata(
+            buffers.block_table, longest_query=1 if decodes_only else tokens, longest=self._bounds.context
         )
-        # Padded tokens write their keys to the null block, and no table leads to them.
-        metadata.slot_mapping.fill_(self._null_slot)
-        for lengths in (metadata.query_start_loc, metadata.seq_lens, metadata.decode_lengths):
-            lengths.zero_()
-        metadata.tiles.fill_(-1)
-        hidden, positions, out = buffers.hidden[:tokens], buffers.positions[:, :tokens], buffers.out[:tokens]
+        hidden, out = buffers.hidden[:tokens], buffers.out[:tokens]
         deep = not decodes_only and len(buffers.deep) > 0
         levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
         states = self._caches.state_metadata(tokens, sequences, decodes_only=decodes_only)
         batches = self._caches.batches_over(metadata, states)
 
         def run() -> None:
-            out.copy_(self._decoder(hidden, positions, self._caches.layers, batches, levels))
+            out.copy_(self._decoder(hidden, numbers.positions, self._caches.layers, batches, levels))
 
-        return Graph(tokens, metadata, [*states.values()], deep, capture(run))
-
-
-def _fill(into: AttentionMetadata, metadata: AttentionMetadata, tokens: int, null_slot: int) -> None:
-    """Copies a batch's metadata to the beginning of a graph's; what follows becomes padding."""
-    for target, source, rest in (
-        (into.slot_mapping, metadata.slot_mapping, null_slot),
-        (into.query_start_loc, metadata.query_start_loc, tokens),
-        (into.seq_lens, metadata.seq_lens, 0),
-        (into.decode_lengths, metadata.decode_lengths, 0),
-        (into.tiles, metadata.tiles, -1),
-    ):
-        target[: len(source)].copy_(source, non_blocking=True)
-        target[len(source) :].fill_(rest)
-    into.block_table[: metadata.block_table.shape[0], : metadata.block_table.shape[1]].copy_(
-        metadata.block_table, non_blocking=True
-    )
+        return Graph(tokens, numbers, [*states.values()], deep, capture(run))

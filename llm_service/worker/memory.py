@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import resource
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.group import TensorGroup
-from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, StepPlan
 from llm_service.settings import EngineSettings
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
@@ -30,20 +31,29 @@ def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
     decodes = settings.max_running - 1
     rest = settings.max_step_tokens - decodes
     width = -(-rest // settings.block_size)
-    chunks = [Chunk(0, 1, [number]) for number in range(decodes)]
-    chunks.append(Chunk(0, rest, list(range(decodes, decodes + width))))
+    chunks = [Chunk(0, 1, row) for row in range(decodes)]
+    chunks.append(Chunk(0, rest, decodes))
+    tables = [appended(row, [row]) for row in range(decodes)]
+    tables.append(appended(decodes, range(decodes, decodes + width)))
     ids = array("i", [0] * settings.max_step_tokens)
     places = [*range(decodes), settings.max_step_tokens - 1]
     draws = [Draw(at=place, temperature=1.0, top_p=0.9) for place in places]
     slots = list(range(len(chunks)))
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=slots), decodes + width
+    made = StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=slots, appended=tables)
+    return made, decodes + width
 
 
 def prompt(count: int, block_size: int) -> tuple[StepPlan, int]:
     """A plan of one sequence of so many tokens, and the number of blocks that it uses."""
     ids, width = array("i", [0] * count), -(-count // block_size)
-    chunk = Chunk(0, count, list(range(width)))
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), [chunk], [], [Draw(at=count - 1)], slots=[0]), width
+    draws, tables = [Draw(at=count - 1)], [appended(0, range(width))]
+    chunks = [Chunk(0, count, 0)]
+    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=[0], appended=tables), width
+
+
+def appended(row: int, blocks: Iterable[int]) -> Appended:
+    """A whole table."""
+    return Appended(row, 0, array("i", blocks).tobytes())
 
 
 class Gauge:

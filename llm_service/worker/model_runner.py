@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.gpu import Capture
+from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
+from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.served import Weights
@@ -17,11 +21,11 @@ from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
+from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
-from llm_service.worker.graphs import CaptureBounds, GraphRunner
+from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
-from llm_service.worker.transfer import to_device
 
 
 class Launched:
@@ -62,6 +66,7 @@ class ModelRunner:
         self.caches = caches
         self._replayed = False
         self.graphs: GraphRunner | None = None
+        self._tables = DeviceTables(caches.block_size, decoder.device)
         self.changeover: Changeover | None = None
         self.weights = Weights()
         self._draw = _sampler_on(decoder.device)
@@ -125,39 +130,84 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
         """float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores."""
-        numbers = [
-            np.frombuffer(plan.token_ids, np.int32),
-            np.frombuffer(plan.positions, np.int32).reshape(3, -1),
-            # Where no scores are asked for, only the places of draws are wanted; where there are none, any place.
-            np.array([draw.at for draw in plan.draws] or [0]),
-            np.array(plan.carried, np.int64).reshape(-1, 2).T,
-        ]
-        token_ids, positions, places, carried = to_device(numbers, self._decoder.device)
-        if plan.carried:
-            self._chosen = self._decoder.group.broadcast(self._chosen)
-            token_ids.index_copy_(0, carried[0], self._chosen[carried[1]].int())
-        hidden = self._hidden(plan, token_ids, positions, None if plan.scores else places)
-        scores = score(hidden, plan.scores, self._decoder.logits)
-        if not plan.draws:
-            return None, scores
-        return self._decoder.logits(hidden[places] if plan.scores else hidden), scores
-
-    def _hidden(self, plan: StepPlan, token_ids: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
-        """Hidden states [m, hidden] of some places of a plan's batch, or [n, hidden] of all."""
-        hidden = self._decoder.embed_tokens(token_ids)
+        deep = bool(plan.rows) and self.arena.levels > 1
+        graph = None if self.graphs is None else self.graphs.find(plan.chunks, deep=deep)
+        moved = self._move(plan, graph)
+        hidden = self._decoder.embed_tokens(self._token_ids(plan, moved))
         deepstack = fuse(hidden, plan.rows, self.arena)
         self.caches.copy_states(plan.restored)
-        self._replayed = self.graphs is not None and self.graphs.can_replay(plan.chunks, deep=deepstack is not None)
-        out: Tensor
-        if self.graphs is not None and self._replayed:
-            out = self.graphs.replay(hidden, positions, plan, deepstack)
-            out = out if places is None else out[places]
+        if graph is not None:
+            assert self.graphs is not None
+            assert moved.batch is not None, "back ends of graphs follow metadata"
+            out = self.graphs.replay(graph, hidden, moved.read, self._tables, moved.batch.longest, deepstack)
+            out = out if moved.places is None else out[moved.places]
         else:
-            spans = [(rows.at, rows.at + rows.count) for rows in plan.rows] if self.whole_media else []
-            batches = self.caches.batches(plan.chunks, plan.slots, plan.passed, spans)
-            out = self._decoder(hidden, positions, self.caches.layers, batches, deepstack, places)
+            batches = self._batches(plan, moved)
+            out = self._decoder(hidden, moved.positions, self.caches.layers, batches, deepstack, moved.places)
         self.caches.copy_states(plan.kept)
-        return out
+        self._replayed = graph is not None
+        scores = score(out, plan.scores, self._decoder.logits)
+        if not plan.draws:
+            return None, scores
+        return self._decoder.logits(out[moved.drawn] if plan.scores else out), scores
+
+    def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
+        """All that a step needs to know, in one copy. The block tables have what the plan appends."""
+        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)
+        drawn = np.array([draw.at for draw in plan.draws] or [0])  # where there are none, any place
+        carried = np.array(plan.carried, np.int64).reshape(-1, 2).T
+        appended = self._tables.append(plan.appended)
+        batch: BatchNumbers | None = None
+        read: list[np.ndarray] = []
+        if self.caches.follows_metadata:
+            contexts, counts, rows = np.array([(each.context, each.count, each.row) for each in plan.chunks]).T
+            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, self.caches.block_size)
+            arrays = AttentionMetadata.arrays(batch)
+            read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
+        else:
+            appended = []  # tables are read on the host
+        given = [np.frombuffer(plan.token_ids, np.int32), positions, drawn, carried]
+        there = to_device([*given, *appended, *read], self._decoder.device)
+        first, last = len(given), len(given) + len(appended)
+        if batch is not None:
+            self._tables.update(there[first:last])
+        every = bool(plan.scores) or np.array_equal(drawn, np.arange(positions.shape[1]))
+        token_ids, places, wanted, carry = there[:first]
+        return _Moved(token_ids, places, wanted, carry, None if every else wanted, there[last:], batch)
+
+    def _token_ids(self, plan: StepPlan, moved: _Moved) -> Tensor:
+        """int [n], with those that the step before chose, which never left the device."""
+        if not plan.carried:
+            return moved.token_ids
+        self._chosen = self._decoder.group.broadcast(self._chosen)
+        if len(self._chosen) == plan.tokens and plan.carried == [(n, n) for n in range(plan.tokens)]:
+            return self._chosen
+        places, draws = moved.carried
+        return moved.token_ids.index_copy_(0, places, self._chosen[draws].int())
+
+    def _batches(self, plan: StepPlan, moved: _Moved) -> list[Any]:
+        """What layers take of a step that no graph fits."""
+        metadata: AttentionMetadata | None = None
+        if moved.batch is not None:
+            rows, *arrays = moved.read
+            metadata = AttentionMetadata.over(moved.batch, arrays, self._tables.gather(rows, moved.batch.longest))
+        spans = [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else []
+        return self.caches.batches(self._tables.chunks(plan.chunks), plan.slots, plan.passed, spans, metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], `drawn` int64 [m], the places of draws,
+    and `carried` int64 [2, c]. `places` are those whose hidden states are wanted, None: all. `read` is what kernels
+    read of the `batch`, as a graph or an eager step takes it; both are empty where no kernel does."""
+
+    token_ids: Tensor
+    positions: Tensor
+    drawn: Tensor
+    carried: Tensor
+    places: Tensor | None
+    read: list[Tensor]
+    batch: BatchNumbers | None
 
 
 def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.layers.transfer import ToHost
 from llm_service.plan import Draw, Score, StepResult, TokenLogprobs
-from llm_service.worker.transfer import ToHost
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
 """Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""

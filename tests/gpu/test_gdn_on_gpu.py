@@ -71,7 +71,7 @@ def test_a_graph_is_replayed_over_new_metadata(decodes_only: bool) -> None:
         segments = [
             Segment(end - count, end, slot, fresh) for end, count, slot in zip(ends, counts, slots, strict=False)
         ]
-        metadata.fill(segments)
+        metadata.packed.copy_(torch.from_numpy(metadata.numbers(segments)))
         graph.replay()
         expected = backend.batch(segments).run(case.given, case.weights, plain)
         assert torch.equal(out[: segments[-1].end], expected[: segments[-1].end])

@@ -13,13 +13,13 @@ import torch
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.gpu import CudaCapture
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk, Draw, RowSlice, StepPlan
+from llm_service.plan import Draw, RowSlice, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import gpu_sampler, sampler
@@ -64,11 +64,11 @@ def test_long_contexts_are_split_and_put_together(splits: int) -> None:
     class Split:
         name = "triton"
 
-        def batch(self, chunks: list[Chunk]) -> Any:
+        def batch(self, chunks: list[PagedChunk]) -> Any:
             return replace(backend.batch(chunks), splits=splits)
 
     case = Case.random(shape, (1, 1), torch.bfloat16, 1, CUDA)
-    case.chunks = [Chunk(7000, 1, list(range(500))), Chunk(40, 1, [900, 901, 902])]
+    case.chunks = [PagedChunk(7000, 1, list(range(500))), PagedChunk(40, 1, [900, 901, 902])]
     case.check(Split())
 
 
@@ -145,7 +145,7 @@ def test_experts_in_one_product_are_those_in_turn_and_can_be_captured() -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_logits_are_near_those_of_the_cpu(dtype: torch.dtype, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints("qwen3_vl")
-    chunk = Chunk(0, 40, [0, 1, 2])
+    chunk = PagedChunk(0, 40, [0, 1, 2])
     ids = torch.randint(0, 500, (40,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40, dtype=torch.int32).expand(3, -1)
     logits = []

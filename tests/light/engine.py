@@ -17,6 +17,7 @@ from llm_service.engine.process import Loaded, serve
 from llm_service.models.config import TextConfig
 from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
+from llm_service.worker.block_tables import BlockTables
 from tests.in_turn import InTurn
 
 STEP_SECONDS = 0.001
@@ -68,6 +69,7 @@ class Hashes:
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
+        self._tables = BlockTables()
 
     def run(self, plan: StepPlan) -> StepResult:
         time.sleep(self._step_seconds)
@@ -88,13 +90,14 @@ class Hashes:
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).T.tolist()
         rows = self._rows(plan)
         states: list[int] = []
+        self._tables.append(plan.appended)
         for chunk in plan.chunks:
-            assert len(chunk.blocks) * self._block_size >= chunk.context + chunk.count
-            state = self._slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
+            blocks = self._tables.numbers[chunk.row].tolist()
+            state = self._slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0
             for index in range(chunk.context, chunk.context + chunk.count):
                 at = len(states)
                 state = hash((state, tokens[at], *positions[at], rows.get(at, -1)))
-                self._slots[self._slot(chunk.blocks, index)] = state
+                self._slots[self._slot(blocks, index)] = state
                 states.append(state)
         return states
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.request import SamplingParams
 from llm_service.worker.graphs import CaptureBounds, GraphRunner, decode_sizes, prefill_sizes
 from tests import pictures
@@ -73,12 +72,10 @@ def graphed(
         assert addresses(graphs) == places, "a buffer has moved"
         buffers = graphs._buffers
         buffers.hidden.fill_(torch.nan)
-        buffers.positions.fill_(3)
-        buffers.metadata.block_table.fill_(10**6)
-        for states in (each for graph in (*graphs._decodes, *graphs._prefills) for each in graph.states):
-            assert isinstance(states, GdnMetadata)
-            for table in (states.steps, states.runs, states.tiles):
-                table.fill_(10**6)
+        buffers.block_table.fill_(10**6)
+        for graph in (*graphs._decodes, *graphs._prefills):
+            for read in (graph.numbers, *graph.states):
+                read.packed.fill_(10**6)
         for kind in engine.runner.caches.paged.values():
             kind.cache[:, :, -1].fill_(torch.nan)
 
@@ -87,15 +84,10 @@ def graphed(
 
 
 def addresses(graphs: GraphRunner) -> list[int]:
-    buffers, metadata = graphs._buffers, graphs._buffers.metadata
-    tensors = [buffers.hidden, buffers.positions, buffers.deep, buffers.out]
+    buffers = graphs._buffers
+    tensors = [buffers.hidden, buffers.deep, buffers.out, buffers.block_table]
     tensors += [
-        metadata.slot_mapping,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.tiles,
-        metadata.decode_lengths,
+        read.packed for graph in (*graphs._decodes, *graphs._prefills) for read in (graph.numbers, *graph.states)
     ]
     return [tensor.data_ptr() for tensor in tensors]
 
@@ -220,10 +212,14 @@ def test_a_batch_is_padded_to_the_next_size(checkpoints: Callable[..., Path]) ->
 
     graphs = graphed(checkpoints("qwen3_vl"))[0].runner.graphs
     assert graphs is not None
-    three = [Chunk(4, 1, [n]) for n in range(3)]
-    assert graphs.pad(three, deep=False) == 4
-    assert graphs.pad(three, deep=True) == 16, "a decode graph has no place for deepstack rows"
-    assert graphs.pad([*three, Chunk(0, 20, [7, 8])], deep=False) == 32
-    assert not graphs.can_replay([Chunk(0, 65, [0, 1, 2, 3, 4])], deep=False)
-    assert graphs.pad([Chunk(0, 65, [0, 1, 2, 3, 4])], deep=False) == 65
-    assert not graphs.can_replay([Chunk(4, 1, [n]) for n in range(PEOPLE + 1)], deep=False)
+
+    def size(chunks: list[Chunk], *, deep: bool = False) -> int | None:
+        found = graphs.find(chunks, deep=deep)
+        return found and found.tokens
+
+    three = [Chunk(4, 1, n) for n in range(3)]
+    assert size(three) == 4
+    assert size(three, deep=True) == 16, "a decode graph has no place for deepstack rows"
+    assert size([*three, Chunk(0, 20, 3)]) == 32
+    assert size([Chunk(0, 65, 0)]) is None
+    assert size([Chunk(4, 1, n) for n in range(PEOPLE + 1)]) is None

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
+from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk
 from llm_service.worker.caches import Caches
 from tests.checkpoints import Family
 
@@ -23,7 +23,7 @@ TOKENS = 120
 def logits(decoder: Decoder) -> torch.Tensor:
     """Of a random prompt, at every place of it."""
     caches = Caches(decoder.mixers(), 8, 16, torch.float32, CPU, attention="torch", state_slots=1)
-    batches = caches.batches([Chunk(0, TOKENS, list(range(8)))], slots=[0])
+    batches = caches.batches([PagedChunk(0, TOKENS, list(range(8)))], slots=[0])
     ids = torch.randint(0, 500, (TOKENS,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
     with torch.inference_mode():

@@ -12,8 +12,8 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint
 from llm_service.engine.sequence import Sequence
+from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches
 from tests import reference
@@ -192,7 +192,7 @@ def test_half_precision_stays_near_the_reference(
     expected = reference.reference_logits(directory, prompt.inputs).float()
     decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
     count, caches = len(prompt.layout.ids), Caches(decoder.mixers(), 8, 16, dtype, decoder.device, state_slots=1)
-    batches = caches.batches([Chunk(0, count, list(range(-(-count // 16))))], [0])
+    batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
     positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
     with torch.inference_mode():
         hidden = decoder.embed_tokens(torch.tensor(prompt.layout.ids))

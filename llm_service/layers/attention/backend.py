@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from llm_service.plan import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,16 @@ class CacheShape:
         return query, key, value
 
 
+@dataclass(frozen=True, slots=True)
+class PagedChunk:
+    """`count` tokens of one sequence, after `context` tokens that are in the KV cache: the next ones of a flattened
+    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens."""
+
+    context: int
+    count: int
+    blocks: Sequence[int] | np.ndarray
+
+
 class AttentionBatch(Protocol):
     """One flattened batch of n tokens, ready to be attended to in every layer."""
 
@@ -83,6 +92,6 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
-        """What a plan's chunks need to know, moved to the device."""
+    def batch(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
+        """What a batch's chunks need to know, moved to the device."""
         ...

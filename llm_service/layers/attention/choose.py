@@ -9,9 +9,8 @@ import torch
 
 from common import log
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.plan import Chunk
 
 _log = log.get("attention")
 
@@ -44,7 +43,7 @@ def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device)
         assert not isinstance(backend, str)
         cache = small.new_cache(dtype, device)[0]
         for count in (1, 2):
-            batch = backend.batch([Chunk(0, count, [0] * -(-count // shape.block_size))])
+            batch = backend.batch([PagedChunk(0, count, [0] * -(-count // shape.block_size))])
             batch.attend(*small.zeros(count, dtype, device), cache).sum().item()
     except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
         _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.plan import Chunk
 
 _PAGE_OF_VERSION_2 = 256
 
@@ -31,7 +30,7 @@ class FlashBackend:
         self._device = device
         self._compute = compute
 
-    def batch(self, chunks: Sequence[Chunk]) -> FlashBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> FlashBatch:
         """The batch of a plan."""
         return self.over(AttentionMetadata.of(chunks, self._shape.block_size, self._device))
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.plan import Chunk
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class GeneralBackend:
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self._block_size, self._device = shape.block_size, device
 
-    def batch(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]] = ()) -> GeneralBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[tuple[int, int]] = ()) -> GeneralBatch:
         """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
         segments, begin = [], 0
         for chunk in chunks:
@@ -69,8 +68,8 @@ class GeneralBackend:
             begin = end
         return GeneralBatch(tuple(segments))
 
-    def _slots(self, chunk: Chunk) -> Tensor:
-        starts = torch.tensor(chunk.blocks, device=self._device).unsqueeze(1) * self._block_size
+    def _slots(self, chunk: PagedChunk) -> Tensor:
+        starts = torch.tensor(chunk.blocks, dtype=torch.int64, device=self._device).unsqueeze(1) * self._block_size
         every = (starts + torch.arange(self._block_size, device=self._device)).flatten()
         return every[: chunk.context + chunk.count]
 

@@ -1,4 +1,4 @@
-"""What paged kernels need to know of a batch, as tensors on the device."""
+"""What paged kernels need to know of a batch: as integers on the host, and as tensors on the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.plan import Chunk
+from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.transfer import to_device
 
 TILE = 64
 """Tokens of one chunk that one program of the prefill kernel takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNumbers:
+    """What `AttentionMetadata` says of a batch, without the block table, as int32 arrays on the host; its first
+    `decodes` sequences have one token each."""
+
+    slot_mapping: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    tiles: np.ndarray
+    decodes: int
+    longest_query: int
+    longest: int
+
+    @classmethod
+    def of(
+        cls, contexts: np.ndarray, counts: np.ndarray, rows: np.ndarray, tables: np.ndarray, size: int
+    ) -> BatchNumbers:
+        """Of sequences with so many tokens in the cache and, behind these, in the batch, int [s] each, whose block
+        tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r, w].
+
+        >>> tables = np.array([[0, 1, 2, 4, 6], [3, 5, 0, 0, 0]], np.int32)
+        >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [1, 0]]), tables, 16)
+        >>> numbers.slot_mapping[:3].tolist(), numbers.query_start_loc.tolist(), numbers.seq_lens.tolist()
+        ([81, 0, 1], [0, 1, 71], [18, 70])
+        >>> numbers.decodes, numbers.tiles.tolist()
+        (1, [[1, 0], [1, 64]])
+        """
+        several = np.flatnonzero(counts != 1)
+        decodes = int(several[0]) if len(several) else len(counts)
+        tiles = [(n, at) for n in range(decodes, len(counts)) for at in range(0, int(counts[n]), TILE)]
+        starts = np.zeros(len(counts) + 1, np.int32)
+        counts.cumsum(out=starts[1:])
+        if decodes == len(counts):
+            rows_of, position = rows, contexts
+        else:  # of each token
+            owner = np.repeat(np.arange(len(counts)), counts)
+            rows_of, position = rows[owner], np.arange(starts[-1]) - starts[owner] + contexts[owner]
+        block, place = np.divmod(position, size)
+        lengths = (contexts + counts).astype(np.int32)
+        return cls(
+            slot_mapping=(tables[rows_of, block] * size + place).astype(np.int32),
+            query_start_loc=starts,
+            seq_lens=lengths,
+            tiles=np.array(tiles, np.int32).reshape(-1, 2),
+            decodes=decodes,
+            longest_query=int(counts.max()),
+            longest=int(lengths.max()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +94,38 @@ class AttentionMetadata:
         return len(self.decode_lengths)
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> AttentionMetadata:
-        """The metadata of a plan's chunks.
+    def of(cls, chunks: Sequence[PagedChunk], block_size: int, device: torch.device) -> AttentionMetadata:
+        """The metadata of a batch whose block tables are on the host.
 
-        >>> chunks = [Chunk(17, 1, [3, 5]), Chunk(0, 70, [0, 1, 2, 4, 6])]
+        >>> chunks = [PagedChunk(17, 1, [3, 5]), PagedChunk(0, 70, [0, 1, 2, 4, 6])]
         >>> metadata = AttentionMetadata.of(chunks, 16, torch.device("cpu"))
-        >>> metadata.slot_mapping[:3].tolist(), metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        ([81, 0, 1], [0, 1, 71], [18, 70])
-        >>> metadata.decode_lengths.tolist(), metadata.tiles.tolist()
-        ([18], [[1, 0], [1, 64]])
+        >>> metadata.block_table.tolist(), metadata.decode_lengths.tolist()
+        ([[3, 5, 0, 0, 0], [0, 1, 2, 4, 6]], [18])
         """
-        counts = np.array([chunk.count for chunk in chunks])
-        contexts = np.array([chunk.context for chunk in chunks])
-        blocks = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
-        for row, chunk in zip(blocks, chunks, strict=True):
+        tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
+        for row, chunk in zip(tables, chunks, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
-        decodes = int(np.argmax(np.append(counts != 1, True)))
-        tiles = [(n, at) for n in range(decodes, len(chunks)) for at in range(0, chunks[n].count, TILE)]
-        starts = np.concatenate([[0], counts.cumsum()])
-        # A token's sequence, and its position in it.
-        owner = np.repeat(np.arange(len(chunks)), counts)
-        position = np.arange(starts[-1]) - starts[owner] + contexts[owner]
-        slots = blocks[owner, position // block_size] * block_size + position % block_size
+        contexts, counts = np.array([(chunk.context, chunk.count) for chunk in chunks]).T
+        numbers = BatchNumbers.of(contexts, counts, np.arange(len(chunks)), tables, block_size)
+        table, *moved = to_device([tables, *cls.arrays(numbers)], device)
+        return cls.over(numbers, moved, table)
 
-        def move(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+    @staticmethod
+    def arrays(numbers: BatchNumbers) -> list[np.ndarray]:
+        """What `over` takes on the device."""
+        return [numbers.slot_mapping, numbers.query_start_loc, numbers.seq_lens, numbers.tiles]
 
+    @classmethod
+    def over(cls, numbers: BatchNumbers, moved: Sequence[Tensor], block_table: Tensor) -> AttentionMetadata:
+        """Of what `arrays` gave, moved to the device, and the batch's block table."""
+        slot_mapping, query_start_loc, seq_lens, tiles = moved
         return cls(
-            slot_mapping=move(slots),
-            block_table=move(blocks),
-            query_start_loc=move(starts),
-            seq_lens=move(contexts + counts),
-            tiles=move(np.array(tiles).reshape(-1, 2)),
-            decode_lengths=move((contexts + counts)[:decodes]),
-            longest_query=int(counts.max()),
-            longest=int((contexts + counts).max()),
+            slot_mapping=slot_mapping,
+            block_table=block_table,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            tiles=tiles,
+            decode_lengths=seq_lens[: numbers.decodes],
+            longest_query=numbers.longest_query,
+            longest=numbers.longest,
         )

@@ -6,16 +6,15 @@ they are, else they are gathered first: for a decode that is the whole context f
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import CacheShape
-from llm_service.plan import Chunk
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class TorchBackend:
         self._shape = shape
         self._device = device
 
-    def batch(self, chunks: Sequence[Chunk]) -> TorchBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> TorchBatch:
         """The batch of a plan."""
         device = self._device
         written, segments, begin = [], [], 0
@@ -84,10 +83,12 @@ class TorchBatch:
         return out.flatten(1)
 
 
-def _slots(chunk: Chunk, size: int, device: torch.device) -> slice | Tensor:
+def _slots(chunk: PagedChunk, size: int, device: torch.device) -> slice | Tensor:
     """Where a sequence's first context + count tokens are."""
     total = chunk.context + chunk.count
-    if all(after == before + 1 for before, after in itertools.pairwise(chunk.blocks)):
-        return slice(chunk.blocks[0] * size, chunk.blocks[0] * size + total)
-    starts = torch.tensor(chunk.blocks, device=device).unsqueeze(1) * size
+    blocks = np.asarray(chunk.blocks, np.int64)
+    if (np.diff(blocks) == 1).all():
+        first = int(blocks[0]) * size
+        return slice(first, first + total)
+    starts = torch.from_numpy(blocks).to(device).unsqueeze(1) * size
     return (starts + torch.arange(size, device=device)).flatten()[:total]

@@ -10,10 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.metadata import TILE, AttentionMetadata
 from llm_service.layers.attention.triton_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
-from llm_service.plan import Chunk
 
 _WAVES = 4
 """Programs of a decode that each multiprocessor should get, so that few sequences still fill the GPU."""
@@ -63,7 +62,7 @@ class TritonBackend:
         self._compiled = _Shape.of(shape, dtype)
         self._programs = _WAVES * _multiprocessors(device)
 
-    def batch(self, chunks: Sequence[Chunk]) -> TritonBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> TritonBatch:
         """The batch of a plan."""
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device))
 
@@ -82,7 +81,7 @@ class TritonBackend:
         shape, null_block = self.shape, self.shape.null_block
         for count in (1, 2):
             metadata = AttentionMetadata.of(
-                [Chunk(0, count, [null_block] * -(-count // shape.block_size))], shape.block_size, self._device
+                [PagedChunk(0, count, [null_block] * -(-count // shape.block_size))], shape.block_size, self._device
             )
             heads = shape.zeros(count, cache.dtype, self._device)
             for splits in _SPLITS if count == 1 else _SPLITS[:1]:

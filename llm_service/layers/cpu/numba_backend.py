@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import decode_attention, prefill_attention, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
-from llm_service.plan import Chunk
 
 _CPU = torch.device("cpu")
 _DECODING = frozenset({f"{decode_attention.__name__}:decode"})
@@ -40,10 +39,10 @@ class NumbaBackend:
         """See `WarmBackend`."""
         null_block = self._shape.null_block
         for count in (1, 2):
-            batch = self.batch([Chunk(0, count, [null_block] * count)])
+            batch = self.batch([PagedChunk(0, count, [null_block] * count)])
             batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
 
-    def batch(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
         """The batch of a plan."""
         if not selection.is_numba():
             return self._plain.batch(chunks)
@@ -53,11 +52,13 @@ class NumbaBackend:
         if not first and later:
             return later
         widest = max(len(chunk.blocks) for chunk in first)
-        table = [chunk.blocks + [0] * (widest - len(chunk.blocks)) for chunk in first]
+        table = np.zeros((len(first), widest), np.int32)
+        for row, chunk in zip(table, first, strict=True):
+            row[: len(chunk.blocks)] = chunk.blocks
         lengths = [chunk.context + 1 for chunk in first]
-        return _Batch(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), later)
+        return _Batch(torch.from_numpy(table), torch.tensor(lengths, dtype=torch.int32), later)
 
-    def _later(self, chunks: Sequence[Chunk]) -> AttentionBatch:
+    def _later(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
         if not self._packs:
             return self._plain.batch(chunks)
         places = [_places(chunk, self._shape.block_size) for chunk in chunks]
@@ -100,10 +101,10 @@ class _Packed:
         return self.attention.attend(query, keys, values).flatten(1)
 
 
-def _places(chunk: Chunk, block_size: int) -> Array:
+def _places(chunk: PagedChunk, block_size: int) -> Array:
     """Where a sequence's first context + count tokens are, int64.
 
-    >>> _places(Chunk(2, 3, [5, 1]), 4)
+    >>> _places(PagedChunk(2, 3, [5, 1]), 4)
     array([20, 21, 22, 23,  4])
     """
     starts = np.array(chunk.blocks, np.int64)[:, None] * block_size

@@ -12,20 +12,25 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.torch_backend import split
+from llm_service.layers.transfer import ALIGNMENT, aligned, to_device
 
 NOBODY = -1
 """Stands for a slot or a run where there is none: nothing is read or written."""
+_WIDTHS = (3, 5, 3)
+"""Numbers of a step, of a run, and of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class GdnMetadata:
     """All int32: `steps` [s, 3] (row, slot, fresh), `runs` [r, 5] (begin, end, slot, fresh, first tile) and `tiles`
     [t, 3] (run, first token, copy), CHUNK tokens each, those of a run one after the other: the state behind a tile goes
-    to its copy as well. A step or a run of slot NOBODY, and a tile of run NOBODY, are padding."""
+    to its copy as well. A step or a run of slot NOBODY, and a tile of run NOBODY, are padding. All of it lies in
+    `packed`, in this order, each from an aligned place on."""
 
     steps: Tensor
     runs: Tensor
     tiles: Tensor
+    packed: Tensor
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> GdnMetadata:
@@ -36,21 +41,10 @@ class GdnMetadata:
         >>> metadata.steps.tolist(), metadata.runs.tolist(), metadata.tiles.tolist()
         ([[0, 4, 0]], [[1, 81, 7, 1, 0]], [[0, 1, 9], [0, 65, -1]])
         """
-        parts, steps = split(segments)
-        runs: list[list[int]] = []
-        tiles: list[tuple[int, int, int]] = []
-        for part in parts:
-            if runs and runs[-1][1:3] == [part.begin, part.slot]:
-                runs[-1][1] = part.end
-            else:
-                runs.append([part.begin, part.end, part.slot, part.fresh, len(tiles)])
-            starts = range(part.begin, part.end, CHUNK)
-            tiles += [(len(runs) - 1, at, part.copy if at == starts[-1] else NOBODY) for at in starts]
-
-        def move(numbers: Sequence[Sequence[int]], width: int) -> Tensor:
-            return torch.from_numpy(np.array(numbers, np.int32).reshape(-1, width)).to(device)
-
-        return cls(move([(step.begin, step.slot, step.fresh) for step in steps], 3), move(runs, 5), move(tiles, 3))
+        arrays = _arrays(segments)
+        counts = [len(each) for each in arrays]
+        (packed,) = to_device([_packed(arrays, counts)], device)
+        return cls._over(packed, counts)
 
     @classmethod
     def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> GdnMetadata:
@@ -63,12 +57,48 @@ class GdnMetadata:
         """
         runs = 0 if decodes_only else min(sequences, tokens // 2)
         tiles = runs + (tokens - runs) // CHUNK if runs else 0
-        sizes = (sequences, 3), (runs, 5), (tiles, 3)
-        return cls(*(torch.full(size, NOBODY, dtype=torch.int32, device=device) for size in sizes))
+        counts = [sequences, runs, tiles]
+        packed = torch.full((sum(_sizes(counts)),), NOBODY, dtype=torch.int32, device=device)
+        return cls._over(packed, counts)
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """A step's metadata stand at the beginning; what follows becomes padding."""
-        given = GdnMetadata.of(segments, torch.device("cpu"))
-        for mine, new in ((self.steps, given.steps), (self.runs, given.runs), (self.tiles, given.tiles)):
-            mine[: len(new)].copy_(new, non_blocking=True)
-            mine[len(new) :].fill_(NOBODY)
+    @classmethod
+    def _over(cls, packed: Tensor, counts: Sequence[int]) -> GdnMetadata:
+        parts = packed.split(_sizes(counts))
+        steps, runs, tiles = (
+            part[: width * count].view(-1, width) for part, width, count in zip(parts, _WIDTHS, counts, strict=True)
+        )
+        return cls(steps, runs, tiles, packed)
+
+    def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
+        """What is to stand in `packed` for a step: its metadata at the beginnings, padding behind them."""
+        return _packed(_arrays(segments), [len(each) for each in (self.steps, self.runs, self.tiles)])
+
+
+def _sizes(counts: Sequence[int]) -> list[int]:
+    """Numbers that so many steps, runs and tiles take."""
+    return [aligned(width * count, ALIGNMENT // 4) for width, count in zip(_WIDTHS, counts, strict=True)]
+
+
+def _packed(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
+    """Tables one after the other, with room for so many rows each, int32."""
+    sizes = _sizes(counts)
+    packed = np.full(sum(sizes), NOBODY, np.int32)
+    for array, end, size in zip(arrays, np.cumsum(sizes), sizes, strict=True):
+        packed[end - size : end - size + array.size] = array.reshape(-1)
+    return packed
+
+
+def _arrays(segments: Sequence[Segment]) -> list[np.ndarray]:
+    """Steps, runs and tiles of a step's segments, int32."""
+    parts, steps = split(segments)
+    runs: list[list[int]] = []
+    tiles: list[tuple[int, int, int]] = []
+    for part in parts:
+        if runs and runs[-1][1:3] == [part.begin, part.slot]:
+            runs[-1][1] = part.end
+        else:
+            runs.append([part.begin, part.end, part.slot, part.fresh, len(tiles)])
+        starts = range(part.begin, part.end, CHUNK)
+        tiles += [(len(runs) - 1, at, part.copy if at == starts[-1] else NOBODY) for at in starts]
+    tables = [(step.begin, step.slot, step.fresh) for step in steps], runs, tiles
+    return [np.array(table, np.int32).reshape(-1, width) for table, width in zip(tables, _WIDTHS, strict=True)]

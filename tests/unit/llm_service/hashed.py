@@ -87,6 +87,7 @@ class HashExecutor:
     states: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
@@ -95,15 +96,20 @@ class HashExecutor:
         hashes: list[int] = []
         for source, target in plan.restored:
             self.states[target] = self.states[source]
+        for each in plan.appended:
+            before = self.tables[each.row] if each.begin else []
+            assert len(before) == each.begin, "a table goes on where it ended"
+            self.tables[each.row] = [*before, *array("i", each.blocks)]
         for number, chunk in enumerate(plan.chunks):
-            assert len(chunk.blocks) * self.block_size >= chunk.context + chunk.count
-            before = self.slots[self._slot(chunk.blocks, chunk.context - 1)] if chunk.context else 0
+            blocks = self.tables[chunk.row]
+            assert len(blocks) * self.block_size >= chunk.context + chunk.count
+            before = self.slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0
             assert not (plan.slots and chunk.context) or self.states[plan.slots[number]] == before, "another's state"
             for n in range(chunk.count):
                 at, index = len(hashes), chunk.context + n
                 assert {line[at] for line in positions} == {index}
                 before = _extend(before, tokens[at], rows.pop(at, -1))
-                self.slots[self._slot(chunk.blocks, index)] = before
+                self.slots[self._slot(blocks, index)] = before
                 hashes.append(before)
                 self.states |= {slot: before for owner, count, slot in plan.passed if (owner, count) == (number, n + 1)}
             if plan.slots:

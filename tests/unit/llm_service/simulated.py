@@ -166,6 +166,7 @@ class Simulation:
         self.scheduler = self._new_scheduler()
         self.executor.slots.clear()
         self.executor.states.clear()
+        self.executor.tables.clear()
         self._under_way.clear()
         self._chosen = []
         for id, outcome in self.outcomes.items():

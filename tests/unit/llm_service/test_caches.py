@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV
-from llm_service.plan import Chunk
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")
-CHUNKS = [Chunk(0, 1, [4]), Chunk(0, 20, [3, 0]), Chunk(0, 7, [2])]
+CHUNKS = [PagedChunk(0, 1, [4]), PagedChunk(0, 20, [3, 0]), PagedChunk(0, 7, [2])]
 TOKENS = sum(chunk.count for chunk in CHUNKS)
 
 

@@ -51,8 +51,11 @@ def test_padding_touches_nothing(counts: tuple[int, ...]) -> None:
     for slot, count in enumerate(counts, 1):
         segments.append(Segment(begin, begin + count, slot, fresh=True))
         begin += count
-    for given in ([Segment(0, tokens + 3, 0, fresh=True)], segments):  # what stood there before is gone
-        metadata.fill(given)
+    before = [Segment(0, tokens + 3, 0, fresh=True)]
+    if tokens == len(counts):
+        before = [Segment(n, n + 1, 0, fresh=True) for n in range(len(counts) + 2)]
+    for given in (before, segments):  # what stood there before is gone
+        metadata.packed.copy_(torch.from_numpy(metadata.numbers(given)))
     out = batch.run(case.given, case.weights, cache)
     expected = backend.batch(segments).run(case.part(0, tokens), case.weights, alone)
     assert torch.equal(out[:tokens], expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import Family, Mixer
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.experts import SparseMLP
@@ -21,7 +21,6 @@ from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.models.config import DeltaNetConfig, TextConfig
 from llm_service.models.loader import targets
-from llm_service.plan import Chunk
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
@@ -144,7 +143,7 @@ def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
 
 def attended(attention: SelfAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     shape = CacheShape(1, 3, 16, attention.heads, attention.kv_heads, HEAD)
-    batch = TorchBackend(shape, CPU).batch([Chunk(0, TOKENS, [0, 1, 2])])
+    batch = TorchBackend(shape, CPU).batch([PagedChunk(0, TOKENS, [0, 1, 2])])
     return attention.mix(attention.project(x, rotary), shape.new_cache(torch.float32, CPU)[0], batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:
     assert len(plan.positions) == 3 * len(plan.token_ids)
     assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 61]
     assert len(plan.draws) == 4
-    used = [number for chunk in plan.chunks for number in chunk.blocks]
-    assert sorted(used) == list(range(blocks))
-    assert all(len(chunk.blocks) * 16 >= chunk.count for chunk in plan.chunks)
+    tables = {each.row: array("i", each.blocks).tolist() for each in plan.appended}
+    assert sorted(block for table in tables.values() for block in table) == list(range(blocks))
+    assert all(len(tables[chunk.row]) * 16 >= chunk.count for chunk in plan.chunks)
 
 
 def test_layers_are_compiled_on_gpus_and_for_one_rank_alone() -> None:

@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash_backend
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu.numba_backend import NumbaBackend
-from llm_service.plan import Chunk
 from tests.attention_cases import CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention
 
@@ -94,7 +93,7 @@ def test_splits_of_a_long_context_are_put_together(splits: int) -> None:
     class Split:
         name = "triton"
 
-        def batch(self, chunks: list[Chunk]) -> Any:
+        def batch(self, chunks: list[PagedChunk]) -> Any:
             return replace(backend.batch(chunks), splits=splits)
 
     case = Case.random(shape, (1, 1, 1, 1, 1), torch.float32, 5)
@@ -107,7 +106,7 @@ def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> N
     shape = shape_of()
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend._programs = 512  # as on a GPU of 128 multiprocessors
-    metadata = replace(AttentionMetadata.of([Chunk(1, 1, [0])], 16, CPU), longest=5001)
+    metadata = replace(AttentionMetadata.of([PagedChunk(1, 1, [0])], 16, CPU), longest=5001)
     assert backend.over(metadata).splits == 16
     assert backend.over(replace(metadata, decode_lengths=torch.ones(30))).splits == 4
     assert backend.over(replace(metadata, decode_lengths=torch.ones(300))).splits == 1

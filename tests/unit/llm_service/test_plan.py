@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, StepPlan
 from tests.in_turn import filled
 
 
@@ -37,5 +37,7 @@ def test_a_plan_that_carries_nothing_is_itself() -> None:
 
 
 def test_a_plan_survives_the_way_to_the_ranks() -> None:
-    made = StepPlan(ints(1), bytes(12), [Chunk(0, 1, [4])], [], [Draw(at=0)], [(0, 3)])
+    made = StepPlan(
+        ints(1), bytes(12), [Chunk(0, 1, 4)], [], [Draw(at=0)], [(0, 3)], appended=[Appended(4, 0, ints(7))]
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=StepPlan) == made

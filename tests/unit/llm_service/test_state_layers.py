@@ -33,7 +33,7 @@ from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
-from llm_service.worker.memory import Gauge
+from llm_service.worker.memory import Gauge, appended
 from llm_service.worker.model_runner import Launched, ModelRunner
 from tests.unit.llm_service.test_load import SETTINGS
 
@@ -120,11 +120,11 @@ def whole(runner: ModelRunner, prompt: array[int], sampling: SamplingParams, cho
     """What a choice says when each of its tokens is computed from all before it, in one step."""
     tokens = array("i", prompt)
     for count in range(sampling.max_tokens):
-        end, blocks = len(tokens), list(range(-(-len(tokens) // BLOCK)))
+        end, table = len(tokens), appended(0, range(-(-len(tokens) // BLOCK)))
         shared = uniform(SEED, choice, count) if sampling.temperature else 0.0
         draw = Draw(at=end - 1, temperature=sampling.temperature, uniform=shared)
         positions = array("i", [*range(end)] * 3).tobytes()
-        plan = StepPlan(tokens.tobytes(), positions, [Chunk(0, end, blocks)], [], [draw], slots=[0])
+        plan = StepPlan(tokens.tobytes(), positions, [Chunk(0, end, 0)], [], [draw], slots=[0], appended=[table])
         fill_states(runner, 0.0)
         tokens.append(runner.run(plan).tokens[0])
     return tokens[len(prompt) :].tolist()

@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 8
+ALIGNMENT = 16
+"""Bytes: kernels are compiled for addresses that are multiples of it, and anew for others."""
+
+
+def aligned(size: int, to: int = ALIGNMENT) -> int:
+    """The next multiple.
+
+    >>> aligned(0), aligned(17), aligned(5, 4)
+    (0, 32, 8)
+    """
+    return -(-size // to) * to
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -18,7 +28,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     """
     ends: list[int] = []
     for array in arrays:
-        begin = -(-(ends[-1] if ends else 0) // _ALIGNMENT) * _ALIGNMENT
+        begin = aligned(ends[-1] if ends else 0)
         ends.append(begin + array.nbytes)
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed = host.numpy()
