@@ -24,6 +24,17 @@ def cuda_device_count() -> int:
     return count.value
 
 
+def cuda_memory(index: int) -> int:
+    """Bytes of a GPU's memory, by its number among those of `cuda_device_count`; 0 where there is none."""
+    if index >= cuda_device_count():
+        return 0
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0 or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return 0
+    return size.value
+
+
 def usable_cores(cgroup: Path = _CGROUP) -> int:
     """Cores that this process can keep busy: those that it may run on, of which its control group, such as a
     container's, may allow it a part."""

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
-from common.devices import check_device, default_device
+from common.devices import check_device, cuda_memory, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig, read_token
 from common.media.item import Modality
 from twinlens import credentials
+
+_CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
+"""Sequences at once and tokens of a step, unless the options say otherwise."""
+_LARGE_GPU = 60 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,12 @@ class LlmConfig(ServerConfig):
     max_context: int = option(
         0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0
     )
-    max_running: int = option(64, "sequences computed at once", minimum=1)
+    max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
     max_step_tokens: int = option(
-        512, "tokens computed in one step: bounds how long a prefill delays decodes", minimum=1
+        0,
+        "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 "
+        "where that has 60 GiB",
+        minimum=0,
     )
     keep_media_whole: bool = option(
         False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
@@ -208,6 +215,19 @@ class LlmConfig(ServerConfig):
         """How many items of each modality one request may hold, where the model takes them."""
         return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos, Modality.AUDIO: self.max_audios}
 
+    def step_limits(self) -> tuple[int, int]:
+        """Sequences at once and tokens of a step, as they were asked for or as the device is; a step has room for a
+        token of each."""
+        kind, _, index = (self.device or default_device()).partition(":")
+        running, tokens = _CPU_LIMITS
+        if kind == "cuda":
+            running, tokens = _LARGE_GPU_LIMITS if cuda_memory(int(index or 0)) >= _LARGE_GPU else _GPU_LIMITS
+        if self.max_step_tokens:
+            running, tokens = min(running, self.max_step_tokens), self.max_step_tokens
+        if self.max_running:
+            running, tokens = self.max_running, max(tokens, self.max_running)
+        return running, tokens
+
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""
         self.check_server()
@@ -224,7 +244,7 @@ class LlmConfig(ServerConfig):
         check_device(self.device or default_device(), self.tp // self.meeting().nodes)
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
-        if self.max_running > self.max_step_tokens:
+        if self.max_running > self.max_step_tokens > 0:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if self.speculative_tokens and self.overlap == "yes":
             raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")

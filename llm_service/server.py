@@ -219,7 +219,7 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
 
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
     device = config.device or default_device()
-    meeting = config.meeting()
+    meeting, (running, step_tokens) = config.meeting(), config.step_limits()
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
@@ -239,8 +239,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         kv_memory_share=config.kv_memory_share,
         block_size=config.block_size,
         max_context=config.max_context,
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
+        max_running=running,
+        max_step_tokens=step_tokens,
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
         early_prefill_tokens=config.early_prefill_tokens,

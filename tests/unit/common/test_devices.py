@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.devices import check_device, cuda_device_count, default_device, default_dtype, usable_cores
+from common.devices import check_device, cuda_device_count, cuda_memory, default_device, default_dtype, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def test_without_a_control_group_all_cores_that_it_may_run_on_are_usable(tmp_pat
 def test_the_suite_for_cpus_sees_no_gpu_whatever_the_machine_has() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert cuda_device_count() == 0
+    assert cuda_memory(0) == 0
     assert default_device() == "cpu"
 
 

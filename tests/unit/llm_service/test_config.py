@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import load
+from llm_service import config
 from llm_service.config import LlmConfig
 
 HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
@@ -32,3 +33,23 @@ def test_options_that_cannot_be_are_named(capsys: pytest.CaptureFixture[str], wo
 def test_a_mirror_is_made_when_it_is_asked_for() -> None:
     assert load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", "--row-mirror"], {}).row_mirror
     assert not load(LlmConfig, "TWINLENS_LLM", "", ["--model=m"], {}).row_mirror
+
+
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        (["--device=cpu"], (64, 512)),
+        (["--device=cpu", "--max-step-tokens=40"], (40, 40)),
+        (["--device=cpu", "--max-running=700"], (700, 700)),
+        (["--device=cuda:0"], (256, 4096)),
+        (["--device=cuda:1"], (256, 8192)),
+        (["--device=cuda:1", "--max-running=8"], (8, 8192)),
+        (["--device=cuda", "--max-running=8", "--max-step-tokens=64"], (8, 64)),
+    ],
+)
+def test_a_step_is_as_large_as_suits_the_device(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], limits: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(config, "check_device", lambda *_: None)
+    monkeypatch.setattr(config, "cuda_memory", lambda index: (24, 80)[index] << 30)
+    assert load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", *words], {}).step_limits() == limits
