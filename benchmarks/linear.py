@@ -127,7 +127,7 @@ def main() -> None:
             work, unit = (2 * rows * size, "GFLOP/s") if rows >= _MANY else (4 * size, "GB/s")
             cells = [f"{work / seconds / 1e9:.1f} {unit}" for seconds in best]
             cells += [f"{seconds / best[1]:.2f}" for seconds in best[2:]]
-            print(f"| {outputs} × {inputs} | {rows} | " + " | ".join(cells) + " |")
+            print(f"| {outputs} × {inputs} | {rows} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

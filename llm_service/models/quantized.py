@@ -22,6 +22,8 @@ _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
 _EIGHT_BITS = {"F8_E4M3": Number.E4M3, "I8": Number.INT8}
 _MAIN = ("weight", "weight_packed", "qweight")
+_OF_CACHE = ("q_scale", "k_scale", "v_scale")
+"""Of a KV cache in 8 bits, which a checkpoint may suggest; ours has the model's own type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) ->
             main = next((part for part in _MAIN if part in parts), None)
             quantised = main is not None and _is_quantised(parts)
             for part in parts:
+                if part in _OF_CACHE:
+                    continue
                 if quantised and part != main and part != "bias":
                     continue  # it belongs to the weight
                 plain = f"{module}.{part}" if module else part

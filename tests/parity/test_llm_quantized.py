@@ -72,6 +72,7 @@ def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
     for rank in range(ranks):
         group = TensorGroup(rank, ranks)
         ours = load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group)
+        assert describe(ours, "").widened_in == "registers"
         with monkeypatch.context() as patch:
             for kind in (PackedLinear, Experts):
                 patch.setattr(kind, "finalize", lambda self, **_: None)
@@ -105,22 +106,20 @@ def wide(weight: object) -> torch.Tensor:
     return weight.wide()
 
 
-@pytest.mark.parametrize("panels", [False, True])
 def test_what_is_told_of_the_weights_is_what_the_format_needs(
-    folders: tuple[Path, Path], panels: bool, monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Panels are of 64 outputs, as few as the matrices of tiny models have, so they say nothing of bytes."""
-    monkeypatch.setattr(selection, "allows_panels", lambda: panels)
+    """Without panels, which are of 64 outputs, as few as the matrices of tiny models have."""
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)
     checkpoint = Checkpoint(folders[0])
     told = describe(load_decoder(checkpoint, torch.float32, CPU), quantization_of(checkpoint.config))
     stated = json.loads((folders[0] / "config.json").read_text())["quantization_config"]
     assert told.quantization == stated["quant_method"]
     assert told.number in {each.value for each in Number}
     assert told.bits == (4 if told.number in ("uint4", "e2m1") else 8)
-    assert told.widened_in == ("registers" if panels else "memory")
+    assert told.widened_in == "memory"
     text = {name: each for name, each in load_file(folders[0] / "model.safetensors").items() if "visual" not in name}
-    if not panels:
-        assert told.bytes == pytest.approx(sum(each.nbytes for each in text.values()), rel=0.1)
+    assert told.bytes == pytest.approx(sum(each.nbytes for each in text.values()), rel=0.1)
 
 
 def test_a_weight_that_its_neighbours_are_quantised_without_is_refused(

@@ -199,10 +199,11 @@ def test_what_is_not_quantised_is_read_as_it_is(tmp_path: Path) -> None:
     config, tensors, _ = made("awq")
     plain = torch.randn(4, 4)
     checkpoint = write(tmp_path / "model", config, tensors | {"bias": torch.ones(2)})
-    save_file({"norm.weight": plain}, tmp_path / "model" / "c.safetensors")
+    scales = {f"attention.{each}_scale": torch.ones(1) for each in ("k", "v")}  # of a KV cache
+    save_file({"norm.weight": plain} | scales, tmp_path / "model" / "c.safetensors")
     index = tmp_path / "model" / "model.safetensors.index.json"
     placed = json.loads(index.read_text())["weight_map"]
-    index.write_text(json.dumps({"weight_map": placed | {"norm.weight": "c.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": placed | dict.fromkeys(("norm.weight", *scales), "c.safetensors")}))
     found = dict(load_weights(Checkpoint(checkpoint.folder), lambda name: name))
     assert found.keys() == {"m.weight", "m.bias", "norm.weight"}
 
