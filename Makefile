@@ -8,6 +8,7 @@ ENCODERS ?= 1
 TP ?= 1
 OUT ?= build/tables
 IMAGES ?=
+LOAD_SECONDS ?= 600
 ENVIRONMENT ?=
 ARGS ?=
 # What the tests of one file share is started once. Files go in their order: those of few long tests come first.
@@ -20,10 +21,10 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak lint fmt type proto proto-check proto-lint clients deploy-tools bench bench-gpu tables models gpu-check demo-model dist clean
+.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal demo-model dist clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## make .venv with everything that is tested together
 
@@ -46,8 +47,11 @@ up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODE
 test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-soak: $(STAMP)  ## minutes of mixed load, storms of faults, rolling restarts; the longest first
+test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first
 	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak tests
+
+test-load: $(STAMP)  ## mixed load for LOAD_SECONDS: 24 callers, and what the services' memory was meanwhile
+	$(BIN)/python -m pytest -m soak -s --soak-seconds $(LOAD_SECONDS) $(ARGS) tests/soak/test_mixed_load.py
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(BIN)/ruff check .
@@ -110,6 +114,9 @@ bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, rand
 gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-rehearsal: $(STAMP)  ## each part of the first day on a GPU, on a CPU: small shapes, figures that mean nothing
+	for part in 1 2 3 4; do $(BIN)/python -m benchmarks.gpu_day $$part build/gpu_day --tiny || exit 1; done
 
 demo-model: $(STAMP)  ## train models/demo again
 	$(BIN)/python -m tools.demo_model $(ARGS)

@@ -1,4 +1,4 @@
-"""`python -m tests.kernel_compiler CAPABILITY`: compiles our Triton kernels for a GPU that is not here.
+"""`python -m tests.kernel_compiler CAPABILITY TYPE…`: compiles our Triton kernels for a GPU that is not here.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
 bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, and
@@ -192,8 +192,8 @@ def sampler(capability: int) -> dict[str, Needs]:
     }
 
 
-def main(capability: int) -> dict[str, Needs]:
-    """All kernels, in the types and sizes of head that models have."""
+def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
+    """All kernels, in the types and sizes of head that models have; those of gated delta nets in these types."""
     found: dict[str, Needs] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
@@ -201,7 +201,7 @@ def main(capability: int) -> dict[str, Needs]:
         made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
     found |= {f"{kernel} bf16 72": taken for kernel, taken in vision(capability, torch.bfloat16, 72).items()}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (getattr(torch, name) for name in delta_nets):
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
@@ -239,4 +239,4 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]))))
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2:])))

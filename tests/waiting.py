@@ -11,7 +11,8 @@ def until(holds: Callable[[], object], what: str, seconds: float = 180.0) -> Non
 
     `seconds` only ends a test that has failed: it is far more than a slow and busy machine needs.
     """
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, 0.005
     while not holds():
         assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.05)  # who asks for seconds takes the cores from what it waits for

@@ -46,7 +46,7 @@ class Twins:
         stack.callback(self._end_encoder)
         self._address = "127.0.0.1:0"
         self._start_encoder({})
-        self.llm = stack.enter_context(twin_llm(checkpoint, self._address, **GROUP))
+        self.llm = stack.enter_context(twin_llm(checkpoint, self._address, exit_code=None, **GROUP))
         self.text = stack.enter_context(LlmClient(self.llm.address))
 
     def set_up(self, **encoder_flags: object) -> None:
@@ -173,21 +173,6 @@ def test_an_answer_about_rows_in_the_mirrors_goes_on_in_the_next_engine(both: Tw
     both.until_quiet()
 
 
-def test_a_reader_that_is_killed_while_it_copies_leaves_no_lease(both: Twins, checkpoint: Path) -> None:
-    both.set_up()
-    with (
-        twin_llm(checkpoint, both.encoder.address, exit_code=None, **GROUP) as llm,
-        LlmClient(llm.address) as text,
-    ):
-        until(lambda: usable(text, 1) and text.get_load().encoders[0].cuda_ipc, "the ranks read the encoder's device")
-        with on_the_way(llm, text, both.media, new_picture()) as answer:
-            llm.process.kill()
-            with pytest.raises(TwinlensError):
-                answer()
-            until(lambda: both.media.get_load().leases == 0, "no lease is left")
-            until(lambda: quiet(both.media), "no stream is left")
-
-
 def test_an_encoder_that_is_killed_while_its_rows_are_copied_is_let_go(both: Twins) -> None:
     both.set_up()
     picture = new_picture()
@@ -218,6 +203,17 @@ def test_rows_that_are_read_after_their_lease_do_not_count(both: Twins) -> None:
     assert both.ask(picture) == said
     assert both.text.get_load().rows_mirrored == before.rows_mirrored + rows
     both.until_quiet()
+
+
+def test_a_reader_that_is_killed_while_it_copies_leaves_no_lease(both: Twins) -> None:
+    """The last test of this file: nobody starts the LLM service again."""
+    both.set_up()
+    with both.on_the_way(new_picture()) as answer:
+        both.llm.process.kill()
+        with pytest.raises(TwinlensError):
+            answer()
+        until(lambda: both.media.get_load().leases == 0, "no lease is left")
+        until(lambda: quiet(both.media), "no stream is left")
 
 
 def _serves(client: LlmClient) -> bool:

@@ -15,31 +15,40 @@ from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
 
 PROMPT = asked(user("Tell me about two red circles."))
+LONG = asked(user("count"), greedy(300))
 
 
 @pytest.fixture(scope="module")
 def group(checkpoints: Callable[..., Path]) -> Iterator[Service]:
-    with llm_server(checkpoints("qwen3_vl"), light=False, **LLM_FLAGS, tp=2, rank_timeout_seconds=5) as service:
+    flags = {**LLM_FLAGS, "tp": 2, "rank_timeout_seconds": 5, "kernels": "torch"}
+    with llm_server(checkpoints("qwen3_vl"), light=False, **flags) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def undisturbed(group: Service) -> list[int]:
+    """The answer to `LONG`."""
+    with LlmClient(group.address) as client:
+        return tokens(client, LONG)
 
 
 @pytest.mark.parametrize(
     ("fault", "module"),
     [
         pytest.param(signal.SIGKILL, "llm_service.worker", id="killed worker"),
-        pytest.param(signal.SIGKILL, "llm_service.engine", id="killed engine"),
+        pytest.param(signal.SIGKILL, "llm_service.engine", id="killed engine", marks=pytest.mark.soak),
         pytest.param(signal.SIGSTOP, "llm_service.worker", id="frozen worker", marks=pytest.mark.soak),
         pytest.param(signal.SIGSTOP, "llm_service.engine", id="frozen engine", marks=pytest.mark.soak),
     ],
 )
-def test_answers_go_on_when_the_group_is_back(group: Service, module: str, fault: signal.Signals) -> None:
+def test_answers_go_on_when_the_group_is_back(
+    group: Service, undisturbed: list[int], module: str, fault: signal.Signals
+) -> None:
     with LlmClient(group.address) as client:
         until(lambda: _serves(client), "the group serves")
         expected = tokens(client, PROMPT)
         members = {*group.children("llm_service.engine"), *group.children("llm_service.worker")}
-        asking = asked(user("count"), greedy(300))
-        undisturbed = tokens(client, asking)
-        stream = iter(client.generate(asking))
+        stream = iter(client.generate(LONG))
         assert next(stream).HasField("started")
         os.kill(group.children(module)[0], fault)
         assert [token for event in stream for token in event.delta.token_ids] == undisturbed

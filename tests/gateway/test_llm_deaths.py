@@ -12,7 +12,7 @@ from tests.gateway.llm_replicas import Fleet, LlmReplica, Stream, fleet, questio
 from tests.gateway.test_departures import request
 from tests.waiting import until
 
-TOKENS = 600
+TOKENS = 300
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def pair(checkpoint: Path) -> Iterator[Fleet]:
 )
 def test_streams_outlive_their_llm_services(pair: Fleet, end: Callable[[LlmReplica], None]) -> None:
     (door,) = pair.gateways
-    bodies = [question(number, TOKENS) for number in range(12)]
+    bodies = [question(number, TOKENS) for number in range(6)]
     undisturbed = [Stream().ask(door, body).told for body in bodies]
     assert {told[-1] for told in undisturbed} == {""}
     before = door.metric('handovers_total{outcome="taken_over"}')
@@ -44,13 +44,13 @@ def test_streams_outlive_their_llm_services(pair: Fleet, end: Callable[[LlmRepli
 
 def test_who_reads_nothing_meanwhile_holds_up_nobody_and_misses_nothing(pair: Fleet) -> None:
     (door,) = pair.gateways
-    bodies = [question(number, TOKENS) for number in range(6)]
+    bodies = [question(number, TOKENS) for number in range(3)]
     undisturbed = [Stream().ask(door, body).told for body in bodies]
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = door.gateway.address.rpartition(":")
         slow.connect((host, int(port)))
-        slow.sendall(request(True, n=4, seed=3, logprobs=True, top_logprobs=20))
+        slow.sendall(request(True, n=4, seed=3, logprobs=True, top_logprobs=20, max_tokens=800))
         until(lambda: door.metric("open_requests") == 1, "it is under way")
         with streaming(pair.gateways, bodies) as streams:
             pair.restart(pair.services[0], LlmReplica.kill)
@@ -66,12 +66,12 @@ def test_who_reads_nothing_meanwhile_holds_up_nobody_and_misses_nothing(pair: Fl
 @pytest.mark.soak
 def test_two_hundred_streams_through_two_gateways_outlive_services_killed_again_and_again(checkpoint: Path) -> None:
     with fleet(checkpoint, gateways=2, services=2, max_handovers=100, handover_seconds=300) as running:
-        bodies = [question(number, 1200) for number in range(200)]
+        bodies = [question(number, 500) for number in range(200)]
         with streaming(running.gateways, bodies) as undisturbed:
             pass
         assert {stream.failure for stream in undisturbed} == {""}
         with streaming(running.gateways, bodies) as streams:
-            for _ in range(3):
+            for _ in range(2):
                 for victim in running.services:
                     running.restart(victim, LlmReplica.kill)
         assert [stream.told for stream in streams] == [stream.told for stream in undisturbed]

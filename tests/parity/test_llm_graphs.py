@@ -102,7 +102,9 @@ def prompts_of(folder: Path) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", pytest.param("qwen3_5", marks=pytest.mark.soak)]
+)
 def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     prompts = prompts_of(folder)

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.soak  # six processes load the library
 PLANNER = "encoder_service.worker.planner"
 
 
-@pytest.fixture(scope="module", params=["llava", "idefics3", "gemma3"])
+@pytest.fixture(scope="module", params=["idefics3", "gemma3"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """One run of rows; runs with marks between them; rows that see each other."""
+    """Runs of rows with marks between them; rows that see each other."""
     with pair(make(request.param, tmp_path_factory.mktemp(request.param)), light=False) as running:
         yield running
 

@@ -48,7 +48,7 @@ def media(encoder: Service) -> Iterator[EncoderClient]:
 
 
 @contextmanager
-def reader(checkpoint: Path, encoder: Service, *, reads_device: bool = True, **more: Any) -> Iterator[Reader]:
+def reader(checkpoint: Path, encoder: Service, **more: Any) -> Iterator[Reader]:
     """An LLM service of this encoder for the length of the block; asserts that nothing is held at its end."""
     with (
         twin_llm(checkpoint, encoder.address, **more) as llm,
@@ -56,8 +56,7 @@ def reader(checkpoint: Path, encoder: Service, *, reads_device: bool = True, **m
         EncoderClient(encoder.address) as media,
     ):
         until(lambda: usable(text, 1), "the encoder is usable")
-        if reads_device:
-            until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
+        until(lambda: text.get_load().encoders[0].cuda_ipc, "the ranks read its device")
         yield Reader(llm, text)
         until(lambda: idle(text) and quiet(media), "nothing is held at the end")
         until(lambda: media.get_load().leases == 0, "no lease is left")
@@ -85,7 +84,7 @@ class Sent:
         return dict(Counter(by_transport(self.media)) - self.before)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_rows_go_from_device_to_device_once_and_the_tokens_are_the_same(
     checkpoint: Path, encoder: Service, media: EncoderClient, qwen3: Pair, ranks: int
 ) -> None:
@@ -125,21 +124,38 @@ def test_places_that_were_a_mirror_s_and_then_the_arena_s_are_never_mixed_up(che
         assert sent[SHARED] > 0
 
 
-@pytest.mark.parametrize("why", ["another device", "no pool", "no mirror"])
 def test_without_a_device_in_common_rows_come_by_shared_memory(
-    checkpoint: Path, encoder: Service, qwen3: Pair, why: str
+    checkpoint: Path, encoder: Service, media: EncoderClient, qwen3: Pair
 ) -> None:
-    """The encoder of `qwen3` has no pool."""
-    asked_one = qwen3.encoder if why == "no pool" else encoder
-    flags = {"device": "TWIN-1"} if why == "another device" else {"row_mirror": "no"} if why == "no mirror" else {}
+    """One encoder's pool is on another device, and the one of `qwen3` has none."""
+    encoders = {"pool on another device": media, "no pool": qwen3.media}
     with (
-        reader(checkpoint, asked_one, reads_device=False, **flags) as both,
-        EncoderClient(asked_one.address) as media,
+        twin_llm(checkpoint, encoder.address, qwen3.encoder.address, device="TWIN-1") as llm,
+        LlmClient(llm.address) as text,
     ):
-        expected, sent = tokens(qwen3.text, asked(about(FILES[1]))), Sent(media)
-        assert tokens(both.text, asked(about(FILES[1]))) == expected
-        assert set(sent.since()) == {SHARED}
-        assert not both.text.get_load().encoders[0].cuda_ipc
+        until(lambda: usable(text, 2), "the encoders are usable")
+        expected, sent = [tokens(qwen3.text, asked(about(file))) for file in FILES], {}
+        for each, client in encoders.items():
+            client.flush_cache()
+            sent[each] = Sent(client)
+        assert [tokens(text, asked(about(file))) for file in FILES] == expected
+        load = text.get_load()
+        assert not any(each.cuda_ipc for each in load.encoders)
+        for each in encoders:
+            assert set(sent[each].since()) == {SHARED}, each
+        assert load.rows_shared == load.rows_received > 0
+        until(lambda: idle(text) and quiet(media), "nothing is held at the end")
+
+
+def test_who_has_no_mirror_reads_shared_memory(checkpoint: Path, encoder: Service, media: EncoderClient) -> None:
+    with llm_server(checkpoint, encoder.address, **LLM_FLAGS) as llm, LlmClient(llm.address) as text:
+        until(lambda: usable(text, 1), "the encoder is usable")
+        media.flush_cache()
+        sent = Sent(media)
+        tokens(text, asked(about(FILES[1])))
+        load = text.get_load()
+        assert sent.since() == {SHARED: load.rows_received}
+        assert not load.encoders[0].cuda_ipc
 
 
 def test_a_pool_that_cannot_be_opened_is_tried_once(checkpoint: Path, encoder: Service, qwen3: Pair) -> None:
@@ -152,6 +168,7 @@ def test_a_pool_that_cannot_be_opened_is_tried_once(checkpoint: Path, encoder: S
         assert load.rows_shared == load.rows_received > 0
 
 
+@pytest.mark.soak
 def test_a_cpu_is_no_gpu(checkpoint: Path) -> None:
     """Without the twin, that is for anybody but these tests, both options are refused by name."""
     with (

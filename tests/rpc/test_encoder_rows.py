@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
@@ -19,13 +21,31 @@ from tests.rpc.encoder_client import (
 )
 from twinlens.v1 import media_pb2
 
+WINDOWS = "qwen2_5_vl"
+"""The tower whose rows depend on how pictures are cut into windows."""
 
-@pytest.mark.parametrize("family", TOWERS)
-def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints):
+
+@pytest.fixture(scope="module")
+def real(checkpoints):
+    """A real encoder of that tower, with every option as it comes."""
+    with encoder_server(checkpoints(WINDOWS, layout="saved", sharded=True), light=False) as service:
+        yield service
+
+
+@pytest.mark.parametrize(
+    "family", [each if each == WINDOWS else pytest.param(each, marks=pytest.mark.soak) for each in TOWERS]
+)
+def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints, request):
+    """Of the other towers, `test_end_to_end` has the tokens that follow from their rows."""
     folder = checkpoints(family, layout="saved", sharded=True)
     photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]
     clip = pictures.video(pictures.frames(33), fps=10)
-    with encoder_server(folder, light=False) as service, Client(service) as client:
+    with ExitStack() as stack:
+        if family == WINDOWS:
+            service = request.getfixturevalue("real")
+        else:
+            service = stack.enter_context(encoder_server(folder, light=False))
+        client = stack.enter_context(Client(service))
         found = client.encode(*(image(pictures.encoded(each)) for each in photographs), video(clip))
 
     rows = reference.rows(folder, *reference.images_inputs(folder, photographs))
@@ -41,11 +61,11 @@ def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints):
     assert len(header.timestamps) == header.grid.t
 
 
-def test_cutting_a_video_and_packing_pictures_changes_no_row(checkpoints):
-    folder = checkpoints("qwen2_5_vl")
+def test_cutting_a_video_and_packing_pictures_changes_no_row(checkpoints, real):
+    folder = checkpoints(WINDOWS, layout="saved", sharded=True)
     clip, photographs = pictures.video(pictures.frames(60)), [new_picture(200, 100), new_picture(70, 300)]
     items = [video(clip), *map(image, photographs)]
-    with encoder_server(folder, light=False) as service, Client(service) as client:
+    with Client(real) as client:
         whole = client.encode(*items)
     with encoder_server(folder, light=False, workers=2, batch_patches=80) as service, Client(service) as client:
         cut = client.encode(*items)

@@ -54,7 +54,7 @@ def test_only_who_has_the_token_gets_in(checkpoints):
     [
         ({"model_type": "unheard_of"}, "unheard_of is not supported"),
         ({"vision_config": None}, "no vision_config"),
-        ({"vision_config": {"depth": 4}}, "do not fit"),
+        pytest.param({"vision_config": {"depth": 4}}, "do not fit", marks=pytest.mark.soak),
         ({"vision_config": {"hidden_act": "relu6"}}, "the activation relu6"),
     ],
 )

@@ -143,11 +143,16 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
 }
 
 
+def cuts(count: int) -> list[int]:
+    """Where answers of so many events are cut: everywhere, and of long ones every fifth place between their ends."""
+    return [cut for cut in range(1, count + 1) if cut <= 12 or cut > count - 12 or cut % 5 == 0]
+
+
 @pytest.mark.parametrize("name", REQUESTS)
-def test_behind_every_token_an_answer_goes_on_as_if_it_had_not_stopped(both: Pair, name: str) -> None:
+def test_behind_any_token_an_answer_goes_on_as_if_it_had_not_stopped(both: Pair, name: str) -> None:
     events = whole_of(both, REQUESTS[name])
     assert len(events) > 4
-    for cut in range(1, len(events) + 1):
+    for cut in cuts(len(events)):
         check_cut(both.text, REQUESTS[name], events, cut)
 
 

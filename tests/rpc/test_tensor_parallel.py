@@ -100,6 +100,7 @@ def test_four_ranks_share_two_kv_heads(qwen3: Pair) -> None:
         assert tokens(four, prompt) == expected
 
 
+@pytest.mark.soak
 def test_ranks_that_cannot_share_the_model_are_refused_at_once(checkpoints: Callable[..., Path]) -> None:
     with (
         pytest.raises(RuntimeError, match="llm_service: 2 KV heads cannot be shared by 3 ranks"),

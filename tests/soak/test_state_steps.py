@@ -1,4 +1,4 @@
-"""Half a million random steps of the simulated engine over layers with state."""
+"""A hundred thousand random steps of the simulated engine over layers with state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from tests.unit.llm_service.test_state_steps import run
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_half_a_million_steps_leak_no_slot_and_read_no_other_state() -> None:
-    _, hits, preempted = run(3, 500_000)
+def test_a_hundred_thousand_steps_leak_no_slot_and_read_no_other_state() -> None:
+    _, hits, preempted = run(3, 100_000)
     assert hits > 0
     assert preempted > 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -76,9 +77,23 @@ class Typed:
         return True
 
     def compile(self) -> None:
-        """Makes it ready, from disk or by compiling it, which takes seconds; then it is kept."""
-        if not self.load():
-            self.kernel.compile(self.types)
+        """Makes it ready, from disk or by compiling it, which takes seconds; then it is kept. Of several processes
+        with one folder, ranks of a group for example, one compiles, and the others load what it has kept."""
+        if self.load():
+            return
+        with self._alone():
+            if not self.load():
+                self.kernel.compile(self.types)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A block that one process at a time is in, of those with this folder; any, where it cannot be locked."""
+        with contextlib.ExitStack() as open_files:
+            if self.folder is not None:
+                with contextlib.suppress(OSError):
+                    file = open_files.enter_context((self.folder / "compiling.lock").open("a"))
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _forget(self) -> None:
         name = self.kernel.py_func.__qualname__

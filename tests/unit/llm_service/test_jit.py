@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def test_loading_compiles_nothing() -> None:
 
 def test_what_is_damaged_on_disk_is_compiled_anew(folder: Path) -> None:
     typed().compile()
-    kept = [file for file in folder.rglob("*") if file.is_file()]
+    kept = [*folder.rglob("*.nb?")]
     assert {file.suffix for file in kept} == {".nbi", ".nbc"}
     for file in kept:
         for damage in (b"", file.read_bytes()[:-20], bytes(range(256))):
@@ -121,6 +123,26 @@ def test_without_a_folder_nothing_is_kept() -> None:
     assert not kernel.load()
     kernel.compile()
     assert kernel.kernel.signatures
+
+
+@pytest.mark.usefixtures("folder")
+def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, looked = typed(), typed(), threading.Event()
+    load = Typed.load
+
+    def seen(kernel: Typed) -> bool:
+        there = load(kernel)
+        looked.set()
+        return there
+
+    monkeypatch.setattr(Typed, "load", seen)
+    with ThreadPoolExecutor(1) as threads:
+        with first._alone():
+            waits = threads.submit(second.compile)
+            assert looked.wait(60)
+            first.kernel.compile(first.types)
+        waits.result()
+    assert sum(second.kernel.stats.cache_hits.values()) == 1
 
 
 @pytest.mark.soak

@@ -205,7 +205,7 @@ def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
         assert 0 < counters.accepted_draft_tokens < counters.draft_tokens, "drafts were right, and others wrong"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_ten_thousand_requests_end_once_each_and_nothing_is_left(overlap: bool) -> None:
     """Arrivals in bursts, aborts, deadlines, late rows, over a cache that holds a fraction of them."""
     rng = random.Random(11)

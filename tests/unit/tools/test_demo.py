@@ -30,6 +30,7 @@ def test_the_film_moves_from_left_to_right() -> None:
     assert centres[-1] - centres[0] > 120
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_demo_answers_shows_its_caches_and_ends_well() -> None:
     done = subprocess.run(
