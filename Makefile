@@ -11,8 +11,10 @@ IMAGES ?=
 LOAD_SECONDS ?= 600
 ENVIRONMENT ?=
 ARGS ?=
-# What the tests of one file share is started once. Files go in their order: those of few long tests come first.
-PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# What the tests of one file share is started once. Files go in their order: those of few long tests come first. There is a
+# process more than cores, since each waits for its services now and then.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(or $(ENVIRONMENT),$(VENV))/bin
@@ -44,7 +46,7 @@ demo: $(STAMP)  ## start both services, ask about a picture and a video, show th
 up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODEL=… ENCODERS=n TP=n
 	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
 
-test: $(STAMP)  ## the CPU test suite, a process for each core; ARGS='-k name' narrows it
+test: $(STAMP)  ## the CPU test suite, a process more than cores; ARGS='-k name' narrows it
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first

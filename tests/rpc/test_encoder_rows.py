@@ -36,7 +36,7 @@ def real(checkpoints):
     "family", [each if each == WINDOWS else pytest.param(each, marks=pytest.mark.soak) for each in TOWERS]
 )
 def test_pictures_and_a_video_have_the_reference_s_rows(family, checkpoints, request):
-    """Of the other towers, `test_end_to_end` has the tokens that follow from their rows."""
+    """Of the two others in use, `test_end_to_end` has the tokens that follow from their rows."""
     folder = checkpoints(family, layout="saved", sharded=True)
     photographs = [pictures.photograph("astronaut"), pictures.photograph("coffee")]
     clip = pictures.video(pictures.frames(33), fps=10)

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from PIL import Image
 
 from tests import pictures, reference
-from tests.checkpoints import FAMILIES, SPECIAL_IDS, VOCABULARY
+from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, tokens
 from tests.waiting import until
 from twinlens import Answer, TwinlensError, image, user, v1, video
@@ -86,7 +86,14 @@ def media_runs(ids: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_5"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_vl",
+        "qwen3_5",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("qwen2_vl", "qwen2_5_vl")),
+    ],
+)
 def both(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> Iterator[Pair]:
     """Both services over a checkpoint of each family in turn."""
     if request.param == "qwen3_vl":
