@@ -100,7 +100,9 @@ def engines(service: Service) -> list[int]:
     return sorted(service.children(ENGINE), key=started)
 
 
-@pytest.mark.parametrize("which", ["the engine", "the one in reserve, then the engine"])
+@pytest.mark.parametrize(
+    "which", ["the engine", pytest.param("the one in reserve, then the engine", marks=pytest.mark.soak)]
+)
 def test_with_an_engine_in_reserve_the_next_one_is_there_already(checkpoint: Path, which: str) -> None:
     with llm_server(checkpoint, **LLM_FLAGS, spare_engine="yes") as service, LlmClient(service.address) as client:
         good = tokens(client, asked(user("hello")))

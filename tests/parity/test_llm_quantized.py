@@ -39,14 +39,22 @@ KINDS: list[tuple[Family, str]] = [
     ("qwen2_vl", "gptq of 8 bits"),
     ("qwen2_5_vl", "gptq in order of importance"),
     ("qwen3_vl_moe", "fp8 in blocks"),
-    ("qwen3_vl_moe", "pack-quantized, with zeros"),
-    *(("qwen3_5", form) for form in ("fp8 in blocks", "awq", "gptq", "pack-quantized, with zeros")),
+    ("qwen3_5", "awq"),
     ("qwen3_5_moe", "fp8 in blocks"),
+]
+REST: list[tuple[Family, str]] = [
+    ("qwen3_vl_moe", "pack-quantized, with zeros"),
+    *(("qwen3_5", form) for form in ("fp8 in blocks", "gptq", "pack-quantized, with zeros")),
     ("qwen3_5_moe", "awq"),
 ]
+"""Of formats and families that are crossed above, these pairs as well."""
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(kind, id=" ".join(kind)) for kind in KINDS)]
+    + [pytest.param(kind, id=" ".join(kind), marks=pytest.mark.soak) for kind in REST],
+)
 def folders(
     request: pytest.FixtureRequest, checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

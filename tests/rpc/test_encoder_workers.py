@@ -70,9 +70,10 @@ def test_our_kernel_gives_the_rows_of_torch_s_attention(checkpoints):
     ("flags", "why"),
     [
         ({"attention": "flash"}, "--attention flash: it needs a GPU"),
-        pytest.param({"graphs": "512,1024"}, "CUDA graphs need a GPU", marks=pytest.mark.soak),
+        ({"graphs": "512,1024"}, "CUDA graphs need a GPU"),
     ],
 )
+@pytest.mark.soak
 def test_what_this_machine_cannot_do_ends_the_start_with_one_line_that_says_so(flags, why, checkpoints):
     with (
         pytest.raises(RuntimeError, match=f"encoder_service: {why}"),

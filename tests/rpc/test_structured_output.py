@@ -135,6 +135,7 @@ def test_a_large_regex_that_can_be_followed_is(qwen3: Pair, pattern: str) -> Non
     assert len(tokens(qwen3.text, asked(QUESTION))) == 8
 
 
+@pytest.mark.soak
 def test_one_callers_expensive_structures_hold_no_other_up(qwen3: Pair) -> None:
     """Eight that take all of their time, of one tenant; meanwhile another's are compiled and answered."""
     grammars = [f'start: A\nA: B{{3000}}\nB: C{{3000}}\nC: D{{3000}}\nD: "a{n}"{{3000}}' for n in range(8)]

@@ -265,7 +265,7 @@ class Watched:
         return resident(self._service) - self._before
 
 
-@pytest.mark.parametrize("method", [TOKENIZE, HEALTH])
+@pytest.mark.parametrize("method", [TOKENIZE, pytest.param(HEALTH, marks=pytest.mark.soak)])
 def test_a_crowd_that_falls_silent_costs_the_budget_and_is_told(service: Service, method: str) -> None:
     def silent(_: int) -> bytes:
         with RawConnection(service.address) as caller:
@@ -304,6 +304,7 @@ def test_a_crowd_of_whole_messages_costs_the_budget_and_one_that_is_read(service
     until(lambda: watched.grown() < 8 * MIB, "memory is back")
 
 
+@pytest.mark.soak
 def test_frames_of_a_byte_do_not_cost_many_times_what_is_in_them(service: Service) -> None:
     def drip(_: int) -> bytes:
         with RawConnection(service.address) as caller:
