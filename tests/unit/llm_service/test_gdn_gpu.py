@@ -25,7 +25,7 @@ SHAPES = (GdnShape(1, 2, 32, 16), GdnShape(2, 2, 24, 48, width=3))
 COUNTS = ((1, 1), (1, 130, 65, 2))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, (torch.float16, torch.float32), strict=True), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, (torch.float16, torch.float32), strict=True)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_sequences_of_a_batch_are_transformers_one_by_one(
     shape: GdnShape, counts: tuple[int, ...], dtype: torch.dtype
