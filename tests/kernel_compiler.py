@@ -24,7 +24,7 @@ from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.metadata import TILE
-from llm_service.layers.attention.triton_backend import _Shape
+from llm_service.layers.attention.triton_backend import COMBINED, _Shape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
 from llm_service.layers.gpu import gdn_kernels, quantized_kernel
@@ -50,8 +50,8 @@ _FIXED = {
 }
 """What parameters of these names are, whatever a model's type."""
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs")
-_POINTERS = ("out", "parts", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
+_INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split")
+_POINTERS = ("out", "mixtures", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
 _POINTERS += (
     "gain",
     "query_gain",
@@ -130,12 +130,11 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
     launch = {"num_warps": 4, "num_stages": shape.stages}
     wider = {**launch, "num_warps": shape.prefill_warps}
-    sums = ("parts", "maxima", "sums")
+    sums, joined = ("mixtures", "maxima", "sums"), {"PARTS": COMBINED, "num_warps": 4}
     return {
         "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
-        "decode": compiled(capability, triton_kernels.decode_kernel, dtype, ROWS=16, SPLITS=1, **both, **launch),
-        "split": compiled(capability, triton_kernels.decode_kernel, dtype, sums, ROWS=16, SPLITS=16, **both, **launch),
-        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, SPLITS=16, **same, num_warps=4),
+        "decode": compiled(capability, triton_kernels.decode_kernel, dtype, sums, ROWS=16, **both, **launch),
+        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **same, **joined),
         "prefill": compiled(capability, triton_kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **wider),
     }
 

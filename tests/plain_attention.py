@@ -39,6 +39,7 @@ class PlainTables:
 
     shape: CacheShape
     name: str = "plain"
+    parts: int = 3
 
     def batch(self, chunks: Sequence[PagedChunk]) -> PlainMetadataBatch:
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, torch.device("cpu")))

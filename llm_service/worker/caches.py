@@ -35,7 +35,10 @@ from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBacken
 
 @runtime_checkable
 class StableBackend(AttentionBackend, Protocol):
-    """A back end whose batches follow metadata that may be filled anew."""
+    """A back end whose batches follow metadata that may be filled anew. It wants the contexts of a step's decodes in so
+    many `parts`, as `AttentionMetadata` has them."""
+
+    parts: int
 
     def over(self, metadata: AttentionMetadata) -> AttentionBatch:
         """A batch that reads these metadata at each use."""
@@ -135,6 +138,12 @@ class Caches:
     def follows_metadata(self) -> bool:
         """Whether a back end reads a step's metadata on the device."""
         return any(isinstance(kind.backend, StableBackend) for kind in self.paged.values())
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts back ends want the contexts of a step's decodes cut."""
+        wanted = (kind.backend.parts for kind in self.paged.values() if isinstance(kind.backend, StableBackend))
+        return max(wanted, default=1)
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
         """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only where nothing is

@@ -100,21 +100,21 @@ class GraphNumbers:
     seq_lens: Tensor
     decode_lengths: Tensor
     tiles: Tensor
+    parts: Tensor
+    split: Tensor
 
     @classmethod
-    def padding(cls, tokens: int, sequences: int, tiles: int, null_slot: int, device: torch.device) -> Self:
+    def padding(cls, tokens: int, sequences: int, tiles: int, parts: int, null_slot: int, device: torch.device) -> Self:
         """A step of nobody."""
-        shapes = (3, tokens), (sequences,), (tokens,), (sequences + 1,), (sequences,), (sequences,), (tiles, 2)
+        each = (sequences,)
+        shapes = (3, tokens), each, (tokens,), (sequences + 1,), each, each, (tiles, 2), (sequences + 2,), (parts,)
         sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        parts = packed.split(sizes)
-        made = cls(
-            null_slot,
-            packed,
-            *(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)),
-        )
+        rooms = zip(packed.split(sizes), shapes, strict=True)
+        made = cls(null_slot, packed, *(room[: math.prod(shape)].view(shape) for room, shape in rooms))
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)
+        made.split.fill_(-1)
         return made
 
     def of(self, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -134,6 +134,9 @@ class GraphNumbers:
         part(self.seq_lens)[:sequences] = batch.seq_lens
         part(self.decode_lengths)[:decodes] = batch.seq_lens[:decodes]
         tiles[: len(batch.tiles)], tiles[len(batch.tiles) :] = batch.tiles, -1
+        parts, split = part(self.parts), part(self.split)
+        parts[: decodes + 2], parts[decodes + 2 :] = batch.parts, batch.parts[-1]
+        split[: len(batch.split)], split[len(batch.split) :] = batch.split, -1
         return packed
 
     def metadata(self, block_table: Tensor, longest_query: int, longest: int) -> AttentionMetadata:
@@ -145,6 +148,9 @@ class GraphNumbers:
             seq_lens=self.seq_lens,
             tiles=self.tiles,
             decode_lengths=self.decode_lengths,
+            parts=self.parts,
+            split=self.split,
+            most_parts=len(self.split) + len(self.rows),
             longest_query=longest_query,
             longest=longest,
         )
@@ -268,7 +274,9 @@ class GraphRunner:
         buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
         tiles = 0 if decodes_only else -(-tokens // TILE) + sequences
-        numbers = GraphNumbers.padding(tokens, sequences, tiles, self._null_slot, self._decoder.device)
+        numbers = GraphNumbers.padding(
+            tokens, sequences, tiles, self._caches.parts, self._null_slot, self._decoder.device
+        )
         metadata = numbers.metadata(
             buffers.block_table, longest_query=1 if decodes_only else tokens, longest=self._bounds.context
         )

@@ -161,7 +161,8 @@ class ModelRunner:
         read: list[np.ndarray] = []
         if self.caches.follows_metadata:
             contexts, counts, rows = np.array([(each.context, each.count, each.row) for each in plan.chunks]).T
-            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, self.caches.block_size)
+            sizes = self.caches.block_size, self.caches.parts
+            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, *sizes)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:

@@ -56,20 +56,14 @@ def test_our_kernels_compute_what_plain_torch_does(
         Case.random(shape, counts, dtype, seed, CUDA).check(choose("triton", shape, dtype, CUDA))
 
 
-@pytest.mark.parametrize("splits", [1, 4, 16])
-def test_long_contexts_are_split_and_put_together(splits: int) -> None:
+@pytest.mark.parametrize("parts", [1, 4, 60])
+def test_long_contexts_are_split_and_put_together(parts: int) -> None:
     shape = replace(shape_of(head_dim=128, heads=8, kv_heads=2), blocks=1000)
     backend: Any = choose("triton", shape, torch.bfloat16, CUDA)
-
-    class Split:
-        name = "triton"
-
-        def batch(self, chunks: list[PagedChunk]) -> Any:
-            return replace(backend.batch(chunks), splits=splits)
-
+    backend.parts = parts
     case = Case.random(shape, (1, 1), torch.bfloat16, 1, CUDA)
     case.chunks = [PagedChunk(7000, 1, list(range(500))), PagedChunk(40, 1, [900, 901, 902])]
-    case.check(Split())
+    case.check(backend)
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)

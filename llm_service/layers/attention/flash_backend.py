@@ -24,6 +24,7 @@ class FlashBackend:
     """Makes batches for the library; `compute` is what `find` gave."""
 
     name = "flash"
+    parts = 1  # the library cuts contexts itself
 
     def __init__(self, shape: CacheShape, device: torch.device, compute: Compute) -> None:
         self._shape = shape

@@ -16,8 +16,10 @@ from llm_service.layers.attention.triton_kernels import combine_kernel, decode_k
 
 _WAVES = 4
 """Programs of a decode that each multiprocessor should get, so that few sequences still fill the GPU."""
-_SPLITS = (1, 4, 16)
-"""Into how many parts a context may be cut. Each is a kernel of its own, compiled before anyone waits for it."""
+COMBINED = 16
+"""Parts of a context that are joined at once."""
+_LONG = 255
+"""Tokens before a decode whose context has two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +62,23 @@ class TritonBackend:
         self.shape = shape
         self._device = device
         self._compiled = _Shape.of(shape, dtype)
-        self._programs = _WAVES * _multiprocessors(device)
+        self.parts = max(1, _WAVES * _multiprocessors(device) // shape.kv_heads)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> TritonBatch:
         """The batch of a plan."""
-        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device))
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.parts))
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
         """A batch over metadata that may be filled anew between uses."""
-        return TritonBatch(metadata, self._compiled, self._splits(metadata))
-
-    def _splits(self, metadata: AttentionMetadata) -> int:
-        """Into how many parts a decode's context is cut: the more, the fewer sequences there are."""
-        busy = max(1, metadata.decodes * self.shape.kv_heads)
-        useful = max(1, metadata.longest // (2 * self._compiled.keys_at_once))
-        return max(splits for splits in _SPLITS if splits <= max(1, min(self._programs // busy, useful)))
+        return TritonBatch(metadata, self._compiled)
 
     def warm_up(self, cache: Tensor) -> None:
         """Has every kernel compiled, over the null block of one layer's cache."""
         shape, null_block = self.shape, self.shape.null_block
-        for count in (1, 2):
-            metadata = AttentionMetadata.of(
-                [PagedChunk(0, count, [null_block] * -(-count // shape.block_size))], shape.block_size, self._device
-            )
-            heads = shape.zeros(count, cache.dtype, self._device)
-            for splits in _SPLITS if count == 1 else _SPLITS[:1]:
-                TritonBatch(metadata, self._compiled, splits).attend(*heads, cache)
+        for context, count in ((_LONG, 1), (0, 2)):
+            chunk = PagedChunk(context, count, [null_block] * -(-(context + count) // shape.block_size))
+            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, 2)
+            TritonBatch(metadata, self._compiled).attend(*shape.zeros(count, cache.dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,6 @@ class TritonBatch:
 
     metadata: AttentionMetadata
     shape: _Shape
-    splits: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
@@ -144,16 +136,16 @@ class TritonBatch:
         return out.flatten(1)
 
     def _decode(self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        metadata, shape, splits = self.metadata, self.shape, self.splits
+        metadata, shape = self.metadata, self.shape
         heads, kv_heads = query.shape[1], query.shape[1] // shape.group
-        parts = maxima = sums = out
-        if splits > 1:
-            rows = (metadata.decodes, heads, splits)
-            parts = torch.empty((*rows, shape.head_dim), dtype=torch.float32, device=query.device)
+        mixtures = maxima = sums = out
+        if len(metadata.split):
+            rows = (metadata.most_parts, heads)
+            mixtures = torch.empty((*rows, shape.head_dim), dtype=torch.float32, device=query.device)
             maxima, sums = torch.empty((2, *rows), dtype=torch.float32, device=query.device)
-        decode_kernel[(metadata.decodes, kv_heads, splits)](
+        decode_kernel[(metadata.most_parts, kv_heads)](
             out,
-            parts,
+            mixtures,
             maxima,
             sums,
             query,
@@ -161,32 +153,34 @@ class TritonBatch:
             values,
             metadata.block_table,
             metadata.decode_lengths,
+            metadata.parts,
             scale,
             query.stride(0),
             metadata.block_table.stride(0),
             kv_heads,
+            metadata.decodes,
             GROUP=shape.group,
             ROWS=max(16, triton.next_power_of_2(shape.group)),
             HEAD_DIM=shape.head_dim,
             DIMS=shape.dims,
             BLOCK_SIZE=shape.block_size,
             BLOCK_N=shape.keys_at_once,
-            SPLITS=splits,
             PRECISION=shape.precision,
             num_warps=4,
             num_stages=shape.stages,
         )
-        if splits > 1:
-            combine_kernel[(metadata.decodes, heads)](
+        if len(metadata.split):
+            combine_kernel[(len(metadata.split), heads)](
                 out,
-                parts,
+                mixtures,
                 maxima,
                 sums,
-                metadata.decode_lengths,
+                metadata.parts,
+                metadata.split,
                 heads,
                 HEAD_DIM=shape.head_dim,
                 DIMS=shape.dims,
-                SPLITS=splits,
+                PARTS=COMBINED,
                 num_warps=4,
             )
 

@@ -27,10 +27,24 @@ def _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM: tl.constexpr
     return (slot * kv_heads + head) * HEAD_DIM
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # it changes from batch to batch, and would be compiled anew
+@triton.jit
+def _sequence_of(starts, part, sequences):
+    """Which of `sequences` sequences a part is of: the last one that does not begin behind it. One without parts begins
+    where the next one does."""
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(starts + middle) <= part
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["table_stride", "sequences"])  # they change, and would be compiled anew
 def decode_kernel(
     out,
-    parts,
+    mixtures,
     maxima,
     sums,
     query,
@@ -38,35 +52,39 @@ def decode_kernel(
     values,
     block_table,
     lengths,
+    parts,
     scale,
     query_stride,
     table_stride,
     kv_heads,
+    sequences,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One token of each sequence. Grid [sequences, kv_heads, SPLITS]; `scale` holds log2(e).
+    """One token of each sequence, a part of its context in each program. Grid [parts, kv_heads]; `scale` holds log2(e).
 
-    With one split the result goes to `out` [n, heads, HEAD_DIM]; else each split leaves its unnormalised sum in `parts`
-    [n, heads, SPLITS, HEAD_DIM], with its maximum and its sum of weights beside it, for `combine_kernel`. The softmax
-    is the online one of FlashAttention (Dao et al. 2022), in base 2; contexts are split as in Flash-Decoding. A
-    sequence of length 0 is padding: it reads nothing and writes nothing.
+    `parts` [sequences + 2] has the keys of a part, the first part of each sequence, and the number of parts; programs
+    beyond that are there for longer contexts, and do nothing. The result of a sequence of one part goes to `out`
+    [n, heads, HEAD_DIM]; else each part leaves its unnormalised sum in `mixtures` [parts, heads, HEAD_DIM], with its
+    maximum and its sum of weights beside it, for `combine_kernel`. The softmax is the online one of FlashAttention (Dao
+    et al. 2022), in base 2; contexts are split as in Flash-Decoding. A sequence of length 0 is padding and has no part.
     """
-    sequence = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0)
     head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    if length == 0:
+    starts = parts + 1
+    if part >= tl.load(starts + sequences):
         return
-    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
-    begin = split * share
-    end = tl.minimum(begin + share, length)
+    sequence = _sequence_of(starts, part, sequences).to(tl.int64)
+    first = tl.load(starts + sequence)
+    alone = tl.load(starts + sequence + 1) == first + 1
+    share = tl.load(parts)
+    begin = (part - first) * share
+    end = tl.minimum(begin + share, tl.load(lengths + sequence))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -92,46 +110,57 @@ def decode_kernel(
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         highest = higher
 
-    row = sequence * kv_heads * GROUP + heads
-    if SPLITS == 1:
+    if alone:
+        row = sequence * kv_heads * GROUP + heads
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, whole)
     else:
-        part = row * SPLITS + split
-        tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], mixed, whole)
-        tl.store(maxima + part, highest, rows < GROUP)
-        tl.store(sums + part, total, rows < GROUP)
+        place = part.to(tl.int64) * kv_heads * GROUP + heads
+        tl.store(mixtures + place[:, None] * HEAD_DIM + dims[None, :], mixed, whole)
+        tl.store(maxima + place, highest, rows < GROUP)
+        tl.store(sums + place, total, rows < GROUP)
 
 
 @triton.jit
 def combine_kernel(
     out,
-    parts,
+    mixtures,
     maxima,
     sums,
-    lengths,
+    parts,
+    split,
     heads,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Joins the splits of one head of one sequence. Grid [sequences, heads].
-
-    A split past the end of its sequence has the maximum −∞ and so the weight 0.
-    """
-    sequence = tl.program_id(0).to(tl.int64)
-    if tl.load(lengths + sequence) == 0:
+    """Joins the parts of one head of one sequence, PARTS at a time. Grid [number of `split`, heads]: the sequences of
+    several parts, −1 is padding."""
+    sequence = tl.load(split + tl.program_id(0)).to(tl.int64)
+    if sequence < 0:
         return
-    row = sequence * heads + tl.program_id(1)
-    splits = tl.arange(0, SPLITS)
+    head = tl.program_id(1)
+    first = tl.load(parts + 1 + sequence)
+    last = tl.load(parts + 2 + sequence)
     dims = tl.arange(0, DIMS)
-    highest = tl.load(maxima + row * SPLITS + splits)
-    fade = tl.exp2(highest - tl.max(highest, 0))
-    total = tl.sum(tl.load(sums + row * SPLITS + splits) * fade, 0)
-    place = (row * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    part = tl.load(parts + place, dims[None, :] < HEAD_DIM, 0.0)
-    result = tl.sum(part * fade[:, None], 0) / total
-    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), dims < HEAD_DIM)
+    highest = float("-inf")
+    total = 0.0
+    mixed = tl.zeros([DIMS], tl.float32)
+    for begin in range(first, last, PARTS):
+        each = begin + tl.arange(0, PARTS)
+        inside = each < last
+        place = each.to(tl.int64) * heads + head
+        peaks = tl.load(maxima + place, inside, float("-inf"))
+        higher = tl.maximum(highest, tl.max(peaks, 0))
+        weights = tl.exp2(peaks - higher)
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(tl.load(sums + place, inside, 0.0) * weights, 0)
+        there = inside[:, None] & (dims[None, :] < HEAD_DIM)
+        some = tl.load(mixtures + place[:, None] * HEAD_DIM + dims[None, :], there, 0.0)
+        mixed = mixed * fade + tl.sum(some * weights[:, None], 0)
+        highest = higher
+    result = (mixed / total).to(out.dtype.element_ty)
+    tl.store(out + (sequence * heads + head) * HEAD_DIM + dims, result, dims < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -7,12 +7,16 @@ import types
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention import flash_backend
+from llm_service.layers.attention import flash_backend, triton_backend
+from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -84,33 +88,37 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("splits", [1, 4, 16])
-def test_splits_of_a_long_context_are_put_together(splits: int) -> None:
-    """Among them are splits past the end of a sequence, which have nothing to add."""
+@pytest.mark.parametrize("parts", [1, 2, 5, 40])
+def test_parts_of_long_contexts_are_put_together(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside sequences of one part, and, of so many that they are joined in several rounds."""
+    monkeypatch.setattr(attention_metadata, "_LEAST", 64)
+    monkeypatch.setattr(triton_backend, "COMBINED", 2)
     shape = shape_of()
     backend: Any = choose("triton", shape, torch.float32, CPU)
-
-    class Split:
-        name = "triton"
-
-        def batch(self, chunks: list[PagedChunk]) -> Any:
-            return replace(backend.batch(chunks), splits=splits)
-
+    backend.parts = parts
     case = Case.random(shape, (1, 1, 1, 1, 1), torch.float32, 5)
-    assert max(chunk.context for chunk in case.chunks) >= 100
-    assert min(chunk.context for chunk in case.chunks) <= 17
-    case.check(Split())
+    case.chunks[0] = PagedChunk(399, 1, list(range(75, 100)))
+    free = iter(range(75))
+    for n, context in enumerate((16, 200, 0, 100), 1):
+        case.chunks[n] = PagedChunk(context, 1, [next(free) for _ in range(context // 16 + 1)])
+    found = backend.batch(case.chunks).metadata
+    assert (len(found.split) > 0) == (parts > 1)
+    assert found.most_parts <= parts + 5
+    case.check(backend)
 
 
-def test_the_more_programs_a_gpu_needs_the_more_splits_a_long_context_has() -> None:
-    shape = shape_of()
-    backend: Any = choose("triton", shape, torch.float32, CPU)
-    backend._programs = 512  # as on a GPU of 128 multiprocessors
-    metadata = replace(AttentionMetadata.of([PagedChunk(1, 1, [0])], 16, CPU), longest=5001)
-    assert backend.over(metadata).splits == 16
-    assert backend.over(replace(metadata, decode_lengths=torch.ones(30))).splits == 4
-    assert backend.over(replace(metadata, decode_lengths=torch.ones(300))).splits == 1
-    assert backend.over(replace(metadata, longest=100)).splits == 1
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=300), st.integers(1, 200))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_parts_cover_every_context_and_are_no_more_than_there_is_room_for(lengths: list[int], wanted: int) -> None:
+    parts, split = attention_metadata.cut(np.array(lengths, np.int32), wanted)
+    keys, starts = int(parts[0]), parts[1:]
+    assert keys % 64 == 0
+    assert starts[-1] <= wanted + len(lengths)
+    assert len(split) < max(2, wanted)
+    for n, length in enumerate(lengths):
+        count = int(starts[n + 1] - starts[n])
+        assert (count - 1) * keys < length <= count * keys
+        assert (count > 1) == (n in split)
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
@@ -135,7 +143,7 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
     shape = shape_of()
     case = Case.random(shape, (1, 1) if decodes else (40, 20), torch.float32, 11)
     backend: Any = choose("triton", shape, torch.float32, CPU)
-    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU, 2)
     tokens = len(metadata.slot_mapping)
     wide = torch.full((4, 64), 10**6, dtype=torch.int32)  # no such block: reading it would end the process
     wide[:2, : metadata.block_table.shape[1]] = metadata.block_table
@@ -151,6 +159,9 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
         seq_lens=torch.cat([metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
         tiles=torch.cat([metadata.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
         decode_lengths=torch.cat([metadata.decode_lengths, torch.zeros(2 if decodes else 0, dtype=torch.int32)]),
+        parts=torch.cat([metadata.parts, metadata.parts[-1:].repeat(2 if decodes else 0)]),
+        split=torch.cat([metadata.split, torch.full((2,), -1, dtype=torch.int32)]),
+        most_parts=metadata.most_parts + 3,
     )
     qkv = torch.cat([case.qkv, torch.full((3, 8, 64), torch.nan)])
     query, key, value = qkv.split([4, 2, 2], dim=1)
@@ -209,7 +220,8 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
     assert causal
     assert scale == q.shape[-1] ** -0.5
     assert longest >= starts.diff().max()
-    metadata = AttentionMetadata(torch.empty(0), table, starts, lengths, torch.empty(0, 2), torch.empty(0), longest, 0)
+    none = torch.empty(0)
+    metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), none, none, none, 0, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata).view_as(q)
 
