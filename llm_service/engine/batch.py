@@ -171,9 +171,16 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         prompt=sequence.penalised,
         output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        allowed=b"" if sequence.matcher is None else sequence.matcher.compute_bitmask(),
+        allowed=_allowed(sequence, ahead),
         carried=sequence.placeholder_draw if sequence.num_placeholders and sampling.penalises else -1,
     )
+
+
+def _allowed(sequence: Sequence, ahead: int) -> bytes:
+    """The mask of what may follow the first `ahead` drafts; empty where anything may."""
+    if sequence.drafts and sequence.draft_masks:
+        return sequence.draft_masks[ahead]
+    return b"" if sequence.matcher is None else sequence.matcher.compute_bitmask()
 
 
 def _said(sequence: Sequence, ahead: int) -> bytes:

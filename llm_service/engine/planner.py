@@ -21,7 +21,10 @@ _LOOK_AHEAD = 64
 
 
 def by_look_up(sequence: Sequence, count: int) -> array[int]:
-    """What followed where the sequence's last tokens stood before."""
+    """What the structure of the answer leaves no choice about, else what followed where the sequence's last tokens
+    stood before."""
+    if sequence.matcher is not None and (forced := sequence.matcher.compute_ff_tokens()):
+        return array("i", forced[:count])
     return look_up(sequence.tokens, count)
 
 
@@ -101,13 +104,16 @@ class Planner:
         room = min(self._limits.draft_rows, self._limits.max_step_tokens) - len(decodes)
         for sequence in decodes:
             most = min(room, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
-            drafts = self._draft(sequence, most) if most > 0 and sequence.takes_drafts else ()
-            if not drafts:
+            if most > 0 and sequence.takes_drafts:
+                sequence.propose(self._draft(sequence, most))
+            count = len(sequence.drafts)
+            if not count:
                 sequence.draft_length.verified(0, 0)
-            elif self._blocks.grow(sequence.table, sequence.num_computed_tokens + 1 + len(drafts)):
-                sequence.propose(drafts)
-                decodes[sequence] += len(drafts)
-                room -= len(drafts)
+            elif self._blocks.grow(sequence.table, sequence.num_computed_tokens + 1 + count):
+                decodes[sequence] += count
+                room -= count
+            else:
+                sequence.propose(array("i"))
 
     def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> int:
         """Spends half the budget by priority and arrival: nobody is overtaken for ever. What is left of all of it."""

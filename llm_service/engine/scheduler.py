@@ -223,7 +223,7 @@ class Scheduler:
     def _fail_dead_ends(self, step: Step) -> None:
         """They are in the step, whose tokens for them are dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
-            if not sequence.finished and (error := _dead_end(sequence, draw)):
+            if not sequence.finished and not sequence.drafts and (error := _dead_end(sequence, draw)):
                 self._fail(sequence.id, error)
 
     def _announce(self, sequence: Sequence) -> Started | None:

@@ -70,7 +70,8 @@ class Sequence:
     A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
     `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
     `placeholder_draw` of its step. `drafts` are tokens that the step under way verifies: there is one placeholder for
-    each, and one behind them, and those behind the first wrong draft are never filled. Only the methods change a
+    each, and one behind them, and those behind the first wrong draft are never filled. `draft_masks` say what the
+    structure of the answer allows behind none, one, … of them. Only the methods change a
     sequence, and of these none that answers a question.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
@@ -111,6 +112,7 @@ class Sequence:
     finished: bool = False
     table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
+    draft_masks: list[bytes] = field(default_factory=list)
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     media_end: int = 0
     plain: bool = False
@@ -211,9 +213,10 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """All of its tokens are known, its prompt is computed, and no structure says what may come next."""
-        computed = self.num_computed_tokens >= self.prompt_tokens
-        return computed and not self.num_placeholders and self.matcher is None
+        """All of its tokens are known, and its prompt is computed. Before its least tokens a structure may leave
+        nothing to be drawn, which is looked for behind what is known alone."""
+        computed = self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
+        return computed and (self.matcher is None or self.generated >= self.sampling.min_tokens)
 
     @property
     def grammar_ready(self) -> bool:
@@ -332,8 +335,22 @@ class Sequence:
             self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
 
     def propose(self, drafts: array[int]) -> None:
-        """The next step verifies these tokens behind the last one, which is known."""
-        self.drafts = drafts
+        """The next step verifies these tokens behind the last one, which is known, as far as the structure allows
+        them."""
+        self.drafts, self.draft_masks = drafts, []
+        if self.matcher is None or not drafts:
+            return
+        ahead = self.matcher.deep_copy()
+        self.draft_masks.append(ahead.compute_bitmask())
+        for token in drafts:
+            mask = self.draft_masks[-1]
+            if ahead.is_stopped() or (mask and not mask[token // 8] >> token % 8 & 1) or not ahead.consume_token(token):
+                break
+            mask = ahead.compute_bitmask()
+            if ahead.is_error():  # met behind a draft, which may be wrong
+                break
+            self.draft_masks.append(mask)
+        self.drafts = drafts[: len(self.draft_masks) - 1]
 
     def append_placeholder(self, draw: int) -> None:
         """A step has been planned that chooses the next token as this draw."""

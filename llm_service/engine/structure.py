@@ -55,6 +55,14 @@ class Matcher(Protocol):
         """A limit was met."""
         ...
 
+    def compute_ff_tokens(self) -> Sequence[int]:
+        """Tokens of the text that alone may come next; none where there is a choice."""
+        ...
+
+    def deep_copy(self) -> Matcher:
+        """Another one that stands where this one does."""
+        ...
+
 
 class Form(NamedTuple):
     """What a request's answers must be like: a checked grammar, the bytes that its compiled form holds, the tenant's
@@ -87,6 +95,11 @@ class _Counted:
         self.compute_bitmask = matcher.compute_bitmask
         self.is_stopped = matcher.is_stopped
         self.is_error = matcher.is_error
+        self.compute_ff_tokens = matcher.compute_ff_tokens
+
+    def deep_copy(self) -> Matcher:
+        """See `Matcher`."""
+        return _Counted(self._matcher.deep_copy(), self._kept)
 
     def consume_token(self, token: int) -> bool:
         self._kept.bytes += _GROWTH
@@ -125,6 +138,16 @@ class _Triggered:
     def is_error(self) -> bool:
         """See `Matcher`."""
         return self._begun is not None and self._begun.is_error()
+
+    def compute_ff_tokens(self) -> Sequence[int]:
+        """See `Matcher`."""
+        return () if self._begun is None else self._begun.compute_ff_tokens()
+
+    def deep_copy(self) -> Matcher:
+        """See `Matcher`."""
+        other = _Triggered(self._trigger, self._before, self._begin)
+        other._begun = None if self._begun is None else self._begun.deep_copy()
+        return other
 
 
 class Structures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from tests.launch import Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy
 from tests.scrape import scrape
 from tests.waiting import until
-from twinlens import LlmClient, user
+from twinlens import LlmClient, SamplingParams, user
 from twinlens.cli import sections
 
 
@@ -40,3 +41,21 @@ def test_answers_are_the_same_and_usage_load_and_metrics_tell_what_was_drafted(s
     name = "twinlens_llm_spec_decode_num_%s_tokens_total"
     until(lambda: scrape(service.metrics)[name % "draft"] == drafted, "the engine's beat has come")
     assert scrape(service.metrics)[name % "accepted"] == accepted
+
+
+def test_answers_with_a_structure_are_the_same_and_what_it_leaves_no_choice_about_is_drafted(
+    service: Service, qwen3: Pair
+) -> None:
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    given = {"max_tokens": 64, "json_schema": json.dumps(schema), "ignore_eos": False}
+    with LlmClient(service.address) as client:
+        for sampling in (
+            SamplingParams(temperature=0.0, **given),
+            SamplingParams(temperature=1.0, seed=5, n=3, **given),
+            SamplingParams(temperature=1.0, seed=6, min_tokens=4, repetition_penalty=1.2, **given),
+        ):
+            request = asked(user("Which colour?"), sampling)
+            expected, said = answer(qwen3.text, request), answer(client, request)
+            assert [each.token_ids for each in said.choices] == [each.token_ids for each in expected.choices]
+            assert [each.text for each in said.choices] == [each.text for each in expected.choices]
+            assert said.usage.accepted_draft_tokens > 0

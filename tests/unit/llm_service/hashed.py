@@ -175,6 +175,12 @@ class Alternating:
     def is_error(self) -> bool:
         return self.last == 11
 
+    def compute_ff_tokens(self) -> Sequence[int]:
+        return ()
+
+    def deep_copy(self) -> Alternating:
+        return Alternating(self.last)
+
 
 def alternating(_: object, output: Sequence[int] = ()) -> Future[Matcher]:
     made: Future[Matcher] = Future()

@@ -219,3 +219,22 @@ def test_a_form_that_recurs_leaves_what_is_around_it_free(structures: Structures
     matcher.consume_token(5)
     matcher.consume_token(7)
     assert matcher.is_error()
+
+
+@pytest.mark.parametrize("trigger", [None, Trigger(5), Trigger(5, recurs=True)], ids=["", "behind a token", "again"])
+def test_a_copy_looks_ahead_and_the_matcher_stays_where_it_is(
+    structures: Structures, builder: PromptBuilder, trigger: Trigger | None
+) -> None:
+    form = held(structures, Structure("regex", "abc[de]f"))._replace(trigger=trigger)
+    matcher = structures.matcher(form)
+    begin = [] if trigger is None else [trigger.token]
+    before, ahead = matcher.compute_bitmask(), matcher.deep_copy()
+    assert list(ahead.compute_ff_tokens()) == ([] if begin else builder.encode("abc"))
+    for token in (*begin, *builder.encode("ab")):
+        assert ahead.consume_token(token)
+    assert list(ahead.compute_ff_tokens()) == builder.encode("c")
+    assert matcher.compute_bitmask() == before
+    walked = structures.matcher(form)
+    for token in (*begin, *builder.encode("ab")):
+        walked.consume_token(token)
+    assert ahead.compute_bitmask() == walked.compute_bitmask() != before
