@@ -1,0 +1,192 @@
+"""`python -m benchmarks.speculation`: a token's time with and without drafts, by how much an answer repeats its prompt.
+
+Two LLM services, one of them with `--speculative-tokens`, take turns over one checkpoint, without an encoder. Its
+weights are the random ones of 250 M parameters, but for what decides which token comes next: attention and MLP are
+computed and add nothing, and behind each token its successor on one long round through the vocabulary is the likeliest.
+So a prompt can hold what the answer is going to say. *Copied*: all of it, as half of the prompt; *half*: its first
+half; *new*: nothing that it says ever stood there; *misled*: each three tokens of it stood there, with others behind
+them. Every prompt is new; the run fails where a prefix cache knew some of it. The service without drafts is what the
+other one is compared with, and their tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
+from benchmarks.hits import added, check_new, no_wrong_figures, of_llm, since, told
+from benchmarks.services import process
+from twinlens.v1 import llm_pb2
+from twinlens.v1.llm_pb2_grpc import LlmServiceStub
+
+if TYPE_CHECKING:
+    from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
+
+_TIMEOUT = 300.0
+_FIRST = 1000
+"""Ids below may be special tokens; the round leaves them out."""
+
+KINDS = ("copied", "half", "new", "misled")
+
+
+@dataclass(slots=True)
+class Timed:
+    """Answers of one kind by one service: seconds for each token behind the first, drafts, and how many were right."""
+
+    per_token: list[float] = field(default_factory=list)
+    drafts: int = 0
+    accepted: int = 0
+
+
+class Round:
+    """All ordinary tokens in one order, which begins again behind the last."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._order = list(range(_FIRST, vocabulary))
+        random.Random(0).shuffle(self._order)
+
+    def successors(self) -> torch.Tensor:
+        """int64 [2, m]: tokens, and what comes behind each."""
+        return torch.tensor([self._order, [*self._order[1:], self._order[0]]])
+
+    def piece(self, count: int) -> list[int]:
+        """So many tokens from a place that nobody knows."""
+        at = random.SystemRandom().randrange(len(self._order) - count)
+        return self._order[at : at + count]
+
+
+def successor_checkpoint(source: Path) -> tuple[Path, int]:
+    """The checkpoint whose next token is the successor, made beside the random one that it is made of; and how many
+    words it knows."""
+    folder = CACHE.with_name(f"{source.name}-successors")
+    config = json.loads((source / "config.json").read_text())
+    vocabulary: int = config["text_config"]["vocab_size"]
+    if (folder / "complete").is_file():
+        return folder, vocabulary
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("complete", "*.safetensors"))
+    weights = load_file(source / "model.safetensors")
+    embedding = weights["model.language_model.embed_tokens.weight"]
+    for name, weight in weights.items():
+        if name.startswith("model.language_model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    weights["model.language_model.norm.weight"].fill_(1)
+    tokens, following = Round(vocabulary).successors()
+    head = torch.zeros_like(embedding)
+    head[following] = embedding[tokens]
+    weights["lm_head.weight"] = head
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "complete").touch()
+    return folder, vocabulary
+
+
+def prompt(kind: str, order: Round, tokens: int) -> tuple[list[int], list[int]]:
+    """A prompt of 2 · `tokens` tokens, and what it makes the model say."""
+    whole = order.piece(tokens + 3)
+    begin, answer = whole[:3], whole[3:]
+    match kind:
+        case "copied":
+            before = [*begin, *answer]
+        case "half":
+            before = [*begin, *answer[: tokens // 2]]
+        case "misled":
+            wrong = order.piece(tokens)
+            triples = [[*whole[n : n + 3], other] for n, other in enumerate(wrong)]
+            before = [token for triple in triples for token in triple]
+        case _:
+            before = []
+    filler = order.piece(max(0, 2 * tokens - len(before) - len(begin)))
+    return [*filler, *before, *begin], answer
+
+
+async def _ask(stub: LlmServiceAsyncStub, ids: Sequence[int], tokens: int, into: Timed) -> list[int]:
+    request = llm_pb2.GenerateRequest(
+        tokens=llm_pb2.TokensInput(ids=ids),
+        sampling=llm_pb2.SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
+    )
+    said: list[int] = []
+    begun, ended, first = 0.0, 0.0, 0
+    async for response in stub.Generate(request, timeout=_TIMEOUT):
+        if response.delta.token_ids:
+            said.extend(response.delta.token_ids)
+            now = time.perf_counter()
+            begun, first = begun or now, first or len(said)
+            ended = now
+        if response.HasField("finished"):
+            into.drafts += response.finished.usage.draft_tokens
+            into.accepted += response.finished.usage.accepted_draft_tokens
+    into.per_token.append((ended - begun) / (tokens - first))
+    return said
+
+
+async def _measure(addresses: Sequence[str], vocabulary: int, given: argparse.Namespace) -> dict[str, list[Timed]]:
+    """By kind: without drafts, and with them."""
+    found = {kind: [Timed(), Timed()] for kind in KINDS}
+    order = Round(vocabulary)
+    channels = [grpc.aio.insecure_channel(address) for address in addresses]
+    try:
+        stubs = [LlmServiceStub(channel) for channel in channels]
+        for stub in stubs:
+            await _ask(stub, prompt("new", order, given.tokens)[0], given.tokens, Timed())
+        before = added([await of_llm(stub) for stub in stubs])
+        for number in range(given.runs):
+            for kind in KINDS:
+                ids, answer = prompt(kind, order, given.tokens)
+                for way in (0, 1) if number % 2 == 0 else (1, 0):
+                    said = await _ask(stubs[way], ids, given.tokens, found[kind][way])
+                    if said != answer:
+                        raise RuntimeError(f"a {kind} answer is not what the weights say")
+        hits = since(before, added([await of_llm(stub) for stub in stubs]))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+    check_new("speculation", hits)
+    print(f"Found in caches meanwhile: {told(hits)}\n")
+    return found
+
+
+def _print(found: dict[str, list[Timed]]) -> None:
+    print("| the answer is | a token without drafts | with them | ratio of each pair: median | drafts | right |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for kind, (without, drafted) in found.items():
+        ratio = statistics.median(new / old for old, new in zip(without.per_token, drafted.per_token, strict=True))
+        one, other = (1e3 * statistics.median(each.per_token) for each in (without, drafted))
+        print(f"| {kind} | {one:.2f} ms | {other:.2f} ms | {ratio:.2f} | {drafted.drafts} | {drafted.accepted} |")
+
+
+def main() -> None:
+    """Measures and prints a table of medians."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
+    add_model_options(parser)
+    parser.add_argument("--speculative-tokens", type=int, default=4, help="of the service that has drafts")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--runs", type=int, default=6, help="new prompts of each kind; the median is shown")
+    given = parser.parse_args()
+    folder, vocabulary = successor_checkpoint(chosen_model(given))
+    with no_wrong_figures(), ExitStack() as stack:
+        addresses = [
+            stack.enter_context(
+                process("llm_service", "--model", str(folder), "--encoders", "127.0.0.1:9", f"--speculative-tokens={n}")
+            )
+            for n in (0, given.speculative_tokens)
+        ]
+        _print(asyncio.run(_measure(addresses, vocabulary, given)))
+
+
+if __name__ == "__main__":
+    main()
