@@ -46,14 +46,7 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor(capability: int, types:
     assert len(taken) == 48 + 7 * len(types)
     assert max(shared for shared, *_ in taken.values()) <= _SHARED, taken
     assert max(stack for _, stack, *_ in taken.values()) <= _STACK, taken
-    for each in (
-        "prefill bf16 128",
-        "vision 64 bf16 72",
-        "vision 128 bf16 72",
-        "vision 128 fp16 64",
-        "one row, int8",
-        "one row, uint4",
-    ):
+    for each in ("prefill bf16 128", *_VISION, "one row, int8", "one row, uint4", "experts, e4m3"):
         assert taken[each][2], f"{each} reads element by element"
     if capability == 90:
         for each, registers in _REGISTERS.items():
