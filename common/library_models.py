@@ -9,11 +9,13 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -78,6 +80,40 @@ def processor_of(folder: Path) -> Any:
     return found
 
 
+def placeholder_of(processor: Any, modality: str = "image") -> str:
+    """The token that stands for an item in a chat, which some processors tell from the one at the places of rows."""
+    return str(getattr(processor, f"{modality}_placeholder_token", None) or getattr(processor, f"{modality}_token"))
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Frames [n, height, width, 3] uint8 with these numbers, of a video of `total` frames, `fps` each second."""
+
+    frames: np.ndarray
+    numbers: tuple[int, ...]
+    total: int
+    fps: float
+
+    def given(self) -> dict[str, Any]:
+        """What a processor is given: the frames are chosen already."""
+        height, width = self.frames.shape[1:3]
+        about: dict[str, Any] = {"total_num_frames": self.total, "fps": self.fps, "duration": self.total / self.fps}
+        about |= {"height": height, "width": width, "frames_indices": list(self.numbers)}
+        return {"videos": [self.frames], "video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+
+
+def frames_of(processor: Any, total: int, fps: float) -> list[int]:
+    """The numbers of the frames that a processor takes of a video by itself: all, where it chooses none."""
+    videos = processor.video_processor
+    if not videos.do_sample_frames:
+        return list(range(total))
+    about = library().video_utils.VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+    defaults = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
+    taken = inspect.signature(videos.sample_frames).parameters
+    named = {name: value for name, value in defaults.items() if name in taken and value is not None}
+    return [int(number) for number in videos.sample_frames(metadata=about, **named)]
+
+
 _SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -92,6 +128,7 @@ _REACH = re.compile(r"window|chunk|topk|top_k|block_size")
 def shrink(config: Any) -> None:
     """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
     kinds of layers, its shape of a head, the shares of heads, and its window, which becomes a short one."""
+    apart = _layers_apart(config)
     heads = config.num_attention_heads
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // heads
@@ -99,12 +136,7 @@ def shrink(config: Any) -> None:
     config.num_attention_heads = fewer
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)
-    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
-    kept = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    config.num_hidden_layers = kept = min(kept, _MOST_LAYERS, layers)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, value[:kept])
+    left = _fewer_layers(config)
     for name, most in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), most))
@@ -116,6 +148,38 @@ def shrink(config: Any) -> None:
     for name, value in list(vars(config).items()):  # what a short prompt would not show
         if _REACH.search(name) and type(value) is int and value > _WINDOW:
             setattr(config, name, _WINDOW)
+    for own in apart.values():
+        if own.get("num_key_value_heads"):
+            own["num_key_value_heads"] = max(1, fewer * own["num_key_value_heads"] // heads)
+    if apart:
+        config.per_layer_config = {left.index(layer): own for layer, own in apart.items() if layer in left}
+
+
+def _fewer_layers(config: Any) -> list[int]:
+    """Leaves as many layers as there are kinds of them, and of those that share another's keys and values as many; the
+    numbers that they had."""
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    kept = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    kept = min(kept, _MOST_LAYERS, layers - shared)
+    left = [*range(kept), *range(layers - shared, layers - shared + min(shared, kept))]
+    config.num_hidden_layers = len(left)
+    if shared:
+        config.num_kv_shared_layers = len(left) - kept
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, [value[layer] for layer in left])
+    return left
+
+
+def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
+    """What single layers have of their own, taken out of a configuration: as long as it is in there, nothing that they
+    differ in can be read."""
+    if not config.is_heterogeneous:
+        return {}
+    found = {int(layer): dict(own) for layer, own in config.to_dict()["per_layer_config"].items()}
+    config.per_layer_config = None
+    return found
 
 
 def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
@@ -179,17 +243,64 @@ def describe(folder: Path) -> LibraryModel:
     check(config)
     text = config.get_text_config(decoder=True)
     whole, processor = class_of(config), processor_of(folder)
-    placeholder = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    _check_processor(processor)
+    taken = ["image", *(["video"] if takes_videos(config, processor) else [])]
+    ids = {kind: processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor, kind)) for kind in taken}
     return LibraryModel(
         architecture=whole.__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
-        placeholders={"image": placeholder},
+        placeholders=ids,
         levels=level_count(config),
         one_item=not stand_alone(processor),
         axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
+
+
+_BLANK_FRAMES, _BLANK_SIDES = 64, (48, 64)
+
+
+def takes_videos(config: Any, processor: Any) -> bool:
+    """Whether the processor says what stands for a video, and the model has a tower for it."""
+    if not isinstance(getattr(processor, "video_token", None), str) or not getattr(processor, "video_processor", None):
+        return False
+    try:
+        numbers = tuple(frames_of(processor, _BLANK_FRAMES, _BLANK_RATE))
+        frames = np.zeros((len(numbers), *_BLANK_SIDES, 3), np.uint8)
+        text = replaced(processor, "video", Clip(frames, numbers, _BLANK_FRAMES, _BLANK_RATE).given())
+        row_tokens(config, processor, "video", text)
+    except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    return hasattr(base_of(config), "get_video_features")
+
+
+_BLANK_RATE = 8.0
+
+
+def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> dict[str, int]:
+    """The tokens at whose places rows go in what stands for an item, by their names: some models have one for all
+    modalities, some have marks whose rows the tower gives as well. Raises ValueError where there is none."""
+    name = processor.tokenizer.convert_ids_to_tokens
+    for kind in dict.fromkeys((modality, "image")):
+        token = getattr(config, f"{kind}_token_id", None)
+        if token is not None and str(name(token)) in replacement:
+            return {str(name(each)): int(each) for each in (token, *marks_of(config))}
+    raise ValueError(f"nothing in what stands for a {modality} takes rows")
+
+
+def marks_of(config: Any) -> list[int]:
+    """Tokens around a picture whose rows its tower gives, in the tower's order."""
+    return list(getattr(config, "visual_indicator_token_ids", None) or ())
+
+
+def _check_processor(processor: Any) -> None:
+    """Raises CheckpointError where it does not say what stands for a picture."""
+    try:
+        replaced(processor, "image", {"images": [Image.new("RGB", _SIZES[0])]})
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        what = f"{type(processor).__name__} does not say what stands for a picture in a prompt"
+        raise CheckpointError(what) from error
 
 
 def stand_alone(processor: Any) -> bool:
@@ -197,19 +308,24 @@ def stand_alone(processor: Any) -> bool:
     pictures = [Image.new("RGB", size) for size in _SIZES]
     asked = [[picture] for picture in pictures] + [pictures]
     try:
-        first, second, both = (_replacements(processor, each) for each in asked)
+        first, second, both = (replaced(processor, "image", {"images": each}, len(each)) for each in asked)
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
         return False
-    return first + second == both
+    return first + _BETWEEN + second == both
 
 
 _SIZES = (64, 48), (60, 180)
+_BETWEEN = " and "
 
 
-def _replacements(processor: Any, pictures: list[Image.Image]) -> list[str]:
-    text = " and ".join([processor.image_token] * len(pictures))
-    made = processor(images=pictures, text=[text], return_text_replacement_offsets=True)
-    return [each["replacement"] for each in made["text_replacement_offsets"][0]]
+def replaced(processor: Any, modality: str, media: Mapping[str, Any], count: int = 1) -> str:
+    """What a processor makes of so many placeholders with a word between them. Raises ValueError where it does not say
+    so."""
+    text = _BETWEEN.join([placeholder_of(processor, modality)] * count)
+    made = processor(text=[text], return_text_replacement_offsets=True, return_tensors="pt", **media)
+    if "text_replacement_offsets" not in made:
+        raise ValueError(f"{type(processor).__name__} does not say what stands for a {modality} in a prompt")
+    return _BETWEEN.join(each["replacement"] for each in made["text_replacement_offsets"][0])
 
 
 def check(config: Any) -> None:
@@ -221,6 +337,9 @@ def check(config: Any) -> None:
         raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
     if getattr(config, "image_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise CheckpointError(f"quantised weights ({method}) are for models of our families alone, and {kind} is none")
 
 
 _LONGEST = 32768
@@ -240,11 +359,11 @@ def level_count(config: Any) -> int:
 
 def rope_positions(base: Any, made: Mapping[str, Any]) -> torch.Tensor:
     """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
-    processor has made. Raises ValueError where there are other axes than three."""
+    processor has made. Raises CheckpointError where there are other axes than three."""
     known = inspect.signature(base.get_rope_index).parameters
     found = base.get_rope_index(**{name: made[name] for name in known if name in made})[0][:, 0]
     if len(found) != _AXES:
-        raise ValueError(f"positions are on {len(found)} axes")
+        raise CheckpointError(f"{type(base).__name__} counts places on {len(found)} axes")
     positions: torch.Tensor = found.long()
     return positions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from common.media.item import Grid, Media, PromptPart
+from common.media.item import Grid, Media, Pixels, PromptPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,33 @@ class Inspection:
     frames: int = 1
     fps: float = 0.0
     channels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footage:
+    """Frames that are taken of a video: their numbers among `total` frames, `fps` each second. Where a caller has
+    decoded them, `given` is how many there are, and the numbers are their times."""
+
+    numbers: tuple[int, ...]
+    total: int
+    fps: float
+    given: int = 0
+
+    @classmethod
+    def of(cls, pixels: Pixels) -> Footage:
+        """All frames of decoded pixels; those without times are half a second apart."""
+        times = pixels.timestamps or tuple(0.5 * frame for frame in range(pixels.frames))
+        numbers = tuple(round(_TICKS * time) for time in times)
+        return cls(numbers, numbers[-1] + 1, _TICKS, pixels.frames)
+
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """The numbers of frames as the decoder, or the caller, has them."""
+        return tuple(range(self.given)) if self.given else self.numbers
+
+
+_TICKS: Final = 1000.0
+"""In a second, where a frame's number says its time."""
 
 
 @dataclass(frozen=True, slots=True)

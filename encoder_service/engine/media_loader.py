@@ -12,14 +12,14 @@ from typing import Protocol
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unsupported
-from common.media.item import Embedding, Pixels
+from common.media.item import Embedding, Grid, Modality, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.flight import Flight, Progress
 from encoder_service.engine.pruning import pruned
 from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.families.family import ModelConfig
-from encoder_service.item import Inspection, Item, Plan, Pruning
+from encoder_service.item import Footage, Inspection, Item, Plan, Pruning
 from encoder_service.media import checks, limits
 from encoder_service.media.decoder import DecoderPool, TimeBudget
 from encoder_service.media.modalities import SPECS
@@ -31,8 +31,12 @@ _COPY = 4 << 20
 class Planner(Protocol):
     """What computes plans where they follow from no family of ours (`media.planner`)."""
 
-    async def plan(self, item: Item, seen: Inspection) -> Plan:
-        """The plan of an item of that size. Raises InvalidInput where it is not taken."""
+    async def footage(self, item: Item, seen: Inspection) -> Footage:
+        """Which frames of a video are taken. Raises what `plan` does."""
+        ...
+
+    async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
+        """The plan of an item of that size, of a video with these frames. Raises InvalidInput where it is not taken."""
         ...
 
 
@@ -100,10 +104,16 @@ class MediaLoader:
                 raise Unsupported(why, reason="NO_EMBEDDINGS", field=f"{item.field}.embedding")
             case Pixels() as pixels:
                 seen = Inspection(pixels.width, pixels.height)
+                footage = Footage.of(pixels) if item.modality is Modality.VIDEO else None
             case _:
                 seen = await self._inspect(flight, time_budget)
                 SPECS[item.modality].check(seen, item.field, self._limits)
-        plan = await planner.plan(item, seen)
+                footage = await planner.footage(item, seen) if item.modality is Modality.VIDEO else None
+        if footage is not None:  # before a process computes with so many
+            whole = (seen.height, seen.width)
+            blank = Plan(Grid(1, 1, 1), 1, footage.decoded, *whole, whole)
+            limits.check_plan(blank, item.field, self._limits, self._max_patches)
+        plan = await planner.plan(item, seen, footage)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return plan
 

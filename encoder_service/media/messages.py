@@ -105,12 +105,28 @@ class PlannerStartFailed(msgspec.Struct, tag=True):
     why: str
 
 
-class PlanItem(msgspec.Struct, tag=True):
-    """What stands in a prompt for an item of this size?"""
+class ChooseFrames(msgspec.Struct, tag=True):
+    """Which frames are taken of a video of so many?"""
 
-    modality: str
+    total: int
+    fps: float
+
+
+class Chosen(msgspec.Struct, tag=True):
+    """These are."""
+
+    frames: list[int]
+
+
+class PlanItem(msgspec.Struct, frozen=True, tag=True):
+    """What stands in a prompt for an item of this size? Of a video: for frames with these numbers, of `total`, `fps`
+    each second."""
+
     height: int
     width: int
+    frames: tuple[int, ...] = ()
+    total: int = 0
+    fps: float = 0.0
 
 
 class Planned(msgspec.Struct, tag=True):
@@ -119,6 +135,7 @@ class Planned(msgspec.Struct, tag=True):
     parts: list[PromptPart]
 
 
-FromPlanner = Ready | PlannerStartFailed | Planned | Refused
+ToPlanner = PlannerSettings | ChooseFrames | PlanItem
+FromPlanner = Ready | PlannerStartFailed | Chosen | Planned | Refused
 ToDecoder = DecoderSettings | Inspect | Decode
 FromDecoder = Ready | Inspected | Decoding | Decoded | Refused

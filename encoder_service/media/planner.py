@@ -8,17 +8,24 @@ from dataclasses import dataclass
 
 from common import log
 from common.errors import InvalidInput, Unavailable
-from common.media.item import Grid, Modality, PromptPart
+from common.media.item import Grid, PromptPart
 from common.processes import Child, ChildDied
-from encoder_service.item import Inspection, Item, Plan
-from encoder_service.media.messages import FromPlanner, PlanItem, Planned, PlannerSettings, PlannerStartFailed, Ready
+from encoder_service.item import Footage, Inspection, Item, Plan
+from encoder_service.media.messages import (
+    ChooseFrames,
+    Chosen,
+    FromPlanner,
+    PlanItem,
+    Planned,
+    PlannerSettings,
+    PlannerStartFailed,
+    Ready,
+)
 
 MODULE = "encoder_service.worker.planner"
 _REMEMBERED = 4096
 
 _log = log.get("planner")
-
-Size = tuple[Modality, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class PlannerTimes:
 class LibraryPlanner:
     """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
 
-    What it says of a size is remembered, the longest unused forgotten first.
+    What stands for an item of a size is remembered, the longest unused forgotten first.
     """
 
     def __init__(self, folder: str, times: PlannerTimes) -> None:
@@ -40,7 +47,7 @@ class LibraryPlanner:
         self._times = times
         self._child: Child[FromPlanner] | None = None
         self._turn = asyncio.Lock()
-        self._known: OrderedDict[Size, tuple[PromptPart, ...]] = OrderedDict()
+        self._known: OrderedDict[PlanItem, tuple[PromptPart, ...]] = OrderedDict()
 
     async def start(self) -> None:
         """Starts the process; raises ChildDied, with what it says, where it cannot work."""
@@ -66,34 +73,45 @@ class LibraryPlanner:
             child, self._child = self._child, None
             await child.stop()
 
-    async def plan(self, item: Item, seen: Inspection) -> Plan:
-        """The plan of a picture of that size. Raises InvalidInput where the library does not take it, or it has
-        options, and Unavailable where the process does not answer."""
-        if stated := item.options.stated():
-            name = next(iter(stated))
-            field = f"{item.field}.options.{name}"
-            raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)
-        size = (item.modality, seen.height, seen.width)
-        if size not in self._known:
-            async with self._turn:
-                if size not in self._known:
-                    self._known[size] = await self._ask(size, item.field)
-        self._known.move_to_end(size)
-        parts = self._known[size]
+    async def footage(self, item: Item, seen: Inspection) -> Footage:
+        """The frames that the library's processor takes of a video. Raises what `plan` does."""
+        _without_options(item)
+        answer = await self._asked(ChooseFrames(seen.frames, seen.fps), item.field)
+        assert isinstance(answer, Chosen), "it answers what it is asked"
+        return Footage(tuple(answer.frames), seen.frames, seen.fps)
+
+    async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
+        """The plan of a picture of that size, or of these frames. Raises InvalidInput where the library does not take
+        it, or it has options, and Unavailable where the process does not answer."""
+        _without_options(item)
+        about = PlanItem(seen.height, seen.width)
+        if footage is not None:
+            about = PlanItem(seen.height, seen.width, footage.numbers, footage.total, footage.fps)
+        if about not in self._known:
+            answer = await self._asked(about, item.field)
+            assert isinstance(answer, Planned), "it answers what it is asked"
+            self._known[about] = tuple(answer.parts)
+        self._known.move_to_end(about)
+        parts = self._known[about]
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         tokens = sum(part.rows for part in parts)
         whole = (seen.height, seen.width)
-        return Plan(Grid(1, 1, tokens), tokens, (0,), *whole, whole, replacement=parts)
+        frames = (0,) if footage is None else footage.decoded
+        return Plan(Grid(1, 1, tokens), tokens, frames, *whole, whole, replacement=parts)
 
-    async def _ask(self, size: Size, field: str) -> tuple[PromptPart, ...]:
+    async def _asked(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
+        async with self._turn:
+            return await self._ask(question, field)
+
+    async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
         try:
             if self._child is not None and self._child.has_ended:
                 await self._lose()
             if self._child is None:
                 await self.start()
             assert self._child is not None
-            self._child.send(PlanItem(*size))
+            self._child.send(question)
             async with asyncio.timeout(self._times.answer):
                 answer = await self._child.receive()
         except (ChildDied, TimeoutError, OSError) as error:
@@ -104,12 +122,20 @@ class LibraryPlanner:
         except asyncio.CancelledError:  # its answer would be taken for another one's
             await self._lose()
             raise
-        if not isinstance(answer, Planned):
+        if not isinstance(answer, Chosen | Planned):
             _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
-            raise InvalidInput("the model does not take a picture of this size", reason="MEDIA_UNREADABLE", field=field)
-        return tuple(answer.parts)
+            why = "the model takes no item of this size, or of so many frames"
+            raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
+        return answer
 
     async def _lose(self) -> None:
         if self._child is not None:
             self._child.kill()
             await self.stop()
+
+
+def _without_options(item: Item) -> None:
+    if stated := item.options.stated():
+        name = next(iter(stated))
+        field = f"{item.field}.options.{name}"
+        raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)

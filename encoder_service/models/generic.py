@@ -4,6 +4,7 @@ them give together has a form of its own in every model."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,38 +14,58 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
-from common.library_models import load
+from common.library_models import load, marks_of
 
-_OF_NO_PROMPT = {"last_hidden_state", "pooler_output", "hidden_states", "attentions"}
+_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
+_MARKS = "visual_indicator_features"
+"""Rows of marks around a picture, which are tokens of their own."""
 
 
 class LibraryTower:
-    """Raises CheckpointError where the library cannot load the model, or its class says no rows."""
+    """Raises CheckpointError where the library cannot load the model."""
 
     def __init__(self, folder: Path, found: LibraryModel, dtype: torch.dtype, device: torch.device) -> None:
         self._found, self._dtype, self._device = found, dtype, device
         self._model = load(folder, without_text, dtype, device)
-        if not hasattr(self._model, "get_image_features"):
-            raise CheckpointError(f"{found.architecture} has no rows of pictures")
-        self._takes = inspect.signature(self._model.get_image_features).parameters.keys()
 
-    def rows(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-        """Named tensors of one item → [tokens, levels, width]. Raises RuntimeError where there are more or fewer."""
-        given = {name: self._placed(value) for name, value in inputs.items() if name in self._takes}
-        features = self._model.get_image_features(**given, return_dict=True)
+    def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
+        """What the processor has made of one item → [tokens, levels, width]. Raises RuntimeError where there are more
+        or fewer."""
+        compute = getattr(self._model.base_model, f"get_{modality}_features")
+        taken = inspect.signature(compute).parameters
+        given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
+        features = compute(**given, return_dict=True)
         deep = features.get("deepstack_features") or [] if self._found.levels > 1 else []
-        known = _OF_NO_PROMPT | ({"deepstack_features"} if deep else set())
-        if beside := [name for name in features.keys() - known if features[name] is not None]:
+        marks = features.get(_MARKS)
+        beside = [name for name, value in features.items() if value is not None and not _OF_NO_PROMPT.fullmatch(name)]
+        if beside := [name for name in beside if name != _MARKS and (name != "deepstack_features" or not deep)]:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
         levels = [flat_rows(level, self._found.hidden_size) for level in (features.pooler_output, *deep)]
+        if marks is not None:
+            levels = [self._with_marks(level, marks, inputs["input_ids"][0]) for level in levels]
         if {len(level) for level in levels} != {tokens}:
             raise RuntimeError(f"the tower gives {len(levels[0])} rows, and its processor has places for {tokens}")
         if len(levels) != self._found.levels:
             raise RuntimeError(f"the tower gives {len(levels)} levels of rows in place of {self._found.levels}")
         return torch.stack(levels, dim=1)
 
-    def _placed(self, value: Tensor) -> Tensor:
+    def _with_marks(self, rows: Tensor, marks: Tensor, ids: Tensor) -> Tensor:
+        """Rows and those of the marks between them, in the order in which `ids` int [n] have their tokens."""
+        config = self._model.config
+        places = torch.isin(ids, torch.tensor([config.image_token_id, *marks_of(config)]))
+        wanted = ids[places]
+        if int((wanted == config.image_token_id).sum()) != len(rows):
+            return rows  # too many or too few
+        out = rows.new_empty(len(wanted), rows.shape[1])
+        out[wanted == config.image_token_id] = rows
+        for token, row in zip(marks_of(config), marks, strict=True):
+            out[wanted == token] = row.to(out)
+        return out
+
+    def _placed(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return value.to(self._device, self._dtype if value.is_floating_point() else None)
 
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.library_models import Clip
 from common.media.item import Grid
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.generic import LibraryTower
-from encoder_service.models.processor import ItemProcessor
+from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.graphs import GraphsUnavailable
-from encoder_service.worker.messages import Batch, WorkerReady, WorkerSettings
+from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSettings
 from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 
 _SIDES = (64, 48)
@@ -32,9 +34,11 @@ class OneByOne:
         """The rows of each item, which are its grid."""
         return [grid.patches for grid in grids]
 
-    def run(self, patches: Sequence[Mapping[str, Tensor]], ready: Sequence[int]) -> Tensor:
-        """Named tensors of each item → [tokens, levels, width]."""
-        return torch.cat([self._tower.rows(inputs, tokens) for inputs, tokens in zip(patches, ready, strict=True)])
+    def run(self, patches: Sequence[tuple[str, Mapping[str, Any]]], ready: Sequence[int]) -> Tensor:
+        """Each item's modality, and what the processor has made of it → [tokens, levels, width]."""
+        return torch.cat(
+            [self._tower.rows(inputs, tokens, kind) for (kind, inputs), tokens in zip(patches, ready, strict=True)]
+        )
 
 
 class LibraryRunner(Runner):
@@ -62,15 +66,23 @@ class LibraryRunner(Runner):
         together shows here."""
         blank = np.zeros((*_SIDES, 3), np.uint8)
         tokens = sum(part.rows for part in self._processor.replacement(blank))
-        self._staged.run([self._processor.inputs(blank)], [tokens])
+        self._staged.run([("image", self._processor.inputs(blank))], [tokens])
         return WorkerReady("the library's", [], self.pool_made())
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
         started = time.perf_counter()
         try:
-            inputs = [self._processor.inputs(self.pixels_of(piece)[0].numpy()) for piece in batch.pieces]
+            inputs = [(piece.modality, self._processor.inputs(self._shown(piece))) for piece in batch.pieces]
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
         return PreparedBatch(batch, inputs, ready, time.perf_counter() - started)
+
+    def _shown(self, piece: Piece) -> Shown:
+        """Of a video the times are left out: only what stands for it in a prompt depends on them."""
+        frames: np.ndarray = self.pixels_of(piece).numpy()
+        if piece.modality == "image":
+            still: np.ndarray = frames[0]
+            return still
+        return Clip(frames, tuple(range(len(frames))), len(frames), 1.0)

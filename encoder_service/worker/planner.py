@@ -11,8 +11,19 @@ import numpy as np
 import torch
 
 from common.checkpoint import CheckpointError
+from common.library_models import Clip
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from encoder_service.media.messages import PlanItem, Planned, PlannerSettings, PlannerStartFailed, Ready, Refused
+from encoder_service.media.messages import (
+    ChooseFrames,
+    Chosen,
+    PlanItem,
+    Planned,
+    PlannerSettings,
+    PlannerStartFailed,
+    Ready,
+    Refused,
+    ToPlanner,
+)
 from encoder_service.models.processor import ItemProcessor
 
 _THREADS = 1
@@ -23,7 +34,7 @@ def main(link_fd: int) -> None:
     die_with_parent()
     leave_signals_to_parent()
     torch.set_num_threads(_THREADS)
-    link: ParentLink[Any] = ParentLink(link_fd, PlannerSettings | PlanItem)
+    link: ParentLink[Any] = ParentLink(link_fd, ToPlanner)
     settings = link.receive()
     assert isinstance(settings, PlannerSettings)
     try:
@@ -40,10 +51,14 @@ def main(link_fd: int) -> None:
         link.send(_answer(processor, asked))
 
 
-def _answer(processor: ItemProcessor, asked: PlanItem) -> Planned | Refused:
-    blank = np.zeros((asked.height, asked.width, 3), np.uint8)
+def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen | Planned | Refused:
     try:
-        return Planned(list(processor.replacement(blank)))
+        if isinstance(asked, ChooseFrames):
+            return Chosen(processor.frames(asked.total, asked.fps))
+        if not asked.frames:
+            return Planned(list(processor.replacement(np.zeros((asked.height, asked.width, 3), np.uint8))))
+        blank = np.zeros((len(asked.frames), asked.height, asked.width, 3), np.uint8)
+        return Planned(list(processor.replacement(Clip(blank, asked.frames, asked.total, asked.fps))))
     except ValueError as error:
         return Refused(str(error))
 

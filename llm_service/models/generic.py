@@ -3,6 +3,7 @@ its own, any number of sequences go in one batch, and a prompt in any number of 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
 from common.library_models import keep_only, library
-from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
+from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch, SpanRule
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import ALONE
 from llm_service.layers.mixer import StateBackend
@@ -88,10 +89,16 @@ class LibraryDecoder:
     group = ALONE
 
     def __init__(
-        self, model: Any, dtype: torch.dtype, device: torch.device, *, axes: int = 1, spans: bool = False
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        axes: int = 1,
+        spans: SpanRule = SpanRule.NOWHERE,
     ) -> None:
         """`model` is the library's, of which there need be no more than its text. Places are counted on `axes` axes.
-        `spans`: rows of one run see each other."""
+        `spans`: where rows of one run see each other."""
         self.dtype, self.device, self.spans, self._axes = dtype, device, spans, axes
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
@@ -101,6 +108,9 @@ class LibraryDecoder:
         # had made them.
         setattr(model, model.base_model_prefix, _Given())
         self._head = model
+        self._takes = inspect.signature(self._text.forward).parameters.keys()
+        self._pad = getattr(self._text.config, "pad_token_id", None) or 0
+        self._media, self._marks = _tokens(model.config, _MEDIA, device), _tokens(model.config, _MARKS, device)
         library().AttentionInterface.register(NAME, attention)
         for part in self._text.modules():
             if isinstance(part, library().PreTrainedModel):
@@ -124,9 +134,11 @@ class LibraryDecoder:
         batches: Sequence[Any],
         deepstack: Deepstack | None,
         places: Tensor | None = None,
+        *,
+        token_ids: Tensor,
     ) -> Tensor:
-        """As `Decoder.forward`."""
-        more: dict[str, Any] = {}
+        """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up beside its embeddings."""
+        more = self._by_ids(token_ids, batches[0])
         if deepstack is not None:
             more["visual_pos_masks"] = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
             more["visual_pos_masks"][0, deepstack.index] = True
@@ -140,6 +152,20 @@ class LibraryDecoder:
 
         out = self._run(hidden, positions, attend, **more)
         return out if places is None else out[places]
+
+    def _by_ids(self, token_ids: Tensor, batch: GeneralBatch | None = None) -> dict[str, Any]:
+        """What the library's text model takes that follows from ids."""
+        more: dict[str, Any] = {}
+        if getattr(self._text, "hidden_size_per_layer_input", 0):
+            ids = token_ids.masked_fill(torch.isin(token_ids, self._media), self._pad)
+            more["per_layer_inputs"] = self._text.get_per_layer_inputs(ids.unsqueeze(0), None)
+        if _ROUTED in self._takes:
+            kinds = torch.isin(token_ids, torch.cat([self._media, self._marks])).long()
+            for part in () if batch is None else batch.segments:
+                if part.end == part.begin + 1:  # one that was sampled is text, whichever it is
+                    kinds[part.begin] = 0
+            more[_ROUTED] = kinds.unsqueeze(0)
+        return more
 
     def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
         places = positions.long().unsqueeze(1) if self._axes > 1 else positions[:1].long()
@@ -160,9 +186,15 @@ class LibraryDecoder:
 
         with torch.inference_mode():
             ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._run(self.embed_tokens(ids), ids.expand(3, 1), attend)
+            self._run(self.embed_tokens(ids), ids.expand(3, 1), attend, **self._by_ids(ids))
         if not found:
             raise CheckpointError(f"{type(self._text).__name__} does not let others compute its attention")
+        layers = self._text.config.num_hidden_layers
+        if len(found) < layers:  # another sequence's, or none, would be read there
+            kind = type(self._text).__name__
+            raise CheckpointError(
+                f"{layers - len(found)} of {kind}'s {layers} layers keep states, and no keys and values"
+            )
         return dict(sorted(found.items()))
 
     def mixers(self) -> list[LibraryAttention]:
@@ -171,7 +203,7 @@ class LibraryDecoder:
 
     def backend(self, shape: Any) -> GeneralBackend:
         """What makes its batches."""
-        return GeneralBackend(shape, self.device)
+        return GeneralBackend(shape, self.device, self.spans)
 
     def kernels(self) -> set[str]:
         """None of ours compute here."""
@@ -185,6 +217,19 @@ class LibraryDecoder:
         """[m, hidden] → float32 [m, vocabulary]."""
         out: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return out.float()
+
+
+_ROUTED = "moe_mm_token_type_ids"
+"""Names an argument: 0 where experts of text compute a token, else those of media."""
+
+_MEDIA = "image_token_id", "video_token_id", "audio_token_id"
+_MARKS = "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"
+
+
+def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:
+    """int64: those of the tokens that a configuration states."""
+    found = [getattr(config, name, None) for name in names]
+    return torch.tensor([each for each in found if each is not None], dtype=torch.int64, device=device)
 
 
 class _Given(nn.Module):

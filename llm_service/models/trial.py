@@ -14,35 +14,53 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from common import log
 from common.checkpoint import CheckpointError
-from common.library_models import base_of, config_of, level_count, made_up, processor_of, rope_positions, shrink
+from common.library_models import (
+    base_of,
+    config_of,
+    level_count,
+    made_up,
+    marks_of,
+    placeholder_of,
+    processor_of,
+    rope_positions,
+    shrink,
+)
 from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.models.decoder import Deepstack
 from llm_service.models.generic import LibraryDecoder, text_alone
 
+_log = log.get("trial")
 _BLOCK = 16
 _CLOSE = 1e-3
 """Of the largest logit: rounding of float32 is a thousandth of it, another mask a thousand times as much."""
 _PICTURE = 48, 64
+_ANSWER = 24
+"""Tokens: a shrunk window is passed by them."""
 _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"), "image_grid_thw"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trial has found out: whether rows of one run see each other."""
+    """What a trial has found out: where rows of one run see each other."""
 
-    spans: bool
+    spans: SpanRule
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPrompt:
-    """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `more` is what else the library's
-    model takes of a prompt."""
+    """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of
+    marks around pictures, and `pictures` says which rows are not; `more` is what else the library's model takes of a
+    prompt."""
 
     ids: Tensor
     places: Tensor
     rows: Tensor
+    marks: Tensor
+    pictures: Tensor
     more: dict[str, Tensor]
 
     @property
@@ -76,16 +94,20 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
         has_axes = hasattr(model.base_model, "get_rope_index")
         positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
         expected = _whole(model, prompt)
+        said = _generated(model, prompt)
         decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"), axes=3 if has_axes else 1)
-        differences = {spans: _difference(decoder, prompt, positions, expected, spans=spans) for spans in (False, True)}
+        differences = {rule: _difference(decoder, prompt, positions, expected, rule) for rule in SpanRule}
+        later = _difference_of_answer(decoder, said)
     except CheckpointError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{name} cannot be tried in small: {type(error).__name__}: {why}") from error
-    for spans, difference in differences.items():
+        _log.warning("a model cannot be tried", kind=name, why=f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
+    for rule, difference in differences.items():
         if difference < _CLOSE:
-            return Finding(spans)
+            if later > _CLOSE:
+                raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
+            return Finding(rule)
     least = min(differences.values())
     raise CheckpointError(f"{name} gives other logits in chunks than of a whole prompt: they differ by {least:.1%}")
 
@@ -105,7 +127,7 @@ def _prompt(folder: Path, config: Any) -> TrialPrompt:
     """Text, a picture, text, as the library's processor makes it."""
     processor = processor_of(folder)
     picture = Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))
-    text = f"A few words before it {processor.image_token} and a few words behind it, to be read."
+    text = f"A few words before it {placeholder_of(processor)} and a few words behind it, to be read."
     more = {"return_mm_token_type_ids": True} if hasattr(base_of(config), "get_rope_index") else {}
     made = processor(images=[picture], text=[text], return_tensors="pt", **more)
     return _prompt_of(config, made["input_ids"][0], {kind: made[kind] for kind in (*_TYPES, _GRIDS) if kind in made})
@@ -113,10 +135,14 @@ def _prompt(folder: Path, config: Any) -> TrialPrompt:
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
     """With rows that are drawn."""
-    places = (ids == config.image_token_id).nonzero().flatten()
-    hidden = config.get_text_config(decoder=True).hidden_size
-    rows = torch.randn(level_count(config), len(places), hidden, generator=torch.Generator().manual_seed(1))
-    return TrialPrompt(ids, places, rows, more)
+    hidden, marks = config.get_text_config(decoder=True).hidden_size, marks_of(config)
+    places = torch.isin(ids, torch.tensor([config.image_token_id, *marks])).nonzero().flatten()
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(level_count(config), len(places), hidden, generator=generator)
+    own = torch.randn(len(marks), hidden, generator=generator)
+    for mark, row in zip(marks, own, strict=True):
+        rows[0, ids[places] == mark] = row
+    return TrialPrompt(ids, places, rows, own, ids[places] == config.image_token_id, more)
 
 
 def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
@@ -128,26 +154,55 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
     taken = inspect.signature(model.forward).parameters.keys()
     more = {kind: value for kind, value in prompt.more.items() if kind in taken}
-    first, deep = prompt.rows[0], list(prompt.rows[1:])
-    why: object = None
+    first, *deep = prompt.rows[:, prompt.pictures]
+    why: list[BaseException] = []
     apart = [[level] for level in deep]
     for rows, levels in (([first], apart), ([first], deep), (first.unsqueeze(0), deep), (first, deep)):
-        given = {"image": _Features(rows, levels)}
+        given = {"image": _Features(rows, levels, prompt.marks)}
         try:
             made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **more)
         except (AttributeError, IndexError, TypeError, RuntimeError, ValueError) as error:
-            why = error
+            why.append(error)
             continue
         logits: Tensor = made.logits[0].float()
         return logits
-    raise ValueError(f"it takes no rows from elsewhere: {why}")
+    raise ValueError(f"it takes no rows from elsewhere: {'; '.join(dict.fromkeys(map(str, why)))}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A text that was gone on with from `begin`, and the logits [n - begin, vocabulary] that each new token was the
+    likeliest of."""
+
+    prompt: TrialPrompt
+    begin: int
+    logits: Tensor
+
+
+def _generated(model: Any, prompt: TrialPrompt) -> _Said:
+    """Greedy tokens as the library says them, one by one, over its own cache; of text alone."""
+    text = prompt.ids[: prompt.runs[0][0]] if prompt.runs else prompt.ids
+    settings = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER, "do_sample": False}
+    made = model.generate(text.unsqueeze(0), **settings, output_logits=True, return_dict_in_generate=True)
+    logits = torch.cat(made.logits).float()
+    none = torch.empty(0, dtype=torch.int64)
+    said = TrialPrompt(made.sequences[0], none, prompt.rows[:, :0], prompt.marks, none.bool(), {})
+    return _Said(said, len(text), logits)
+
+
+def _difference_of_answer(decoder: LibraryDecoder, said: _Said) -> float:
+    """As `_difference`, of what was said."""
+    count = len(said.prompt.ids)
+    ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), [(0, count)], [])
+    return _relative(ours[said.begin - 1 : -1], said.logits)
 
 
 class _Features:
     """As much of an encoder's output as the library's models look at."""
 
-    def __init__(self, rows: Any, deep: Any) -> None:
+    def __init__(self, rows: Any, deep: Any, marks: Tensor) -> None:
         self.pooler_output = rows
+        self.visual_indicator_features = marks
         self.deepstack_features = deep or None
 
     def __getattr__(self, _: str) -> None:
@@ -155,17 +210,21 @@ class _Features:
 
 
 def _difference(
-    decoder: LibraryDecoder, prompt: TrialPrompt, positions: Tensor, expected: Tensor, *, spans: bool
+    decoder: LibraryDecoder, prompt: TrialPrompt, positions: Tensor, expected: Tensor, rule: SpanRule
 ) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
     chunk of another one that begins with other words, and of the prompt at once."""
-    runs = prompt.runs if spans else []
+    decoder.spans, runs = rule, [] if rule is SpanRule.NOWHERE else prompt.runs
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
     whole = _logits(decoder, prompt, positions, [(0, length)], runs)
     cut = _logits(decoder, prompt, positions, [(0, first), (first, last + 1), (last + 1, length)], runs)
-    scale = expected.abs().max()
-    return float(max((each - expected).abs().max() / scale for each in (whole, cut)))
+    return max(_relative(each, expected) for each in (whole, cut))
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _logits(
@@ -193,7 +252,8 @@ def _logits(
         placed = positions[:, begin:end].repeat(1, 2)
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
-        out = decoder(packed, placed, layers, [made[spec] for spec in specs], deepstack)
+        ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
+        out = decoder(packed, placed, layers, [made[spec] for spec in specs], deepstack, token_ids=ids)
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.gpu import Capture
+from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
@@ -80,7 +81,7 @@ class ModelRunner:
     @property
     def whole_media(self) -> bool:
         """Rows of one run see each other, so that no chunk may end within one."""
-        return isinstance(self._decoder, LibraryDecoder) and self._decoder.spans
+        return isinstance(self._decoder, LibraryDecoder) and self._decoder.spans is not SpanRule.NOWHERE
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -133,7 +134,8 @@ class ModelRunner:
         deep = bool(plan.rows) and self.arena.levels > 1
         graph = None if self.graphs is None else self.graphs.find(plan.chunks, deep=deep)
         moved = self._move(plan, graph)
-        hidden = self._decoder.embed_tokens(self._token_ids(plan, moved))
+        token_ids = self._token_ids(plan, moved)
+        hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
         self.caches.copy_states(plan.restored)
         if graph is not None:
@@ -142,8 +144,11 @@ class ModelRunner:
             out = self.graphs.replay(graph, hidden, moved.read, self._tables, moved.batch.longest, deepstack)
             out = out if moved.places is None else out[moved.places]
         else:
-            batches = self._batches(plan, moved)
-            out = self._decoder(hidden, moved.positions, self.caches.layers, batches, deepstack, moved.places)
+            given = hidden, moved.positions, self.caches.layers, self._batches(plan, moved), deepstack, moved.places
+            if isinstance(self._decoder, LibraryDecoder):
+                out = self._decoder(*given, token_ids=token_ids)
+            else:
+                out = self._decoder(*given)
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,89 +16,36 @@ from tokenizers import Tokenizer
 from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from common.library import LibraryModel
-from common.media.item import Grid, Header, Key, Modality
-from encoder_service.models.generic import LibraryTower, flat_rows
+from common.media.item import Key, Modality
+from encoder_service.models.generic import flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.layers.attention import general_backend
+from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models import generic
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import try_out
+from llm_service.models.trial import drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
-from tests import reference
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tools.models.tiny import RECIPES, make
+from llm_service.request import ChatPrompt, MediaItem, Message
+from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.local_engine import LocalEngine, make_prompt
+from tools.models.compare import PROMPTS, picture
+from tools.models.recipes import RECIPES
+from tools.models.tiny import config_of_recipe, make
 
-TOKENS = 32
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
-Part = str | Image.Image
-
-
-def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Coarse colours, so that two pictures differ in what can be seen of them."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-PROMPTS: dict[str, list[Part]] = {
-    "text": ["Tell me about two red circles."],
-    "one picture": [picture(1, 120, 90), "What is in the picture?"],
-    "two of different sizes": ["Left: ", picture(2, 64, 150), " and right: ", picture(3, 200, 60), "\n\nWhich is red?"],
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A checkpoint, and both halves of what serves it."""
-
-    folder: Path
-    found: LibraryModel
-    processor: ItemProcessor
-    tower: LibraryTower
-    builder: PromptBuilder
-
-    @classmethod
-    def of(cls, folder: Path) -> Served:
-        found = library_models.describe(folder)
-        tower = LibraryTower(folder, found, torch.float32, torch.device("cpu"))
-        checkpoint = Checkpoint(folder)
-        builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
-        return cls(folder, found, ItemProcessor(folder), tower, builder)
-
-    def prompt(self, parts: list[Part], salt: str = "") -> Prompt:
-        """One user message, laid out and encoded by us; its inputs are the library's."""
-        stills = [part for part in parts if isinstance(part, Image.Image)]
-        headers, rows = zip(*map(self._encoded, stills), strict=True) if stills else ((), ())
-        items = iter(MediaItem(Modality.IMAGE, Key(b""), index=n) for n in range(len(stills)))
-        message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
-        pieces = self.builder.pieces(ChatPrompt((message,)), [Modality.IMAGE] * len(stills))
-        return Prompt(self.builder.layout(pieces, headers), list(rows), reference_inputs(self.folder, parts), salt)
-
-    def _encoded(self, still: Image.Image) -> tuple[Header, torch.Tensor]:
-        pixels = np.asarray(still)
-        parts = self.processor.replacement(np.zeros_like(pixels))
-        tokens = sum(part.rows for part in parts)
-        with torch.inference_mode():
-            rows = self.tower.rows(self.processor.inputs(pixels), tokens)
-        key = pixels.tobytes()[:32] + bytes(pixels.shape[:2])
-        return Header(key, Modality.IMAGE, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
-
-    def engine(self, **options: object) -> LocalEngine:
-        return LocalEngine(self.folder, library=self.found, **options)
-
-
-def reference_inputs(folder: Path, parts: list[Part]) -> dict[str, torch.Tensor]:
-    """What the library's processor makes of one user message."""
-    whole = reference.processor(folder)
-    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
-    text = whole.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
-    stills = [part for part in parts if isinstance(part, Image.Image)]
-    media = {"images": stills} if stills else {}
-    return dict(whole(text=[text], return_tensors="pt", add_special_tokens=not text.startswith("<s>"), **media))
+SUITE = (
+    "llava_onevision",  # videos
+    "mistral3",  # a tokenizer of pieces
+    "idefics3",  # marks between rows
+    "aya_vision",  # windows
+    "gemma3",  # rows that see each other
+    "gemma4",  # these in windows alone; inputs of layers; keys of two shapes
+    "ernie4_5_vl_moe",  # experts by modality; positions on three axes
+    "kimi_k25",  # keys wider than values
+)
+"""One of each class; `make models` compares all."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +55,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_trial_finds_spans_and_tells_other_masks(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_out(windowed).spans
+    assert try_out(windowed).spans is SpanRule.EVERYWHERE
     right = general_backend._Segment.mask
     monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, _: right(segment, None))
     with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
@@ -150,6 +96,49 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
     for options in ({}, {"step_tokens": 16, "max_running": 3}):
         said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
+
+
+def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None:
+    """It keeps its prompt in sight and forgets its answer, which no prompt in chunks would show."""
+    config = config_of_recipe("unlimited_ocr")
+    with pytest.raises(CheckpointError, match="sees other tokens while it answers"):
+        try_config(config, lambda: drawn_prompt(config))
+
+
+def test_quantised_weights_are_refused_by_name() -> None:
+    config = config_of_recipe("llava_next")
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    with pytest.raises(CheckpointError, match=r"quantised weights \(awq\) are for models of our families alone"):
+        library_models.check(config)
+
+
+def test_layers_with_states_are_refused() -> None:
+    config = config_of_recipe("lfm2_vl")
+    with pytest.raises(CheckpointError, match="layers keep states"):
+        try_config(config, lambda: drawn_prompt(config))
+
+
+def test_positions_on_four_axes_are_refused() -> None:
+    class Base:
+        def get_rope_index(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return torch.zeros(4, *input_ids.shape), None
+
+    with pytest.raises(CheckpointError, match="Base counts places on 4 axes"):
+        library_models.rope_positions(Base(), {"input_ids": torch.zeros(1, 5)})
+
+
+def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="Idefics2Processor does not say what stands for a picture"):
+        library_models.describe(make("idefics2", tmp_path))
+
+
+def test_frames_of_a_video_are_the_processor_s_own_choice(tmp_path: Path) -> None:
+    processor = ItemProcessor(make("glm4v", tmp_path))
+    whole = library_models.processor_of(tmp_path)
+    about = {"total_num_frames": 90, "fps": 30.0, "duration": 3.0}
+    frames = [np.zeros((90, 32, 32, 3), np.uint8)]
+    made = whole.video_processor(videos=frames, video_metadata=[about], return_metadata=True, return_tensors="pt")
+    assert processor.frames(90, 30.0) == [int(number) for number in made["video_metadata"][0].frames_indices]
 
 
 def test_tokens_of_pieces_have_their_bytes(tmp_path: Path) -> None:
@@ -198,37 +187,12 @@ def test_a_tower_that_gives_other_rows_than_there_are_places_fails(served: Serve
         served.tower.rows(served.processor.inputs(pixels), tokens + 1)
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served.of(make(request.param, tmp_path_factory.mktemp(request.param)))
-
-
 @pytest.fixture(scope="module")
-def prompts(served: Served) -> dict[str, Prompt]:
-    return {name: served.prompt(parts) for name, parts in PROMPTS.items()}
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served.of(make("llava_onevision", tmp_path_factory.mktemp("llava_onevision")))
 
 
-@pytest.fixture(scope="module")
-def expected(served: Served, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
-    found = {name: reference.reference_generate(served.folder, each.inputs, TOKENS) for name, each in prompts.items()}
-    assert len(set(map(tuple, found.values()))) == len(found), "the prompts prove nothing"
-    return found
-
-
-def test_prompts_have_the_library_s_ids(prompts: dict[str, Prompt]) -> None:
-    for name, prompt in prompts.items():
-        assert prompt.layout.ids == prompt.inputs["input_ids"][0].tolist(), name
-
-
-def test_tokens_are_the_library_s_whatever_the_chunks_and_the_company(
-    served: Served, prompts: dict[str, Prompt], expected: dict[str, list[int]]
-) -> None:
-    chunked = served.engine(step_tokens=16, max_running=1)
-    for name, prompt in prompts.items():
-        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in chunks of 16"
-    company = served.engine(prefix_cache=True)
-    names = [*prompts, "one picture"]
-    for cached in (False, True):
-        outcomes = company.run([prompts[name] for name in names], GREEDY)
-        assert [outcome.tokens for outcome in outcomes] == [expected[name] for name in names]
-        assert not cached or all(outcome.cached >= len(prompts["text"].layout.ids) // 16 * 16 for outcome in outcomes)
+@pytest.mark.parametrize("kind", SUITE)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
+    assert "one picture" in compare(make(kind, tmp_path), RECIPES[kind].step_tokens)

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests import pictures, reference
+from tests import pictures
 from tests.launch import send
-from tests.parity.test_library_models import PROMPTS, picture, reference_inputs
-from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, refusal
+from tests.rpc.pairs import Pair, about, answer, asked, pair, refusal
 from tests.waiting import until
+from tools.demo_media import film
+from tools.models.compare import TWO, picture, through_services
 from tools.models.tiny import make
-from twinlens import image, user
+from twinlens import image, user, video
 
-TOKENS = 32
 pytestmark = pytest.mark.soak  # six processes load the library
 PLANNER = "encoder_service.worker.planner"
 
 
-@pytest.fixture(scope="module", params=["idefics3", "gemma3"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Runs of rows with marks between them; rows that see each other."""
-    with pair(make(request.param, tmp_path_factory.mktemp(request.param)), light=False) as running:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pair(make("llava", tmp_path_factory.mktemp("llava")), light=False) as running:
         yield running
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_ids_and_greedy_tokens_are_the_library_s(both: Pair, name: str) -> None:
-    parts = [part if isinstance(part, str) else image(pictures.encoded(part)) for part in PROMPTS[name]]
-    said = answer(both.text, asked(user(*parts), greedy(TOKENS)))
-    inputs = reference_inputs(both.checkpoint, PROMPTS[name])
-    assert said.started.prompt_tokens == inputs["input_ids"].shape[1]
-    assert said.choices[0].token_ids == reference.reference_generate(both.checkpoint, inputs, TOKENS)
+@pytest.mark.parametrize("kind", ["llava_onevision", "gemma3"])
+def test_ids_and_greedy_tokens_are_the_library_s(kind: str, tmp_path: Path) -> None:
+    """One run of rows, and videos; rows that see each other."""
+    assert {"one picture", TWO} < through_services(make(kind, tmp_path))
+
+
+def test_a_video_is_refused_by_name_where_the_model_takes_none(both: Pair) -> None:
+    error = refusal(both.text, asked(user(video(film()), "What moves?")))
+    assert (error.reason, error.message) == ("NO_VISION", "video is not served by this model")
 
 
 def test_a_picture_s_bounds_are_refused_by_name(both: Pair) -> None:

@@ -1,26 +1,35 @@
-"""The table of all models that the installed library has, and how each is served: `python -m tools.models [PAGE]`.
+"""The table of all models that the installed library has, and how each is served: `python -m tools.models PAGE`.
 
-It is made by a run: what a family serves is known, and of everything else a small model is made and tried.
+It is made by a run: what a family serves is known; of everything else a small model is made and tried, and where there
+is a recipe for a checkpoint, both services answer from it as the library does. Rows are kept as they are found, in a
+file of JSON lines beside the build's other products, and a run goes on where the last one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
 from common.library_models import check, class_of, library
 from llm_service.families.registry import FAMILIES
+from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models.trial import drawn_prompt, try_config
-from tools.models.tiny import RECIPES, config_of_recipe
+from tools.launcher import NotStartedError
+from tools.models.compare import TWO, VIDEO, Differs, through_services
+from tools.models.recipes import RECIPES
+from tools.models.tiny import config_of_recipe, make
 
 _PAGE = """\
 # Models
@@ -28,24 +37,30 @@ _PAGE = """\
 All {total} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, as
 `python -m tools.models docs/MODELS.md` found them (`make models`). {counts}.
 
-- **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)).
-- **library**: computed by transformers, over our scheduler and paged cache ([generic.md](design/generic.md)). A small
-  model of the kind's configuration was made, and its logits of a prompt with rows were the library's own, in chunks,
-  packed with another prompt. *Compared*: ids, rows and 32 greedy tokens as well, from a tiny checkpoint with its own
-  processor, in chunks of 16, beside others and from the prefix cache (`tests/parity/test_library_models.py`). Of the
-  rest only a checkpoint shows whether its processor says what stands for a picture, and its tower gives rows alone; a
-  service that cannot serve one says so at start.
+- **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
+- **library**: computed by transformers, over our scheduler and paged cache ([generic.md](design/generic.md)).
+  *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
+  float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different
+  size between texts, and a video where *videos* says so; each prompt at once, in steps of 16 tokens (of 80, where rows
+  of a picture see each other and are more), beside the others, and from the prefix cache. *Compared in one process*:
+  the same without the wires between (`tests/parity/library_side.py`). Of the rest a small model's logits were the
+  library's own, in chunks, packed with another prompt; a checkpoint shows the rest at start.
 - **refused**: the services say why, and do not start.
 - **unknown**: the default configuration alone makes no small model; a checkpoint is tried at start.
+
+Nothing here ran on a GPU, and weights were never trained ones.
 
 | kind | how | |
 |---|---|---|
 {rows}
 """
 
+WRONG = "wrong"
+"""How a kind is served that must not be; it is on no page."""
+_KEPT = Path("build/models.jsonl")
 
-@dataclass(frozen=True, slots=True)
-class Row:
+
+class Row(msgspec.Struct, frozen=True):
     """How one kind of models is served, and what there is to say of it."""
 
     kind: str
@@ -56,21 +71,34 @@ class Row:
         return f"| {self.kind} | {self.how} | {self.note} |"
 
 
-def rows() -> Iterator[Row]:
-    """One for each kind, in the library's order."""
-    for made in library().AutoModelForImageTextToText._model_mapping:
-        kind = made.model_type
+_SPANS = {
+    SpanRule.EVERYWHERE: "rows of a picture see each other",
+    SpanRule.IN_WINDOWS: "rows of a picture see each other in layers with a window",
+}
+
+
+def kinds() -> list[str]:
+    """All that the library has, in its order."""
+    return [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
+
+
+def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
+    """One for each kind, those with a recipe compared so."""
+    configurations = {made.model_type: made for made in library().AutoModelForImageTextToText._model_mapping}
+    for kind in asked:
         if kind in FAMILIES:
             yield Row(kind, "native")
         else:
-            yield _tried(kind, made)
+            yield _tried(kind, configurations[kind], compared)
 
 
-def _tried(kind: str, made: Any) -> Row:
+def _tried(kind: str, made: Any, compared: Comparison) -> Row:
     try:
         config = config_of_recipe(kind) if kind in RECIPES else made()
         class_of(config)
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError, CheckpointError) as error:
+    except CheckpointError as error:
+        return Row(kind, "refused", _told(error))
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
         return Row(kind, "unknown", _told(error))
     try:
         check(config)
@@ -82,17 +110,53 @@ def _tried(kind: str, made: Any) -> Row:
         return Row(kind, "refused", _told(error))
     except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
         return Row(kind, "unknown", _told(error))
-    notes = ["compared"] * (kind in RECIPES) + ["rows of a picture see each other"] * found.spans
+    notes = [_SPANS[found.spans]] if found.spans is not SpanRule.NOWHERE else []
+    if kind not in RECIPES:
+        return Row(kind, "library", ", ".join(notes))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            notes = [*compared(kind, make(kind, Path(folder))), *notes]
+    except (CheckpointError, NotStartedError) as error:
+        return Row(kind, "refused", _told(error))
+    except (AssertionError, AttributeError, Differs, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return Row(kind, WRONG, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
     return Row(kind, "library", ", ".join(notes))
+
+
+def by_services(kind: str, checkpoint: Path) -> list[str]:
+    """Notes on what was compared. Raises NotStartedError where a service does not start, and Differs where one says
+    something else than the library."""
+    return ["compared", *_notes(through_services(checkpoint, RECIPES[kind].step_tokens))]
+
+
+def in_process(kind: str, checkpoint: Path) -> list[str]:
+    """The same without the services."""
+    compare: Callable[[Path, int], set[str]] = resolve_name("tests.parity.library_side:compare")
+    return ["compared in one process", *_notes(compare(checkpoint, RECIPES[kind].step_tokens))]
+
+
+def _notes(names: set[str]) -> list[str]:
+    return ["one picture in a prompt"] * (TWO not in names) + ["videos"] * (VIDEO in names)
+
+
+Comparison = Callable[[str, Path], list[str]]
 
 
 def _told(error: BaseException) -> str:
     """One line that no table's bars are in."""
+    if isinstance(error, ImportError):
+        wanted = re.search(r"requires the (\w+) library", str(error))
+        return f"the library wants a package that is not installed here: {wanted[1] if wanted else error.name}"
+    if not isinstance(error, CheckpointError | NotStartedError):
+        return "its defaults state too little"
     line = " ".join(str(error).split()).replace("|", "/")
-    return line if len(line) <= 140 else line[:139].rstrip() + "…"
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1].rstrip() + "…"
 
 
-def page(found: list[Row]) -> str:
+_LONGEST = 140
+
+
+def page(found: Sequence[Row]) -> str:
     """The page with these rows."""
     counts = Counter(row.how for row in found)
     compared = sum("compared" in row.note for row in found)
@@ -102,18 +166,40 @@ def page(found: list[Row]) -> str:
 
 
 def main() -> None:
-    """Prints each row as it is found; writes the page where one is named."""
+    """Prints each row as it is found; writes the page once all are there."""
     parser = argparse.ArgumentParser(prog="python -m tools.models", description=__doc__)
-    parser.add_argument("page", nargs="?", type=Path, help="the page to write, such as docs/MODELS.md")
+    parser.add_argument("page", type=Path, help="the page to write, such as docs/MODELS.md")
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="these, again; else all that are not kept")
+    parser.add_argument("--kept", type=Path, default=_KEPT, help="where rows are kept")
+    parser.add_argument("--in-process", action="store_true", help="compare without the services, in seconds each")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
-    for row in rows():
+    found = _kept(given.kept)
+    every = kinds()
+    compared = in_process if given.in_process else by_services
+    wrong = False
+    for row in rows(given.only or [kind for kind in every if kind not in found], compared):
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
-        found.append(row)
-    if given.page is not None:
-        given.page.write_text(page(found), encoding="utf-8")
+        if row.how == WRONG:
+            wrong = True
+            continue
+        found[row.kind] = row
+        given.kept.parent.mkdir(parents=True, exist_ok=True)
+        with given.kept.open("ab") as lines:
+            lines.write(msgspec.json.encode(row) + b"\n")
+    if wrong:
+        sys.exit("some would be served, and answer otherwise than the library")
+    if all(kind in found for kind in every):
+        given.page.write_text(page([found[kind] for kind in every]), encoding="utf-8")
+
+
+def _kept(path: Path) -> dict[str, Row]:
+    """What was found before, the last of each kind."""
+    if not path.exists():
+        return {}
+    lines = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
+    return {row.kind: row for row in lines}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +9,19 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common.library_models import library
+from tools.models.recipes import RECIPES, Recipe
 
 WORDS = ("<s>", "</s>", "<pad>", "<image>")
 """Special tokens that every checkpoint has."""
 
 _BYTES = 256
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-}
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
-}
 _TEMPLATE = (
     "{% for message in messages %}{{ '<s>' + message.role + ': ' }}{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ '<image>' }}"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '</s>\n' }}{% endfor %}"
+    "{% elif part.type == 'video' %}{{ '<video>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a checkpoint of one architecture is made: its configuration, of the ids of special tokens and the size of the
-    vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which the tokenizer
-    has a name for those in `named`. `pieces`: it is one of pieces, which sets a mark before the first word of a text;
-    else one of bytes."""
-
-    config: Callable[[dict[str, int], int], Any]
-    processor: Callable[[Any, str], Any]
-    words: tuple[str, ...] = ()
-    pieces: bool = False
-    named: Mapping[str, str] = field(default_factory=dict)
 
 
 def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -68,9 +37,12 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     config, ids = config_of_recipe(name), _ids(recipe)
     model = library().AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     redraw(model, seed)
+    with torch.no_grad():  # as in models that were trained, no answer has a placeholder
+        model.get_output_embeddings().weight[[id for word, id in ids.items() if word != "</s>"]] = 0
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
     model.to(dtype).save_pretrained(folder)
-    recipe.processor(tokenizer, _TEMPLATE).save_pretrained(folder)
+    template = _TEMPLATE.replace("<image>", recipe.image).replace("<video>", recipe.video)
+    recipe.processor(tokenizer, template).save_pretrained(folder)
     return folder
 
 
@@ -79,7 +51,9 @@ def config_of_recipe(name: str) -> Any:
     recipe = RECIPES[name]
     ids = _ids(recipe)
     config = recipe.config(ids, max(ids.values()) + 1)
-    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings  # tied, it would only repeat itself
+    config.get_text_config().tie_word_embeddings = getattr(
+        config, "tie_word_embeddings", False
+    )  # tied, it would only repeat itself
     return config
 
 
@@ -136,248 +110,3 @@ def _with_special(made: Tokenizer, words: tuple[str, ...]) -> Tokenizer:
     first = made.token_to_id("<s>")
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
     return made
-
-
-def _llava(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.LlavaConfig(
-        vision_config=lib.CLIPVisionConfig(**VISION, projection_dim=32),
-        text_config=lib.LlamaConfig(**TEXT, vocab_size=vocabulary),
-        image_token_index=ids["<image>"],
-    )
-
-
-def _llava_processor(tokenizer: Any, template: str) -> Any:
-    lib, side = library(), VISION["image_size"]
-    pictures = lib.CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    return lib.LlavaProcessor(
-        pictures,
-        tokenizer,
-        patch_size=VISION["patch_size"],
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template,
-    )
-
-
-def _siglip(**more: Any) -> Any:
-    return library().SiglipVisionConfig(**VISION, **more)
-
-
-def _side(**more: Any) -> dict[str, Any]:
-    side = VISION["image_size"]
-    return {"size": {"height": side, "width": side}, **more}
-
-
-def _llava_next(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.LlavaNextConfig(
-        vision_config=lib.CLIPVisionConfig(**VISION, projection_dim=32),
-        text_config=lib.LlamaConfig(**TEXT, vocab_size=vocabulary),
-        image_token_index=ids["<image>"],
-        image_grid_pinpoints=_PINPOINTS,
-    )
-
-
-_PINPOINTS = [[56, 112], [112, 56], [112, 112]]
-
-
-def _llava_next_processor(tokenizer: Any, template: str) -> Any:
-    lib, side = library(), VISION["image_size"]
-    pictures = lib.LlavaNextImageProcessor(
-        size={"shortest_edge": side}, crop_size={"height": side, "width": side}, image_grid_pinpoints=_PINPOINTS
-    )
-    return lib.LlavaNextProcessor(
-        pictures,
-        tokenizer,
-        patch_size=VISION["patch_size"],
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template,
-    )
-
-
-def _llava_onevision(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.LlavaOnevisionConfig(
-        vision_config=_siglip(vision_use_head=False),
-        text_config=lib.Qwen2Config(**TEXT, vocab_size=vocabulary),
-        image_token_index=ids["<image>"],
-        video_token_index=ids["<video>"],
-        image_grid_pinpoints=_PINPOINTS,
-        vision_aspect_ratio="anyres_max_9",
-        tie_word_embeddings=False,
-    )
-
-
-def _llava_onevision_processor(tokenizer: Any, template: str) -> Any:
-    lib = library()
-    return lib.LlavaOnevisionProcessor(
-        lib.LlavaOnevisionImageProcessor(**_side(image_grid_pinpoints=_PINPOINTS)),
-        tokenizer,
-        lib.LlavaOnevisionVideoProcessor(**_side()),
-        num_image_tokens=16,
-        vision_feature_select_strategy="full",
-        chat_template=template,
-    )
-
-
-def _mistral3(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.Mistral3Config(
-        vision_config=lib.PixtralVisionConfig(**{**VISION, "image_size": 112}),
-        text_config=lib.MistralConfig(**TEXT, vocab_size=vocabulary, sliding_window=None),
-        image_token_index=ids["<image>"],
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-    )
-
-
-def _mistral3_processor(tokenizer: Any, template: str) -> Any:
-    lib = library()
-    pictures = lib.PixtralImageProcessor(size={"longest_edge": 112}, patch_size=28)
-    return lib.PixtralProcessor(
-        pictures,
-        tokenizer,
-        patch_size=14,
-        spatial_merge_size=2,
-        **_MISTRAL3,
-        chat_template=template,
-    )
-
-
-_MISTRAL3 = {"image_token": "<image>", "image_break_token": "<break>", "image_end_token": "<end>"}
-
-
-def _idefics3(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.Idefics3Config(
-        vision_config={**VISION, "model_type": "idefics3_vision"},
-        text_config=lib.LlamaConfig(**TEXT, vocab_size=vocabulary),
-        image_token_id=ids["<image>"],
-        scale_factor=2,
-        pad_token_id=ids["<pad>"],
-    )
-
-
-def _idefics3_processor(tokenizer: Any, template: str) -> Any:
-    lib = library()
-    pictures = lib.Idefics3ImageProcessor(
-        size={"longest_edge": 112},
-        max_image_size={"longest_edge": 56},
-        resample=lib.image_utils.PILImageResampling.BICUBIC,
-    )
-    return lib.Idefics3Processor(pictures, tokenizer, image_seq_len=4, chat_template=template)
-
-
-def _internvl(ids: dict[str, int], vocabulary: int) -> Any:
-    lib, side = library(), VISION["image_size"]
-    return lib.InternVLConfig(
-        vision_config=lib.InternVLVisionConfig(
-            **{**VISION, "image_size": [side, side], "patch_size": [14, 14], "use_absolute_position_embeddings": True}
-        ),
-        text_config=lib.Qwen2Config(**TEXT, vocab_size=vocabulary),
-        image_token_id=ids["<image>"],
-        image_seq_length=4,
-        downsample_ratio=0.5,
-    )
-
-
-def _internvl_processor(tokenizer: Any, template: str) -> Any:
-    lib = library()
-    pictures = lib.GotOcr2ImageProcessor(**_side(crop_to_patches=True, max_patches=4))
-    videos = lib.InternVLVideoProcessor(**_side())
-    return lib.InternVLProcessor(pictures, tokenizer, videos, image_seq_length=4, chat_template=template)
-
-
-_INTERNVL = {
-    "start_image_token": "<start>",
-    "end_image_token": "<end>",
-    "context_image_token": "<image>",
-    "video_token": "<video>",
-}
-
-
-def _gemma3(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    text = {**TEXT, "num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 2}
-    return lib.Gemma3Config(
-        vision_config=_siglip(vision_use_head=False),
-        text_config=lib.Gemma3TextConfig(
-            **text,
-            vocab_size=vocabulary,
-            query_pre_attn_scalar=16,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        ),
-        mm_tokens_per_image=16,
-        image_token_index=ids["<soft>"],
-        boi_token_index=ids["<image>"],
-        eoi_token_index=ids["<end>"],
-        tie_word_embeddings=False,
-    )
-
-
-def _gemma3_processor(tokenizer: Any, template: str) -> Any:
-    return library().Gemma3Processor(
-        library().Gemma3ImageProcessor(**_side()), tokenizer, image_seq_length=16, chat_template=template
-    )
-
-
-_GEMMA3 = {"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"}
-
-
-def _aya_vision(ids: dict[str, int], vocabulary: int) -> Any:
-    lib = library()
-    return lib.AyaVisionConfig(
-        vision_config=_siglip(vision_use_head=False),
-        text_config=lib.Cohere2Config(
-            **TEXT, vocab_size=vocabulary, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
-        ),
-        image_token_index=ids["<patch>"],
-        downsample_factor=2,
-        adapter_layer_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    )
-
-
-def _aya_vision_processor(tokenizer: Any, template: str) -> Any:
-    lib = library()
-    return lib.AyaVisionProcessor(
-        lib.GotOcr2ImageProcessor(**_side(crop_to_patches=True, max_patches=4)),
-        tokenizer,
-        patch_size=14,
-        img_size=VISION["image_size"],
-        downsample_factor=2,
-        **_AYA_VISION,
-        chat_template=template,
-    )
-
-
-_AYA_VISION = {
-    "image_token": "<image>",
-    "start_of_img_token": "<start>",
-    "end_of_img_token": "<end>",
-    "img_patch_token": "<patch>",
-}
-
-
-RECIPES = {
-    "llava": Recipe(_llava, _llava_processor),
-    "llava_next": Recipe(_llava_next, _llava_next_processor),
-    "llava_onevision": Recipe(_llava_onevision, _llava_onevision_processor, ("<video>",)),
-    "mistral3": Recipe(_mistral3, _mistral3_processor, ("<break>", "<end>"), pieces=True),
-    "idefics3": Recipe(
-        _idefics3,
-        _idefics3_processor,
-        (
-            "<fake_token_around_image>",
-            "<end_of_utterance>",
-            "<global-img>",
-            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
-        ),
-    ),
-    "internvl": Recipe(_internvl, _internvl_processor, ("<start>", "<end>", "<video>"), named=_INTERNVL),
-    "aya_vision": Recipe(_aya_vision, _aya_vision_processor, ("<start>", "<end>", "<patch>")),
-    "gemma3": Recipe(_gemma3, _gemma3_processor, ("<soft>", "<end>"), named=_GEMMA3),
-}
-"""By `model_type`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -28,15 +29,24 @@ class AttentionRule:
 PLAIN = AttentionRule()
 
 
+class SpanRule(Enum):
+    """In which layers the tokens of a span see each other."""
+
+    NOWHERE = "nowhere"
+    EVERYWHERE = "everywhere"
+    IN_WINDOWS = "in layers with a window"
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
-    are. `spans` are those of its places, [begin, end) each, that see each other."""
+    are. `spans` are those of its places, [begin, end) each, that see each other by `rule`."""
 
     begin: int
     end: int
     slots: Tensor
     spans: tuple[tuple[int, int], ...]
+    rule: SpanRule = SpanRule.EVERYWHERE
 
     def mask(self, window: int | None) -> Tensor:
         """bool [count, context + count]: which tokens see which."""
@@ -44,7 +54,7 @@ class _Segment:
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        for first, last in self.spans:
+        for first, last in self.spans if window is not None or self.rule is SpanRule.EVERYWHERE else ():
             here = slice(first - self.begin, last - self.begin)
             seen[here, total - count + here.start : total - count + here.stop] = True
         return seen if window is None else seen & (keys > queries - window)
@@ -55,8 +65,8 @@ class GeneralBackend:
 
     name = "general"
 
-    def __init__(self, shape: CacheShape, device: torch.device) -> None:
-        self._block_size, self._device = shape.block_size, device
+    def __init__(self, shape: CacheShape, device: torch.device, rule: SpanRule = SpanRule.EVERYWHERE) -> None:
+        self._block_size, self._device, self._rule = shape.block_size, device, rule
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[tuple[int, int]] = ()) -> GeneralBatch:
         """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
@@ -64,7 +74,7 @@ class GeneralBackend:
         for chunk in chunks:
             end = begin + chunk.count
             own = tuple(span for span in spans if begin <= span[0] and span[1] <= end)
-            segments.append(_Segment(begin, end, self._slots(chunk), own))
+            segments.append(_Segment(begin, end, self._slots(chunk), own, self._rule))
             begin = end
         return GeneralBatch(tuple(segments))
 

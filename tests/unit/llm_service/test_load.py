@@ -14,6 +14,7 @@ import torch
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
+from common.library import LibraryModel
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
@@ -50,6 +51,24 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError) as caught:
         load.load_runner(SETTINGS, SECOND, ALONE, -1)
     assert str(caught.value) == "the GPU's memory is too small: CUDA out of memory. Tried to allocate 9 GiB."
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"tensor_parallel": 2}, "--tp above 1"),
+        ({"weight_dtype": "int8"}, "--weight-dtype int8"),
+        ({"compile": True}, "--compile"),
+        ({"attention": "numba"}, "--attention numba"),
+    ],
+)
+def test_what_a_model_that_the_library_computes_does_not_have_is_refused_by_name(
+    checkpoints: Callable[..., Path], given: dict[str, Any], named: str
+) -> None:
+    found = LibraryModel(architecture="", hidden_size=8, vocab_size=8, max_position=8, placeholders={})
+    settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "library": found, **given})
+    with pytest.raises(CheckpointError, match=f"{named} is not for a model that the library computes"):
+        load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), ALONE)
 
 
 def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(

@@ -1,0 +1,116 @@
+"""Both halves of what serves a model that the library computes, in one process, beside the library itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from common import library_models
+from common.checkpoint import Checkpoint
+from common.library import LibraryModel
+from common.library_models import Clip
+from common.media.item import Grid, Header, Key, Modality
+from encoder_service.media.video import open_reader
+from encoder_service.models.generic import LibraryTower
+from encoder_service.models.processor import ItemProcessor
+from llm_service.models.served import ServedModel
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
+from tests.parity.local_engine import LocalEngine, Prompt
+from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, prompts_for
+
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A checkpoint, and both halves of what serves it."""
+
+    folder: Path
+    found: LibraryModel
+    processor: ItemProcessor
+    tower: LibraryTower
+    builder: PromptBuilder
+
+    @classmethod
+    def of(cls, folder: Path) -> Served:
+        found = library_models.describe(folder)
+        tower = LibraryTower(folder, found, torch.float32, torch.device("cpu"))
+        checkpoint = Checkpoint(folder)
+        builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
+        return cls(folder, found, ItemProcessor(folder), tower, builder)
+
+    def prompt(self, parts: Sequence[Part]) -> Prompt:
+        """One user message, laid out and encoded by us."""
+        media = [part for part in parts if not isinstance(part, str)]
+        headers, rows = zip(*map(self._encoded, media), strict=True) if media else ((), ())
+        kinds = [header.modality for header in headers]
+        items = iter(MediaItem(kind, Key(b""), index=n) for n, kind in enumerate(kinds))
+        message = Message("user", tuple(part if isinstance(part, str) else next(items) for part in parts))
+        pieces = self.builder.pieces(ChatPrompt((message,)), kinds)
+        return Prompt(self.builder.layout(pieces, headers), list(rows), {})
+
+    def _encoded(self, part: Image.Image | Film) -> tuple[Header, torch.Tensor]:
+        shown: np.ndarray | Clip
+        if isinstance(part, Film):
+            kind, reader = Modality.VIDEO, open_reader(part.file)
+            fps = float(reader.get_avg_fps())
+            numbers = tuple(self.processor.frames(len(reader), fps))
+            shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps)
+            blank: np.ndarray | Clip = replace(shown, frames=np.zeros_like(shown.frames))
+            key = hashlib.sha256(shown.frames.tobytes()).digest()
+        else:
+            kind, shown = Modality.IMAGE, np.asarray(part)
+            blank = np.zeros_like(shown)
+            key = hashlib.sha256(shown.tobytes() + bytes(shown.shape[:2])).digest()
+        parts = self.processor.replacement(blank)
+        tokens = sum(each.rows for each in parts)
+        with torch.inference_mode():
+            rows = self.tower.rows(self.processor.inputs(shown), tokens, kind.value)
+        return Header(key, kind, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
+
+    def computes(self, parts: Sequence[Part]) -> bool:
+        """Whether the tower gives as many rows of a video as there are places: where not, requests fail."""
+        try:
+            self.prompt(parts)
+        except RuntimeError as error:
+            if "its processor has places for" not in str(error):
+                raise
+            return False
+        return True
+
+    def engine(self, **options: Any) -> LocalEngine:
+        return LocalEngine(self.folder, library=self.found, **options)
+
+
+def compare(folder: Path, step_tokens: int = 16) -> set[str]:
+    """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
+    cache. Returns the names of the prompts that were compared."""
+    served, library = Served.of(folder), Reference(folder)
+    asked = prompts_for(served.found, library)
+    if VIDEO in asked and not served.computes(asked[VIDEO]):
+        del asked[VIDEO]
+    inputs = {name: library.inputs(parts) for name, parts in asked.items()}
+    expected = {name: library.tokens(given) for name, given in inputs.items()}
+    assert len(set(map(tuple, expected.values()))) == len(expected), "the prompts prove nothing"
+    prompts = {name: served.prompt(parts) for name, parts in asked.items()}
+    for name, prompt in prompts.items():
+        assert prompt.layout.ids == inputs[name]["input_ids"][0].tolist(), name
+    chunked = served.engine(step_tokens=step_tokens, max_running=1)
+    for name, prompt in prompts.items():
+        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in short steps"
+    company = served.engine(prefix_cache=True)
+    names = [*prompts, "one picture"]
+    for cached in (False, True):
+        outcomes = company.run([prompts[name] for name in names], GREEDY)
+        for name, outcome in zip(names, outcomes, strict=True):
+            assert outcome.tokens == expected[name], f"{name}, {'from the cache' if cached else 'beside others'}"
+        assert not cached or all(outcome.cached >= len(prompts["text"].layout.ids) // 16 * 16 for outcome in outcomes)
+    return set(prompts)

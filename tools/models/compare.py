@@ -1,0 +1,207 @@
+"""One tiny checkpoint through both services, beside the library: ids and greedy tokens must be its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from common.library import LibraryModel
+from common.library_models import describe, library
+from encoder_service.media.video import open_reader
+from tools.demo_media import film
+from tools.launcher import NotStartedError, Service
+from twinlens import Answer, LlmClient, SamplingParams, TwinlensError, image, user, video
+from twinlens.prompts import generate_request
+
+TOKENS = 32
+_BLOCK = 16
+_START_SECONDS = 200.0
+_SECONDS = 120.0
+_FLAGS = ("--listen", "127.0.0.1:0", "--threads", "1")
+_ENCODER_FLAGS = ("--decode-processes", "1", "--store-bytes", "64MiB", "--staging-bytes", "256MiB")
+_LLM_FLAGS = ("--kv-cache-bytes", "32MiB", "--row-cache-bytes", "64MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Film:
+    """A video as a file."""
+
+    file: bytes
+
+
+Part = str | Image.Image | Film
+Prompt = list[Part]
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Coarse colours, so that two pictures differ in what can be seen of them."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+VIDEO = "a video"
+TWO = "two of different sizes"
+PROMPTS: dict[str, Prompt] = {
+    "text": ["Tell me about two red circles."],
+    "one picture": [picture(1, 120, 90), "What is in the picture?"],
+    TWO: ["Left: ", picture(2, 64, 150), " and right: ", picture(3, 200, 60), "\n\nWhich is red?"],
+}
+
+
+def film_prompt() -> Prompt:
+    """A question about a video."""
+    return ["First this: ", Film(film()), " What moves?"]
+
+
+class Differs(Exception):
+    """What the services say is not what the library says."""
+
+
+class Reference:
+    """The library itself over a checkpoint, on the CPU in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        model = library().AutoModelForImageTextToText
+        self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        self._model.generation_config.eos_token_id = None
+
+    def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What its processor makes of one user message."""
+        content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
+        chat = [{"role": "user", "content": content}]
+        text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        options: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+        options["add_special_tokens"] = not text.startswith("<s>")
+        media = self._media(parts)
+        if not media:  # some processors want a picture in every text
+            return dict(self.processor.tokenizer(**options))
+        if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
+            options["return_mm_token_type_ids"] = True
+        return dict(self.processor(**options, **media))
+
+    def _media(self, parts: Sequence[Part]) -> dict[str, Any]:
+        stills = [part for part in parts if isinstance(part, Image.Image)]
+        films = [open_reader(part.file) for part in parts if isinstance(part, Film)]
+        media: dict[str, Any] = {"images": stills} if stills else {}
+        if films:
+            media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
+            media["video_metadata"] = [_about(each) for each in films]
+            if not self.processor.video_processor.do_sample_frames:
+                for about in media["video_metadata"]:
+                    about["frames_indices"] = list(range(about["total_num_frames"]))
+        return media
+
+    @torch.no_grad()
+    def tokens(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Greedy ones, whatever ends an answer."""
+        out = self._model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+        return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
+
+
+def _kind(part: Part) -> str:
+    return "video" if isinstance(part, Film) else "image"
+
+
+def _about(reader: Any) -> dict[str, Any]:
+    total, fps = len(reader), float(reader.get_avg_fps())
+    height, width = reader[0].shape[:2]
+    return {"total_num_frames": total, "fps": fps, "duration": total / fps, "height": height, "width": width}
+
+
+def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
+    """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
+    asked = {name: parts for name, parts in PROMPTS.items() if name != TWO or not found.one_item}
+    if "video" in found.placeholders:
+        try:
+            reference.tokens(reference.inputs(film_prompt()))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return asked
+        asked[VIDEO] = film_prompt()
+    return asked
+
+
+def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
+    """Has both services answer prompts: each at once; in short steps each alone, and all beside each other, twice, when
+    their prompts are cached. Returns their names. Raises Differs where an answer is not the library's, and
+    NotStartedError, with the last that was said, where a service does not start."""
+    reference = Reference(folder)
+    prompts = prompts_for(describe(folder), reference)
+    inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
+    expected = {name: reference.tokens(given) for name, given in inputs.items()}
+    if len(set(map(tuple, expected.values()))) < len(expected):
+        raise Differs("the library answers two prompts alike, which proves nothing")
+    counts = {name: given["input_ids"].shape[1] for name, given in inputs.items()}
+    names = list(prompts)
+    with services(folder, step_tokens) as (chunked, whole), ThreadPoolExecutor(len(names)) as pool:
+        for client, how in ((whole, "whole"), (chunked, "alone")):
+            for name in names:
+                _check(name, how, _asked(client, prompts[name]), expected[name], counts[name])
+        for how in ("beside others", "cached"):
+            answers = list(pool.map(lambda name: _asked(chunked, prompts[name]), names))
+            for name, answer in zip(names, answers, strict=True):
+                _check(name, how, answer, expected[name], counts[name])
+                if answer.started.cached_tokens < (counts[name] - 1) // _BLOCK * _BLOCK:
+                    raise Differs(f"{name}, {how}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
+    return set(prompts)
+
+
+def _check(name: str, how: str, answer: Answer, expected: Sequence[int], count: int) -> None:
+    if answer.started.prompt_tokens != count:
+        raise Differs(f"{name}, {how}: {answer.started.prompt_tokens} prompt tokens, the library has {count}")
+    if (said := answer.choices[0].token_ids) != expected:
+        at = next(at for at, (one, other) in enumerate(zip(said, expected, strict=True)) if one != other)
+        raise Differs(f"{name}, {how}: token {at} is another one")
+
+
+def _asked(client: LlmClient, parts: Sequence[Part]) -> Answer:
+    out, sampling = Answer(), SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    try:
+        with client.generate(generate_request(user(*map(_sent, parts)), sampling), timeout=_SECONDS) as events:
+            for event in events:
+                out.add(event)
+    except TwinlensError as error:
+        raise Differs(str(error)) from error
+    return out
+
+
+def _sent(part: Part) -> Any:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Film):
+        return video(part.file)
+    file = BytesIO()
+    part.save(file, "PNG")
+    return image(file.getvalue())
+
+
+@contextmanager
+def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmClient]]:
+    """An encoder service and two LLM services over a checkpoint for the length of the block, and clients of these: one
+    computes in steps of so many tokens, the other a prompt at once."""
+    model, log = ("--model", str(folder)), folder / "services.log"
+    try:
+        with ExitStack() as running:
+            errors = running.enter_context(log.open("w", encoding="utf-8"))
+            flags = [*model, *_FLAGS, *_ENCODER_FLAGS]
+            encoder = running.enter_context(Service("the encoder service", "encoder_service", flags, errors=errors))
+            flags = [*model, *_FLAGS, *_LLM_FLAGS, "--encoders", encoder.wait_ready(_START_SECONDS)]
+            started = [
+                running.enter_context(Service("the LLM service", "llm_service", [*flags, *more], errors=errors))
+                for more in (("--max-step-tokens", str(step_tokens), "--max-running", "4"), ())
+            ]
+            one, other = (running.enter_context(LlmClient(each.wait_ready(_START_SECONDS))) for each in started)
+            yield one, other
+    except NotStartedError as error:
+        last = (log.read_text(encoding="utf-8").splitlines() or [""])[-1]
+        raise NotStartedError(f"{error}: {last}") from None
