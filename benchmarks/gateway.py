@@ -1,13 +1,17 @@
 """`python -m benchmarks.gateway`: what HTTP costs: the same requests through the gateway and by gRPC, in turns.
 
-An encoder, an LLM service and a gateway run as processes of their own; this process is the caller of both. In each
-round, so many streams ask by gRPC and as many through the gateway, all at once, and the next round begins with the
-other way. Every question is new: it begins with words that none before had, and the run fails where a prefix cache
-knew some of it. gRPC is what HTTP is compared with, so there is no other peer. With `--engine light`, tokens are hashes
-in place of a model's (tests/light), so that what surrounds it shows: the machine is full then, and what the gateway
-computes is missing elsewhere. With `--engine paced`, a step sleeps for 30 ms besides, as if a GPU computed it.
+An encoder, an LLM service and a gateway run as processes of their own; this process is the caller of both, by gRPC
+over one connection, by HTTP over one for each stream. In each round, so many streams ask one question after the other
+by gRPC and as many through the gateway, and the next round begins with the other way. Streams begin spread over the
+time of an answer, so that the load is steady; or all at once, where the first token waits for the work of all. Every
+question is new: it begins with words that none before had, and the run fails where a prefix cache knew some of it. gRPC
+is what HTTP is compared with, so there is no other peer. With `--engine light`, tokens are hashes in place of a model's
+(tests/light), so that what surrounds it shows: the machine is full then, and what the gateway computes is missing
+elsewhere. With `--engine paced`, a step sleeps for 30 ms besides, as if a GPU computed it.
 
-CPU is what the process computed, in user and in system time, for each token of the answers.
+A figure is the median of the rounds, with the least and the greatest; beside gRPC, of the differences in one round.
+CPU is what the process computed, in user and in system time, for each token of the answers; that of the LLM service is
+its front's, without its engine's.
 """
 
 from __future__ import annotations
@@ -46,6 +50,28 @@ _MODULES = {
     "paced": ("tests.light.encoder", "benchmarks.paced_llm"),
 }
 """An encoder and an LLM service, by what computes in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many streams, which begin `spread` over the time of an answer, or all at once."""
+
+    streams: int
+    spread: bool = True
+    pictures: bool = False
+
+    @property
+    def answers(self) -> int:
+        """That each stream asks for in a round."""
+        if not self.spread:
+            return 1
+        return 2 if self.streams == 1 else 3
+
+    def __str__(self) -> str:
+        about = ", each with a new picture" if self.pictures else ""
+        if self.streams == 1:
+            return f"1 stream{about}"
+        return f"{self.streams} streams{about}, {'begun one by one' if self.spread else 'all at once'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +159,32 @@ class Http:
 
 @dataclass(slots=True)
 class Sample:
-    """One way's answers of all rounds; seconds of CPU by process, each for all of them."""
+    """One way's answers that were measured, by round; seconds of CPU by process and tokens, of whole rounds."""
 
     answers: list[list[Timed]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    cpu: dict[str, float] = field(default_factory=dict)
+    cpu: list[dict[str, float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     @property
-    def first(self) -> float:
-        """The median of all times to a first token, in ms."""
-        return 1e3 * statistics.median(answer.first for answers in self.answers for answer in answers)
+    def first(self) -> list[float]:
+        """The median time to a first token of each round, in ms."""
+        return [1e3 * statistics.median(answer.first for answer in answers) for answers in self.answers]
 
     @property
-    def per_token(self) -> float:
-        """The median time for each further token, in ms."""
-        return 1e3 * statistics.median(answer.per_token for answers in self.answers for answer in answers)
+    def per_token(self) -> list[float]:
+        """The median time for each further token of each round, in ms."""
+        return [1e3 * statistics.median(answer.per_token for answer in answers) for answers in self.answers]
 
-    @property
-    def rates(self) -> list[float]:
-        """Tokens a second of each round."""
-        pairs = zip(self.answers, self.seconds, strict=True)
-        return [sum(answer.tokens for answer in answers) / seconds for answers, seconds in pairs]
+    def rates(self, streams: int) -> list[float]:
+        """Tokens a second of each round, while so many streams are under way."""
+        return [
+            streams * sum(answer.tokens for answer in answers) / sum(answer.whole for answer in answers)
+            for answers in self.answers
+        ]
 
-    def cpu_per_token(self, process: str) -> float:
-        """In ms."""
-        return 1e3 * self.cpu.get(process, 0.0) / sum(answer.tokens for answers in self.answers for answer in answers)
+    def cpu_per_token(self, process: str) -> list[float]:
+        """Of each round, in ms."""
+        return [1e3 * used[process] / tokens for used, tokens in zip(self.cpu, self.tokens, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +195,25 @@ class Deployment:
     stub: LlmServiceAsyncStub
     ways: Sequence[Way]
 
-    async def round(self, way: Way, asked: Sequence[Ask], tokens: int, into: Sample) -> None:
-        """All of these at once, one way."""
+    async def round(self, way: Way, asked: Sequence[Sequence[Ask]], tokens: int, answer_seconds: float) -> Sample:
+        """One way, a stream for each of these lists, which it asks one after the other. Streams begin evenly over
+        `answer_seconds`; 0: all at once. What is measured are each stream's answers but for its first and its last,
+        where it has more than two: all streams are under way then."""
         async with way.connected(len(asked)):
-            before, began = self._cpu_seconds(), time.perf_counter()
-            answers = await asyncio.gather(*(way.ask(number, each, tokens) for number, each in enumerate(asked)))
-            into.seconds.append(time.perf_counter() - began)
-            into.answers.append(list(answers))
-            for name, seconds in self._cpu_seconds().items():
-                into.cpu[name] = into.cpu.get(name, 0.0) + seconds - before[name]
+            before = self._cpu_seconds()
+            told = await asyncio.gather(
+                *(
+                    self._stream(way, number, each, tokens, answer_seconds * number / len(asked))
+                    for number, each in enumerate(asked)
+                )
+            )
+            used = {name: seconds - before[name] for name, seconds in self._cpu_seconds().items()}
+        measured = [answer for answers in told for answer in (answers[1:-1] if len(answers) > 2 else answers)]
+        return Sample([measured], [used], [tokens * sum(map(len, asked))])
+
+    async def _stream(self, way: Way, number: int, asked: Sequence[Ask], tokens: int, delay: float) -> list[Timed]:
+        await asyncio.sleep(delay)
+        return [await way.ask(number, each, tokens) for each in asked]
 
     def _cpu_seconds(self) -> dict[str, float]:
         """Of each process since it began, this one included."""
@@ -199,82 +236,97 @@ async def _spoken_to(processes: dict[str, Running]) -> AsyncIterator[Deployment]
     """Once the gateway can serve."""
     address = processes["gateway"].address
     async with grpc.aio.insecure_channel(processes["LLM service"].address) as channel:
-        await _ready(address)
+        await gateway_ready(address)
         stub = LlmServiceStub(channel)
         yield Deployment(processes, stub, [Grpc(stub), Http(address)])
 
 
-async def _ready(address: str) -> None:
-    """Returns once the gateway has found its LLM service."""
+async def gateway_ready(address: str, services: int = 1, seconds: float = _READY_SECONDS) -> None:
+    """Returns once the gateway can use so many LLM services."""
     host, _, port = address.rpartition(":")
-    async with asyncio.timeout(_READY_SECONDS):
+    async with asyncio.timeout(seconds):
         while True:
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"GET /health/ready HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n".encode())
-            status = await reader.readline()
+            writer.write(f"GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n".encode())
+            metrics = await reader.read()
             writer.close()
-            if b" 200 " in status:
+            if f"\ntwinlens_gateway_llm_services_usable {float(services)}\n".encode() in metrics:
                 return
             await asyncio.sleep(0.05)
 
 
-async def _row(of: Deployment, streams: int, rounds: int, tokens: int, *, pictures: bool) -> str:
-    """A line of the table."""
+async def _table(of: Deployment, load: Load, rounds: int, tokens: int) -> str:
+    """What one load costs both ways, as lines of a table."""
 
-    def asked() -> list[Ask]:
+    def asked(each: int) -> list[list[Ask]]:
         # Backwards, a mark begins with what is new in it: not even the first block of a prompt was seen before.
-        return [Ask(f"{Mark.new()}"[::-1] + QUESTION, new_picture(_SIDE) if pictures else b"") for _ in range(streams)]
+        return [
+            [Ask(f"{Mark.new()}"[::-1] + QUESTION, new_picture(_SIDE) if load.pictures else b"") for _ in range(each)]
+            for _ in range(load.streams)
+        ]
 
     for way in of.ways:
-        await of.round(way, asked(), _WARM_UP_TOKENS, Sample())
+        await of.round(way, asked(1), _WARM_UP_TOKENS, 0.0)
+    warm = await of.round(of.ways[0], asked(1), tokens, 0.0)
+    answer_seconds = statistics.median(answer.whole for answer in warm.answers[0]) if load.spread else 0.0
     before = await of_llm(of.stub)
     samples = {way.name: Sample() for way in of.ways}
     for number in range(rounds):
         for way in of.ways if number % 2 == 0 else of.ways[::-1]:
-            await of.round(way, asked(), tokens, samples[way.name])
+            one, into = await of.round(way, asked(load.answers), tokens, answer_seconds), samples[way.name]
+            into.answers += one.answers
+            into.cpu += one.cpu
+            into.tokens += one.tokens
     found = since(before, await of_llm(of.stub))
-    check_new(f"{streams} streams", {PREFIX: found[PREFIX]})
+    check_new(str(load), {PREFIX: found[PREFIX]})
     plain, http = samples["gRPC"], samples["HTTP"]
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(http.rates, plain.rates, strict=True))
-    cells = [
-        f"{streams}, with pictures" if pictures else f"{streams}",
-        f"{plain.first:.1f}",
-        f"{http.first:.1f}",
-        f"{http.first - plain.first:+.1f}",
-        f"{plain.per_token:.2f}",
-        f"{http.per_token:.2f}",
-        f"{http.per_token - plain.per_token:+.2f}",
-        f"{statistics.median(plain.rates):.0f}",
-        f"{statistics.median(http.rates):.0f}",
-        f"{ratio:.3f}",
-        f"{http.cpu_per_token('gateway'):.3f}",
-        f"{plain.cpu_per_token('LLM service'):.3f} / {http.cpu_per_token('LLM service'):.3f}",
-        f"{plain.cpu_per_token('caller'):.3f} / {http.cpu_per_token('caller'):.3f}",
-        told(found),
+    rates = plain.rates(load.streams), http.rates(load.streams)
+    percent = [100 * (theirs / ours - 1) for ours, theirs in zip(*rates, strict=True)]
+    lines = [
+        f"| {load}; in caches: {told(found)} | gRPC | HTTP | HTTP beside gRPC |",
+        "|---|---:|---:|---:|",
+        f"| first token, ms | {_compared(plain.first, http.first)} |",
+        f"| each further token, ms | {_compared(plain.per_token, http.per_token)} |",
+        f"| tokens/s | {spread(rates[0], 0)} | {spread(rates[1], 0)} | {spread(percent, 1, '+')} % |",
+        f"| CPU of the gateway, ms/token | | {spread(http.cpu_per_token('gateway'), 3)} | |",
     ]
-    return f"| {' | '.join(cells)} |"
+    for process in ("LLM service", "caller"):
+        used = plain.cpu_per_token(process), http.cpu_per_token(process)
+        lines.append(f"| CPU of the {process}, ms/token | {spread(used[0], 3)} | {spread(used[1], 3)} | |")
+    return "\n".join(lines)
+
+
+def _compared(plain: Sequence[float], http: Sequence[float]) -> str:
+    added = [theirs - ours for ours, theirs in zip(plain, http, strict=True)]
+    return f"{spread(plain, 2)} | {spread(http, 2)} | {spread(added, 2, '+')}"
+
+
+def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """The median, and the least and the greatest.
+
+    >>> spread([2.0, 1.0, 4.0], 1, "+")
+    '+2.0 (+1.0 to +4.0)'
+    """
+    form = f"{sign}.{digits}f"
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 async def _measure(given: argparse.Namespace, processes: dict[str, Running]) -> None:
-    print(
-        "| streams | TTFT gRPC, ms | HTTP | added | per token gRPC, ms | HTTP | added | tokens/s gRPC | HTTP | ratio"
-        " | CPU ms/token: gateway | LLM service's front, gRPC / HTTP | caller, gRPC / HTTP | in caches |\n"
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
-    )
     async with _spoken_to(processes) as all_three:
-        for streams in given.streams:
-            print(await _row(all_three, streams, given.rounds, given.tokens, pictures=False), flush=True)
-        print(await _row(all_three, 1, given.rounds, given.tokens, pictures=True), flush=True)
+        loads = [Load(streams) for streams in given.streams]
+        loads += [Load(max(given.streams), spread=False), Load(1, pictures=True)]
+        for load in loads:
+            print(await _table(all_three, load, given.rounds, given.tokens), end="\n\n", flush=True)
 
 
 def main() -> None:
-    """Measures and prints a table of medians."""
+    """Measures and prints a table for each load."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
     parser.add_argument("--engine", choices=_MODULES, default="model", help="what computes")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--rounds", type=int, default=6, help="of each way; medians are shown")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=4, help="of each way")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     given = parser.parse_args()
     with no_wrong_figures(), _started(given.model, given.engine) as processes:
         asyncio.run(_measure(given, processes))

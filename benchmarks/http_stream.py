@@ -13,18 +13,20 @@ from benchmarks.sides import Timed
 
 _DONE = b"data: [DONE]\n\n"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
+_CACHED = re.compile(rb'"cached_tokens":(\d+)')
 _EVENT = b"data: {"
 _END = b"0\r\n\r\n"
 _SECONDS = 300.0
 
 
 class HttpCaller:
-    """One connection, which stays open."""
+    """One connection, which stays open; `cached` are the prompt tokens that the prefix cache had, of all answers."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         self._reader = reader
         self._writer = writer
         self._address = address
+        self.cached = 0
 
     @classmethod
     async def connect(cls, address: str) -> Self:
@@ -56,21 +58,26 @@ class HttpCaller:
         began = time.perf_counter()
         self._writer.write(head.encode() + body)
         async with asyncio.timeout(_SECONDS):
-            came, first = await self._follow(began)
+            came, first, pause = await self._follow(began)
         whole = time.perf_counter() - began
         if _DONE not in came or _USAGE.findall(came) != [b"%d" % tokens]:
             raise RuntimeError(f"the gateway's answer has not {tokens} tokens: {came[-400:].decode(errors='replace')}")
-        return Timed(first, whole, tokens)
+        self.cached += sum(map(int, _CACHED.findall(came)))
+        return Timed(first, whole, tokens, pause=pause)
 
-    async def _follow(self, began: float) -> tuple[bytes, float]:
-        """The last bytes of the answer, and the seconds to the second event: the first has the role alone."""
-        first, events, tail = 0.0, 0, b""
+    async def _follow(self, began: float) -> tuple[bytes, float, float]:
+        """The last bytes of the answer, the seconds to the second event (the first has the role alone), and the longest
+        between two parts from there on."""
+        first, events, tail, pause, last = 0.0, 0, b"", 0.0, 0.0
         while not tail.endswith(_END):
             part = await self._reader.read(1 << 18)
             if not part:
                 raise RuntimeError("the gateway has closed the connection")
+            now = time.perf_counter()
             if not first:
                 events += part.count(_EVENT)  # the head and the first events come in parts of their own
-                first = time.perf_counter() - began if events > 1 else 0.0
-            tail = (tail + part)[-4096:]
-        return tail, first
+                first = now - began if events > 1 else 0.0
+            else:
+                pause = max(pause, now - last)
+            tail, last = (tail + part)[-4096:], now
+        return tail, first, pause

@@ -28,12 +28,14 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One answer: seconds to the first token, seconds in all, tokens, and seconds by stage where the engine tells."""
+    """One answer: seconds to the first token, seconds in all, tokens, seconds by stage where the engine tells, and the
+    longest time between two of its parts where that is taken."""
 
     first: float
     whole: float
     tokens: int
     stages: Mapping[str, float] = field(default_factory=dict)
+    pause: float = 0.0
 
     @property
     def per_token(self) -> float:

@@ -81,9 +81,10 @@ def all_tables(vllm: Path | None) -> list[Table]:
         _of("sampler", "sampler", "--steps", "3", seconds=180),
         _of("scheduler", "scheduler", seconds=60),
         _of("overlap", "overlap", "models/demo", "--runs", "3", seconds=180, environ={"TWINLENS_LLM_THREADS": "1"}),
-        _of("gateway", "gateway", "--tokens", "128", seconds=240),
-        _of("gateway_light", "gateway", "--engine", "light", "--tokens", "128", seconds=180),
-        _of("gateway_paced", "gateway", "--engine", "paced", "--tokens", "64", seconds=180),
+        _of("gateway", "gateway", seconds=240),
+        _of("gateway_light", "gateway", "--engine", "light", seconds=180),
+        _of("gateway_paced", "gateway", "--engine", "paced", seconds=240),
+        _of("handovers", "handovers", seconds=240),
     ]
 
 
@@ -110,6 +111,7 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
         "overlap": ("models/demo", "--runs", "1", "--tokens", "4"),
         "gateway": ("--streams", "1", "--rounds", "1", "--tokens", "4"),
         "gateway_paced": ("--engine", "paced", "--streams", "1", "--rounds", "1", "--tokens", "4"),
+        "handovers": ("--streams", "4", "--rounds", "1", "--tokens", "60"),
         "gateway_light": ("--engine", "light", "--streams", "1", "--rounds", "1", "--tokens", "4"),
     }
     return [
