@@ -12,8 +12,9 @@ LOAD_SECONDS ?= 600
 ENVIRONMENT ?=
 ARGS ?=
 # What the tests of one file share is started once. Files go in their order: those of few long tests come first. There is a
-# process more than cores, since each waits for its services now and then.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+# process more than cores, since each waits for its services now and then, as far as each has 3 GiB of memory.
+WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 1)) '/^MemTotal/ { fit = int($$2 / 3145728); if (n > fit) n = fit; if (n > 8) n = 8; \
+	print (n > 1 ? n : 1) }' /proc/meminfo)
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
