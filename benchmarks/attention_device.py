@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,37 +20,49 @@ from benchmarks.llm_device import Case, batch, cases
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.triton_backend import TritonBackend
 
 _LAYERS = 8
 _BACKENDS = ("flash", "triton")
 
 
-def backends(shape: CacheShape, here: Machine) -> Iterator[AttentionBackend]:
-    """Those that can be here."""
+def backends(shape: CacheShape, here: Machine, stages: Sequence[int]) -> Iterator[tuple[str, AttentionBackend]]:
+    """Those that can be here, by name; our kernel of decodes once more for each number of stages."""
     for name in _BACKENDS:
         try:
-            yield choose(name, shape, here.dtype, here.device)
+            backend = choose(name, shape, here.dtype, here.device)
         except CheckpointError as error:
             print(f"left out: {error}")
+            continue
+        yield name, backend
+        if isinstance(backend, TritonBackend):
+            usual = backend.compiled
+            for count in stages:
+                if count != usual.decode_stages:
+                    backend.compiled = replace(usual, decode_stages=count)
+                    yield f"{name}, {count} stages", backend
 
 
 @torch.inference_mode()
-def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape) -> Iterator[str]:
+def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape, stages: Sequence[int] = ()) -> Iterator[str]:
     """The table's rows; each case fits into the shape's blocks."""
     cache = shape.new_cache(here.dtype, here.device)[0].normal_()
+    layers = 1 if here.tiny else _LAYERS
     assert here.capture is not None
-    for backend in backends(shape, here):
+    for name, backend in backends(shape, here, stages):
         for case in wanted:
             heads = [part.normal_() for part in shape.zeros(case.tokens, here.dtype, here.device)]
-            replay = here.capture()(partial(_layers, backend.batch(batch(case.chunks, shape.block_size)), heads, cache))
-            seconds = timed({"replay": replay}, here.runs, here.device)["replay"][0] / _LAYERS
+            replay = here.capture()(
+                partial(_attend, layers, backend.batch(batch(case.chunks, shape.block_size)), heads, cache)
+            )
+            seconds = timed({"replay": replay}, here.runs, here.device)["replay"][0] / layers
             read = 2 * shape.kv_heads * shape.head_dim * here.dtype.itemsize * sum(map(sum, case.chunks))
             seen = sum(context * count + count * (count + 1) / 2 for context, count in case.chunks)
             of_copy = read / seconds / here.here.bandwidth
             of_peak = 4 * shape.heads * shape.head_dim * seen / seconds / here.peaks.operations
             here.keep(
                 table="attention_device",
-                backend=backend.name,
+                backend=name,
                 block_size=shape.block_size,
                 step=case.name,
                 sequences=len(case.chunks),
@@ -59,13 +72,13 @@ def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape) -> Iterator[s
                 of_copy=of_copy,
                 of_peak=of_peak,
             )
-            told = [backend.name, shape.block_size, case.name, len(case.chunks), case.context, case.tokens, ms(seconds)]
+            told = [name, shape.block_size, case.name, len(case.chunks), case.context, case.tokens, ms(seconds)]
             yield line([*told, f"{of_copy:.0%}", f"{of_peak:.0%}"])
 
 
-def _layers(batch: AttentionBatch, heads: Sequence[torch.Tensor], cache: torch.Tensor) -> None:
+def _attend(layers: int, batch: AttentionBatch, heads: Sequence[torch.Tensor], cache: torch.Tensor) -> None:
     query, key, value = heads
-    for _ in range(_LAYERS):
+    for _ in range(layers):
         batch.attend(query, key, value, cache)
 
 
@@ -77,16 +90,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=(1024, 8192, 32_768), help="tokens of each of them")
     parser.add_argument("--tokens", type=int, nargs="+", default=(512, 2048, 8192), help="of a prefill")
     parser.add_argument("--block-size", type=int, nargs="+", default=(16, 64, 256), help="tokens of a block")
+    parser.add_argument(
+        "--stages", type=int, nargs="*", default=(3, 5), help="of our kernel of decodes, at the first block size"
+    )
     given = parser.parse_args()
     here = machine(parser, given)
-    asked = ((1, 3), (20, 70), (16, 40)) if given.tiny else (given.sequences, given.context, given.tokens)
+    asked = ((1, 3), (20,), (16,)) if given.tiny else (given.sequences, given.context, given.tokens)
     sizes, counts = ((16,), (4, 2, 16)) if given.tiny else (given.block_size, (32, 8, 128))
     wanted = cases(*asked)
     names = ["back end", "block", "step", "sequences", "context", "tokens", "a layer", "of a copy", "of peak"]
     print("\n" + head(names))
     for size in sizes:
         shape = CacheShape(1, max(case.blocks(size) for case in wanted), size, *counts)
-        for row in rows(here, wanted, shape):
+        for row in rows(here, wanted, shape, given.stages if size == sizes[0] else ()):
             print(row, flush=True)
 
 

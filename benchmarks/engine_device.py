@@ -106,7 +106,7 @@ def rows(here: Machine, sequences: Sequence[int], context: int, tokens: int, ste
     """The table's rows."""
     most, whole = max(sequences), context + tokens + 1
     blocks = most * (-(-whole // _BLOCK) + 1)
-    config = config_of(48, experts=False, tiny=here.tiny)
+    config = config_of(1 if here.tiny else 48, experts=False, tiny=here.tiny)
     runner = make_runner(config, blocks, here, Settings("auto" if here.device.type == "cuda" else "triton"))
     if here.capture is not None and not runner.not_capturable():
         bounds = CaptureBounds(most, max(step_tokens, most), whole, 4)
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=2048, help="as the service's --max-step-tokens")
     given = parser.parse_args()
     here = machine(parser, given)
-    asked = ((1, 3), 20, 6, 32) if given.tiny else (given.sequences, given.context, given.tokens, given.step_tokens)
+    asked = ((1, 2), 20, 4, 16) if given.tiny else (given.sequences, given.context, given.tokens, given.step_tokens)
     print("\n" + head(["running", "sampling", "a step", "graph alone", "the rest", "tokens/s", "in caches"]))
     with no_wrong_figures():
         for row in rows(here, *asked):

@@ -279,8 +279,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="once more with layers compiled by torch: minutes more")
     given = parser.parse_args()
     here = machine(parser, given)
-    config = config_of(given.layers, experts=given.experts, tiny=given.tiny)
-    asked = ((1, 3), (20,), (16, 40)) if given.tiny else (given.sequences, given.context, given.tokens)
+    config = config_of(1 if given.tiny else given.layers, experts=given.experts, tiny=given.tiny)
+    asked = ((1, 2), (20,), (16,)) if given.tiny else (given.sequences, given.context, given.tokens)
     attention = given.attention if here.device.type == "cuda" else "triton"  # which the interpreter can capture
     settings = Settings(attention, given.block_size, given.weights)
     for row in rows(config, here, cases(*asked), settings, compiled=given.compile):

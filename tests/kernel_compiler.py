@@ -24,7 +24,7 @@ from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.metadata import TILE
-from llm_service.layers.attention.triton_backend import COMBINED, _Shape
+from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
 from llm_service.layers.gpu import gdn_kernels, quantized_kernel
@@ -125,11 +125,11 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
     """As `TritonBatch` launches them."""
-    shape = _Shape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
+    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
     both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
-    launch = {"num_warps": 4, "num_stages": shape.stages}
-    wider = {**launch, "num_warps": shape.prefill_warps}
+    launch = {"num_warps": 4, "num_stages": shape.decode_stages}
+    wider = {"num_warps": shape.prefill_warps, "num_stages": shape.stages}
     sums, joined = ("mixtures", "maxima", "sums"), {"PARTS": COMBINED, "num_warps": 4}
     return {
         "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),

@@ -23,8 +23,9 @@ _LONG = 255
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the kernels are compiled for; `dims` is the head's size, filled up to a power of two."""
+class KernelShape:
+    """What the kernels are compiled for; `dims` is the head's size, filled up to a power of two, and
+    `stages` is how many blocks of keys and values are on their way at once."""
 
     group: int
     head_dim: int
@@ -32,22 +33,25 @@ class _Shape:
     block_size: int
     keys_at_once: int
     stages: int
+    decode_stages: int
     prefill_warps: int
     precision: str
 
     @classmethod
-    def of(cls, shape: CacheShape, dtype: torch.dtype) -> _Shape:
+    def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
         dims = max(16, triton.next_power_of_2(shape.head_dim))
         exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
         # Keys and values in flight are to take at most 64 KiB of shared memory beside the queries.
         small = dims * dtype.itemsize <= 256
+        stages = 2 if small and not exact else 1
         return cls(
             group=shape.heads // shape.kv_heads,
             head_dim=shape.head_dim,
             dims=dims,
             block_size=shape.block_size,
             keys_at_once=16 if exact else 64 if small else 32,
-            stages=2 if small and not exact else 1,
+            stages=stages,
+            decode_stages=stages,
             prefill_warps=16 if exact else 4,
             precision="ieee" if exact else "tf32",
         )
@@ -61,7 +65,7 @@ class TritonBackend:
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self._device = device
-        self._compiled = _Shape.of(shape, dtype)
+        self.compiled = KernelShape.of(shape, dtype)
         self.parts = max(1, _WAVES * _multiprocessors(device) // shape.kv_heads)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> TritonBatch:
@@ -70,7 +74,7 @@ class TritonBackend:
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
         """A batch over metadata that may be filled anew between uses."""
-        return TritonBatch(metadata, self._compiled)
+        return TritonBatch(metadata, self.compiled)
 
     def warm_up(self, cache: Tensor) -> None:
         """Has every kernel compiled, over the null block of one layer's cache."""
@@ -78,7 +82,7 @@ class TritonBackend:
         for context, count in ((_LONG, 1), (0, 2)):
             chunk = PagedChunk(context, count, [null_block] * -(-(context + count) // shape.block_size))
             metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, 2)
-            TritonBatch(metadata, self._compiled).attend(*shape.zeros(count, cache.dtype, self._device), cache)
+            TritonBatch(metadata, self.compiled).attend(*shape.zeros(count, cache.dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class TritonBatch:
     """A batch of the kernels in `kernels`."""
 
     metadata: AttentionMetadata
-    shape: _Shape
+    shape: KernelShape
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
@@ -167,7 +171,7 @@ class TritonBatch:
             BLOCK_N=shape.keys_at_once,
             PRECISION=shape.precision,
             num_warps=4,
-            num_stages=shape.stages,
+            num_stages=shape.decode_stages,
         )
         if len(metadata.split):
             combine_kernel[(len(metadata.split), heads)](

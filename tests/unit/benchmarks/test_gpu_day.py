@@ -38,10 +38,11 @@ def test_sections_have_names_of_their_own_and_test_files_that_are_there(tiny: bo
 
 
 @pytest.mark.soak
-def test_a_part_runs_from_end_to_end(tmp_path: Path) -> None:
-    """The last one, both services. `make gpu-rehearsal` runs the others as well: of the first two, tests are collected
-    alone, as every run of this suite does, and the third takes a quarter of an hour where Triton is interpreted."""
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "4", str(tmp_path), "--tiny"]
+@pytest.mark.parametrize("part", [3, 4])
+def test_a_part_runs_from_end_to_end(part: int, tmp_path: Path) -> None:
+    """`make gpu-rehearsal` runs the others as well: of the first two, tests are collected alone, as every run of this
+    suite does."""
+    command = [sys.executable, "-m", "benchmarks.gpu_day", str(part), str(tmp_path), "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     left = "\n".join(path.read_text() for path in (tmp_path / "tiny").glob("*.failed"))
     assert done.returncode == 0, done.stdout + done.stderr + left
