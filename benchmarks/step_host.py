@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from benchmarks.device import Machine, Peaks
@@ -36,7 +37,7 @@ from llm_service.worker.executor import message_of
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.model_runner import ModelRunner
 
-_STEP_TOKENS = 8192
+_STEP_TOKENS = 1 << 16
 _BLOCK = 16
 _CPU = torch.device("cpu")
 _KINDS = {
@@ -108,8 +109,9 @@ def measure(running: int, context: int, steps: int, sampling: SamplingParams) ->
     """Median seconds of the columns over the steps in which all decode, bytes of the message, and what the prefix cache
     gave, which is nothing."""
     capture = NoGraph()
-    runner = runner_of(running, context + steps + 1, capture)
-    engine = scheduler(running, context, steps, _STEP_TOKENS, 90, sampling)
+    tokens = steps + running * context // _STEP_TOKENS  # the first one decodes while the others' prompts are computed
+    runner = runner_of(running, context + tokens + 1, capture)
+    engine = scheduler(running, context, tokens, _STEP_TOKENS, 90, structs.replace(sampling, max_tokens=tokens))
     gc.collect()
     gc.freeze()  # as the engine process does
     found, sizes = list[tuple[float, ...]](), list[int]()
@@ -154,7 +156,7 @@ def main() -> None:
     print("|---:|---:|---|" + "---:|" * len(COLUMNS) + "---:|---|")
     for running, context in zip(given.sequences, given.context, strict=True):
         for name, asked in _KINDS.items():
-            sampling = SamplingParams(max_tokens=given.steps, ignore_eos=True, **asked)
+            sampling = SamplingParams(ignore_eos=True, **asked)
             with no_wrong_figures():
                 times, size, hits = measure(running, context, given.steps, sampling)
             figures = " | ".join(f"{seconds * 1e3:.3f} ms" for seconds in times)
