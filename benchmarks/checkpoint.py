@@ -73,7 +73,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="what the random one's weights are stored in; models are published in bfloat16; all compute in float32",
+        help="what the random one's weights are stored in; models are published in bfloat16",
     )
 
 

@@ -61,11 +61,15 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--pictures", type=int, default=12, help="new questions; the median is shown")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="what all compute in; by default the services'"
+    )
     given = parser.parse_args()
     folder = chosen_model(given)
     torch.set_num_threads(usable_cores())
-    peer = Peer(folder)
-    with no_wrong_figures(), both(folder) as (encoder, llm):
+    peer = Peer(folder, given.dtype or "")
+    flags = ("--dtype", given.dtype) if given.dtype else ()
+    with no_wrong_figures(), both(folder, encoder_flags=flags, llm_flags=flags) as (encoder, llm):
         asyncio.run(_measure(peer, encoder, llm, given.pictures, given.tokens))
 
 

@@ -2,7 +2,8 @@
 
 *oneDNN bf16* computes in bfloat16, where the processor has products for it; all others in float32. *float32*,
 *bfloat16*, *int8*, *fp8* (blocks of 128) and *awq* (4 bits, groups of 128 with zeros) are what panels are stored in:
-the first two need AVX-512, the others AVX2.
+the first two need AVX-512, the others AVX2. *pairs* are panels of bfloat16 that rows of bfloat16 are multiplied with,
+where the processor has AVX512-BF16.
 
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
 many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
@@ -22,8 +23,9 @@ from torch.nn import functional
 from benchmarks.quantized import awq, fp8
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.jit import use_threads
-from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 from llm_service.layers.linear import PackedLinear, quantized
+from llm_service.layers.quantization import Rounded
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
@@ -68,12 +70,12 @@ def _in_bfloat16(x: torch.Tensor, weights: list[LaidOut]) -> None:
     _products(x.bfloat16(), weights)
 
 
-def _finalized(weight: torch.Tensor, *, panels: bool = True, int8: bool = False) -> Linear:
+def _finalized(weight: torch.Tensor, *, panels: bool = True, rounded: Rounded = "") -> Linear:
     outputs, inputs = weight.shape
     layer = PackedLinear(slice(0, inputs), {"all": slice(0, outputs)}, bias=False, dtype=weight.dtype)
     layer.weight.data.copy_(weight)
     if panels:
-        layer.finalize(int8=int8)
+        layer.finalize(rounded=rounded)
     else:
         Linear.finalize(layer)
     return layer
@@ -96,6 +98,7 @@ def main() -> None:
         *(("oneDNN bf16",) if bf16 else ()),
         *(("float32", "bfloat16") if wide_vectors() else ()),
         *("int8", "fp8", "awq"),
+        *(("pairs",) if computes_bfloat16() else ()),
     )
     ratios = [f"{name} ÷ oneDNN" for name in names[2:]]
     print(
@@ -115,9 +118,11 @@ def main() -> None:
         if wide_vectors():
             kinds = (weights, rounded)
             sides += [partial(_through, layers=[_finalized(each) for each in kind]) for kind in kinds]
-        sides.append(partial(_through, layers=[_finalized(weight, int8=True) for weight in weights]))
+        sides.append(partial(_through, layers=[_finalized(weight, rounded="int8") for weight in weights]))
         forms = (fp8, awq)
         sides += [partial(_products, weights=[quantized([form(weight)]) for weight in weights]) for form in forms]
+        if computes_bfloat16():
+            sides.append(partial(_through, layers=[_finalized(weight, rounded="bfloat16") for weight in weights]))
         for rows in given.rows:
             x = torch.randn(rows, inputs)
             passes = 10 if rows < _MANY else 4

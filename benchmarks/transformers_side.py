@@ -21,6 +21,7 @@ from PIL import Image
 from benchmarks.hits import Hits
 from benchmarks.sides import Job, Measured, Timed, measure
 from benchmarks.workload import Question
+from common.checkpoint import Checkpoint
 from common.devices import default_device, default_dtype
 from tests import reference
 
@@ -43,11 +44,13 @@ class Peer:
 
     name = "transformers"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "") -> None:
+        """`dtype` is what it computes in, by default what the services would."""
         self._processor = reference.processor(folder)
         self._processor.tokenizer.padding_side = "left"
         self._device = default_device()
-        self._model = reference.model(folder, getattr(torch, default_dtype(self._device))).to(self._device)
+        dtype = dtype or default_dtype(self._device, Checkpoint(folder))
+        self._model = reference.model(folder, getattr(torch, dtype)).to(self._device)
         self._model.generation_config.eos_token_id = None
 
     def run(self, questions: Sequence[Question], tokens: int) -> Timed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20
+_FLOATS = "BF16", "F16", "F32"
 
 
 class CheckpointError(ValueError):
@@ -100,6 +102,15 @@ class Checkpoint:
             with path.open("rb") as file:
                 found.update(_read_header(path, file))
         return found
+
+    @cached_property
+    def stored_in(self) -> str:
+        """The type of floats (safetensors' word) of 16 or 32 bits that most of its bytes are in; of a quantised one,
+        of what is left. Empty where there are none."""
+        totals = Counter[str]()
+        for info in self.tensors.values():
+            totals[info.dtype] += info.end - info.begin
+        return max(_FLOATS, key=lambda name: totals[name]) if any(totals[name] for name in _FLOATS) else ""
 
     def _weight_files(self) -> list[str]:
         if not (index := self.json(INDEX)):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.checkpoint import Checkpoint
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/proc/cpuinfo")
 
 MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
@@ -46,6 +52,16 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
         return cores
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has AVX512-BF16, as Linux says; False where it does not."""
+    try:
+        lines = _PROCESSORS.read_text("ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("flags") and "avx512_bf16" in line.split() for line in lines)
+
+
 def default_device() -> str:
     """cuda:0 where there is a GPU, else cpu."""
     return "cuda:0" if cuda_device_count() else "cpu"
@@ -68,6 +84,7 @@ def check_device(device: str, wanted: int = 1, there: int | None = None) -> None
         raise ValueError(f"cuda:{last} is needed, and the last GPU that can be seen here is cuda:{count - 1}")
 
 
-def default_dtype(device: str) -> str:
-    """bfloat16 on a GPU, float32 on a CPU."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def default_dtype(device: str, checkpoint: Checkpoint) -> str:
+    """bfloat16 on a GPU, and on a CPU that multiplies bfloat16 where the checkpoint is stored in it; else float32."""
+    short = device.startswith("cuda") or (multiplies_bfloat16() and checkpoint.stored_in == "BF16")
+    return "bfloat16" if short else "float32"

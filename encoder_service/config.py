@@ -24,7 +24,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     dtype: str = option(
         "auto",
-        "element type of weights and rows; auto is float32 on a CPU, bfloat16 on a GPU",
+        "element type of weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint"
+        " is stored in it; else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention: str = option(

@@ -60,7 +60,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     model = await asyncio.to_thread(model_config.served, checkpoint)
     library = None if isinstance(model, ModelConfig) else model.library
     device = default_device() if config.device == "auto" else config.device
-    dtype = DType(default_dtype(device) if config.dtype == "auto" else config.dtype)
+    dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
     layout = RowLayout(model.levels, model.width, dtype)
 
     async with AsyncExitStack() as running:

@@ -46,7 +46,8 @@ class LlmConfig(ServerConfig):
     device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
     dtype: str = option(
         "",
-        "weights and cache; by default float32 on CPUs, bfloat16 on GPUs",
+        "weights and rows; by default bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint is stored"
+        " in it; else float32",
         choices=("", "float32", "bfloat16", "float16"),
     )
     weight_dtype: str = option(

@@ -223,7 +223,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
-        dtype=config.dtype or default_dtype(device),
+        dtype=config.dtype or default_dtype(device, checkpoint),
         weight_dtype=config.weight_dtype,
         threads=config.threads,
         tensor_parallel=config.tp,

@@ -133,10 +133,12 @@ def reference_generate(directory: Path, inputs: dict[str, torch.Tensor], max_tok
 
 
 @torch.no_grad()
-def reference_logits(directory: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def reference_logits(
+    directory: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Logits [n, vocabulary] of a whole prompt."""
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
-    logits: torch.Tensor = model(directory)(**given).logits[0]
+    logits: torch.Tensor = model(directory, dtype)(**given).logits[0]
     return logits
 
 

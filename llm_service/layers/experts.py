@@ -14,6 +14,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.quantization import Rounded
 from llm_service.layers.quantized_weight import QuantizedWeight
 
 _APART = ("gate_proj", "up_proj", "down_proj")
@@ -109,21 +110,21 @@ class Experts(nn.Module):
         inner = self.ops.silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
-    def finalize(self, *, int8: bool = False) -> None:
-        """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and with `int8` all,
-        stay in 8 or 4 bits on any device. `run_grouped` needs the plain ones, or those for GPUs."""
+    def finalize(self, *, rounded: Rounded = "") -> None:
+        """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to
+        int8, stay in 8 or 4 bits on any device. `run_grouped` needs the plain ones, or those for GPUs."""
         device = self.gate_up_proj.device
         if self._quantized:
             self._finalize_quantized(device)
         elif device.type == "cpu":
-            self._finalize_for_cpus(int8=int8)
-        elif int8:
+            self._finalize_for_cpus(rounded)
+        elif rounded == "int8":
             self._stay_short(*([[QuantizedWeight.rounded(each)] for each in weight] for weight in self._weights()))
 
-    def _finalize_for_cpus(self, *, int8: bool) -> None:
+    def _finalize_for_cpus(self, rounded: Rounded) -> None:
         every: list[tuple[LaidOut, LaidOut]] = []
         for weights in zip(*self._weights(), strict=True):
-            gate_up, down = (laid_out(weight, int8=int8) for weight in weights)
+            gate_up, down = (laid_out(weight, rounded) for weight in weights)
             if gate_up is None or down is None:
                 return
             every.append((gate_up, down))

@@ -16,7 +16,7 @@ from torch.nn import functional
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.quantization import narrowed
+from llm_service.layers.quantization import Rounded, narrowed
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
 
 
@@ -49,8 +49,8 @@ class Finalized(Protocol):
         """Whether all have been."""
         ...
 
-    def finalize(self, *, int8: bool = False) -> None:
-        """Called when they are final; with `int8` they are rounded to 8 bits."""
+    def finalize(self, *, rounded: Rounded = "") -> None:
+        """Called when they are final, to be rounded."""
         ...
 
 
@@ -110,12 +110,12 @@ class PackedLinear(Linear):
         """Whether all parts have been read."""
         return not self._missing
 
-    def finalize(self, *, int8: bool = False) -> None:
-        """As `Linear.finalize`; with `int8` the weight is rounded to 8 bits. A quantised one stays as it is."""
+    def finalize(self, *, rounded: Rounded = "") -> None:
+        """As `Linear.finalize`; the weight is rounded first. A quantised one stays as it is."""
         if self.laid_out is not None:
             return
         if not self._quantized:
-            self._replace_weight(laid_out(self.weight.detach(), int8=int8 and self._rounds))
+            self._replace_weight(laid_out(self.weight.detach(), rounded if self._rounds or rounded != "int8" else ""))
         elif missing := self.parts.keys() - self._quantized.keys():
             raise ValueError(f"{min(missing)} is not quantised, as what it is computed with is")
         else:
@@ -156,16 +156,17 @@ class VocabularyEmbedding(nn.Module):
         return functional.embedding(token_ids, self.weight).to(self._dtype)
 
 
-def laid_out(weight: Tensor, *, int8: bool = False) -> LaidOut | None:
-    """A weight that is final in the form that is computed with fastest here; None where that is as it is. With `int8`
-    it is rounded to 8 bits, on any device."""
+def laid_out(weight: Tensor, rounded: Rounded = "") -> LaidOut | None:
+    """A weight that is final in the form that is computed with fastest here; None where that is as it is. It may be
+    rounded to 8 bits on any device, to bfloat16 where `selection.computes_bfloat16`."""
     if weight.device.type == "cpu" and selection.allows_panels():
-        from llm_service.layers.cpu.panels import PanelWeight  # numba takes its time
+        from llm_service.layers.cpu.pair_panels import PairPanels  # numba takes its time
+        from llm_service.layers.cpu.panels import PanelWeight
 
-        panels = PanelWeight.rounded(weight) if int8 else PanelWeight.of(weight)
-        if panels is not None:
+        of = {"": PanelWeight.of, "int8": PanelWeight.rounded, "bfloat16": PairPanels.of}[rounded]
+        if (panels := of(weight)) is not None:
             return panels
-    return quantized([QuantizedWeight.rounded(weight)]) if int8 else BlockedWeight.of(weight)
+    return quantized([QuantizedWeight.rounded(weight)]) if rounded == "int8" else BlockedWeight.of(weight)
 
 
 def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> LaidOut:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+Rounded = Literal["", "int8", "bfloat16"]
+"""What weights are rounded to, and multiplied as: nothing, 8 bits, or, on CPUs that multiply it faster, bfloat16."""
 
 _NARROW = torch.bfloat16, torch.float16
 _AT_ONCE = 64

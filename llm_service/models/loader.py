@@ -12,9 +12,11 @@ from torch import nn
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
+from llm_service.layers.cpu import selection
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill
+from llm_service.layers.quantization import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.quantized import Scheme, load_weights
@@ -37,12 +39,17 @@ def load_decoder(
     """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone.
 
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
-    stay. Raises CheckpointError where a weight is missing or does not fit, or the ranks cannot share the model.
+    stay. On a CPU whose products of bfloat16 are ours, these alone are bfloat16, summed in float32: what is between
+    them is float32 (`Decoder.dtype`). Raises CheckpointError where a weight is missing or does not fit, or the ranks
+    cannot share the model.
     """
     config, int8 = TextConfig.of(checkpoint.config), weight_dtype == "int8"
     scheme = Scheme.of(checkpoint.config)
     if int8 and scheme is not None:
         raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
+    rounded: Rounded = "int8" if int8 else ""
+    if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
+        dtype, rounded = torch.float32, rounded or "bfloat16"
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
         decoder = Decoder(config, group, dtype, torch.device("cpu") if scheme is not None else device)
@@ -56,7 +63,7 @@ def load_decoder(
         if name not in needed:
             raise CheckpointError(f"{name} does not fit the model: there is no place for it")
         try:
-            _place(*needed[name], stored, device, int8=int8)
+            _place(*needed[name], stored, device, rounded)
         except ValueError as error:
             raise CheckpointError(f"{name} does not fit the model: {error}") from error
         missing.discard(name)
@@ -66,7 +73,7 @@ def load_decoder(
     decoder.to(device)
     for part in decoder.modules():
         if isinstance(part, PackedLinear):
-            part.finalize(int8=int8)
+            part.finalize(rounded=rounded)
     finalize_linears(decoder)
     decoder.finalize()
     return decoder.eval()
@@ -99,10 +106,10 @@ def _copy(parameter: nn.Parameter, stored: Stored) -> None:
     fill(parameter, stored[:])
 
 
-def _place(module: nn.Module, place: Place, stored: Stored, device: torch.device, *, int8: bool) -> None:
+def _place(module: nn.Module, place: Place, stored: Stored, device: torch.device, rounded: Rounded) -> None:
     """Reads this rank's share of a tensor. What is whole then, and large, is finalized: so no more than one weight is
     there in a longer type than it will have."""
     place(stored)
     if isinstance(module, Finalized) and module.whole():
         module.to(device)
-        module.finalize(int8=int8)
+        module.finalize(rounded=rounded)

@@ -92,7 +92,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     del first
     context = served.longest(settings.max_context)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
-    block_bytes = block_elements(specs, settings.block_size) * dtype.itemsize
+    block_bytes = block_elements(specs, settings.block_size) * decoder.dtype.itemsize
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)

@@ -138,16 +138,17 @@ class LocalEngine:
         overlap: bool = False,
         keep_media_whole: bool = False,
         weight_dtype: str = "",
+        dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         speculative_tokens: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
         if library is not None:
-            decoder = load_library_decoder(checkpoint, library, torch.float32, torch.device(device))
+            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device))
             attention = decoder.backend
         else:
-            decoder = load_decoder(checkpoint, torch.float32, torch.device(device), weight_dtype=weight_dtype)
+            decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype)
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from llm_service.layers.cpu import row_kernels, selection
 from llm_service.layers.cpu.jit import Array
+from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
@@ -60,7 +61,7 @@ class FewRows:
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
-        panels = PanelWeight, QuantizedPanels
+        panels = PanelWeight, PairPanels, QuantizedPanels
         products = [form.array_product(bias) for form, bias in forms if isinstance(form, panels)]
         return cls(layer, attention, products) if len(products) == len(linears) else None
 

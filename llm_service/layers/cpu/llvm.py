@@ -34,6 +34,7 @@ _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANE
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BITS = {
     types.float32: 32,
+    types.uint64: 32,
     types.uint32: 16,
     types.uint16: 16,
     types.int16: 16,
@@ -42,9 +43,10 @@ _BITS = {
     types.int32: 4,
     types.int64: 4,
 }
-"""Bits of a number, by the type of the array that has it: float32; bfloat16 in pairs (see `PanelWeight`); float16;
-bfloat16; whole numbers of 8 bits; e4m3, widened to 2⁻⁸ of itself; and in pairs (see `QuantizedPanels`) whole numbers
-from 0 to 15, and e2m1, widened to 2⁻¹⁴ of itself."""
+"""Bits of a number, by the type of the array that has it: float32; bfloat16 of two inputs, side by side, which are one
+input here (see `PairPanels`); bfloat16 of two outputs (see `PanelWeight`); float16; bfloat16; whole numbers of 8 bits;
+e4m3, widened to 2⁻⁸ of itself; and in pairs (see `QuantizedPanels`) whole numbers from 0 to 15, and e2m1, widened to
+2⁻¹⁴ of itself."""
 _TURN = 4
 """Inputs of one turn of a product's loop, which costs instructions of its own."""
 _FOUR = 4
@@ -69,6 +71,8 @@ def _add_products(
 ) -> Any:
     """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
 
+    x is float32; where weights are of two inputs each, x is two bfloat16 as well, and their products are added one
+    after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
     w is 16 · `vectors`, and the weights of one input are 16 · `across`, of which these are a part. `rows` and `vectors`
     are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay in registers. `stored` is
     an array of the type that the weights are stored in. `places` are (address of
@@ -134,8 +138,7 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
         nexts = []
         for row in range(rows):
             place = _at(builder, _at(builder, x, _WORD(row), x_step), first, _WORD(FLOAT), FLOAT * step)
-            number = _spread(builder, _load(builder, place, _SINGLE))
-            nexts.append([_multiply_add(builder, number, weight[part], totals[row][part]) for part in parts])
+            nexts.append(_added(builder, kind, place, weight, totals[row]))
         totals = nexts
     following = builder.add(turn, _WORD(1))
     turn.add_incoming(_WORD(0), before)
@@ -150,6 +153,15 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
     for row in range(rows):
         for part in parts:
             _store(builder, totals[row][part], ends[row][part])
+
+
+def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
+    """Sums with the products of one input, whose number is at an address."""
+    if kind == types.uint64:
+        both = _spread_whole(builder, _load(builder, place, _FLAG))
+        return [_add_pairs(builder, total, both, part) for total, part in zip(totals, weight, strict=True)]
+    number = _spread(builder, _load(builder, place, _SINGLE))
+    return [_multiply_add(builder, number, part, total) for total, part in zip(totals, weight, strict=True)]
 
 
 def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: Any, _count: Any) -> Any:
@@ -230,13 +242,15 @@ def _stored_bytes(kind: Any, vectors: int) -> int:
 
 
 def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
-    """The weights of one input as vectors of float32, of those at an address."""
+    """The weights of one input, of those at an address: as vectors of float32, but for pairs of inputs."""
     if kind == types.uint32:  # of two numbers side by side, bfloat16 is the upper half of a float32 each
         pairs = [_load(builder, _plus(builder, place, LINE * line), _WHOLE) for line in range(vectors // 2)]
         halves = [(builder.shl(pair, _flags(16)), builder.and_(pair, _flags(0xFFFF0000))) for pair in pairs]
         return [builder.bitcast(half, _VECTOR) for both in halves for half in both]
     size = _stored_bytes(kind, 1)
     places = [_plus(builder, place, size * part) for part in range(vectors)]
+    if kind == types.uint64:  # multiplied as they are
+        return [_load(builder, each, _WHOLE) for each in places]
     if kind == types.uint16:
         return [builder.fpext(_load(builder, each, _HALVES, size=2), _VECTOR) for each in places]
     if kind == types.int8:
@@ -405,6 +419,19 @@ def _spread(builder: Any, number: Value) -> Value:
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, number, _FLAG(0))
     return builder.shuffle_vector(first, undefined, _flags(0))
+
+
+def _spread_whole(builder: Any, number: Value) -> Value:
+    """The same of a whole number."""
+    undefined = ir.Constant(_WHOLE, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, _FLAG(0)), undefined, _flags(0))
+
+
+def _add_pairs(builder: Any, total: Value, one: Value, other: Value) -> Value:
+    """total + the products of bfloat16, two by two. LLVM takes words for these as well as its own type, which llvmlite
+    has no name for."""
+    product = _declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, [_VECTOR, _WHOLE, _WHOLE])
+    return builder.call(product, [total, one, other])
 
 
 def _multiply_add(builder: Any, one: Value, other: Value, more: Value) -> Value:

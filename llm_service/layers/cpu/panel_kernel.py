@@ -18,18 +18,18 @@ WIDTH = 64
 _VECTORS = WIDTH // LANES
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
-_TOGETHER = 6
+TOGETHER = 6
 """Rows whose sums are kept in registers, with a panel's weights for one input."""
-_FEW = 4 * _TOGETHER
+FEW = 4 * TOGETHER
 """Rows up to which weights are made float32 anew for every six of them."""
-_MOST = 84 * _TOGETHER
+_MOST = 84 * TOGETHER
 """Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
-_AT_ONCE = 4 * _MOST
+AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
 
 @numba.njit(inline="always")
-def _add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+def add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
     """`add_products` for the rows from one on up to another, six at a time; where 5 are left it computes 6, for 3 it
     computes 4.
 
@@ -37,12 +37,12 @@ def _add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> No
     """
     out, out_step, x, x_step, weights, coming, size = places
     share = size // max(1, ahead)
-    for row in range(rows[0], rows[1], _TOGETHER):
-        asked = coming + row // _TOGETHER * count * share
+    for row in range(rows[0], rows[1], TOGETHER):
+        asked = coming + row // TOGETHER * count * share
         here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, asked, share)
         left = rows[1] - row
-        if left >= _TOGETHER - 1:
-            add_products(_TOGETHER, _VECTORS, _VECTORS, ahead, stored, here, count)
+        if left >= TOGETHER - 1:
+            add_products(TOGETHER, _VECTORS, _VECTORS, ahead, stored, here, count)
         elif left >= 3:
             add_products(4, _VECTORS, _VECTORS, ahead, stored, here, count)
         elif left == 2:
@@ -65,7 +65,7 @@ def _pack_row(packed: Any, x: Any, row: Any) -> None:
 def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
     """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
     inputs, size = panels.shape[1], panels.shape[2] * panels.itemsize
-    room = np.zeros((rows + 1 + (_STRETCH if rows > _FEW else 0)) * WIDTH + LANES, np.float32)
+    room = np.zeros((rows + 1 + (_STRETCH if rows > FEW else 0)) * WIDTH + LANES, np.float32)
     skipped = (-room.ctypes.data % LINE) // FLOAT
     sums = room.ctypes.data + skipped * FLOAT
     wide = sums + (rows + 1) * WIDTH * FLOAT
@@ -75,18 +75,18 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
         weights = panels.ctypes.data + (panel * inputs + first) * size
         coming = weights + _STRETCH * size
         numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
-        if rows > _FEW:
+        if rows > FEW:
             weights = widened_stretch(_VECTORS, panels, wide, weights, count)
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
-        if rows <= _TOGETHER:
-            _add_rows(1, panels, (0, rows), places, count)
-        elif rows <= 3 * _TOGETHER:
-            _add_rows(2, panels, (0, rows), places, count)
-        elif rows <= _FEW:
-            _add_rows(4, panels, (0, rows), places, count)
+        if rows <= TOGETHER:
+            add_rows(1, panels, (0, rows), places, count)
+        elif rows <= 3 * TOGETHER:
+            add_rows(2, panels, (0, rows), places, count)
+        elif rows <= FEW:
+            add_rows(4, panels, (0, rows), places, count)
         else:
-            _add_rows(4, room, (0, _FEW), places, count)
-            _add_rows(ROWS, room, (_FEW, rows), places, count)
+            add_rows(4, room, (0, FEW), places, count)
+            add_rows(ROWS, room, (FEW, rows), places, count)
     first = panel * WIDTH
     for row in range(rows):
         for place in range(min(WIDTH, out.shape[1] - first)):
@@ -104,7 +104,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
     packed = np.empty((stretches, rows + 1, _STRETCH), np.float32)
     for stretch in range(stretches):
         packed[stretch, rows] = np.float32(0.0)
-    if rows <= _FEW:
+    if rows <= FEW:
         for row in range(rows):
             _pack_row(packed, x, row)
     else:
@@ -135,14 +135,14 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {panels.shape[1]} inputs")
     out, x = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x)
     given = [_NONE if each is None else each for each in (scale, bias)]
-    for begin in range(0, len(x), _AT_ONCE):
-        part = x[begin : begin + _AT_ONCE]
+    for begin in range(0, len(x), AT_ONCE):
+        part = x[begin : begin + AT_ONCE]
         most = task_rows(len(part), len(panels), numba.get_num_threads())
-        _kernel(out[begin : begin + _AT_ONCE], part, panels, *given, most)
+        _kernel(out[begin : begin + AT_ONCE], part, panels, *given, most)
     return out
 
 
 def task_rows(rows: int, panels: int, threads: int) -> int:
     """Rows of a task: so many that each thread has two tasks or more, in full sets of what is computed together."""
-    shared = -(-rows * panels // (2 * threads * _TOGETHER)) * _TOGETHER
-    return min(_MOST, max(_FEW, shared))
+    shared = -(-rows * panels // (2 * threads * TOGETHER)) * TOGETHER
+    return min(_MOST, max(FEW, shared))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from common.devices import multiplies_bfloat16
+
 
 def wide_vectors() -> bool:
     """Whether this processor has vectors of 16 float32, for which our kernels are written."""
@@ -16,6 +18,11 @@ def wide_vectors() -> bool:
 def fused_vectors() -> bool:
     """Whether this processor has vectors that it multiplies and adds in one go."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def computes_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 (AVX512-BF16), and our kernels may have weights as they want them."""
+    return _state.panels and wide_vectors() and multiplies_bfloat16()
 
 
 class _State:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from common.weights import load_tensors
@@ -146,3 +147,18 @@ def test_a_broken_index_is_one_clear_error(folder: Path, index: object) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
         _ = Checkpoint(folder).tensors
+
+
+def test_what_most_of_a_checkpoint_is_stored_in(tmp_path: Path) -> None:
+    def stored(**tensors: torch.Tensor) -> str:
+        folder = tmp_path / "-".join(tensors)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file(tensors, folder / "model.safetensors")
+        return Checkpoint(folder).stored_in
+
+    half, scales = torch.zeros(8, 9, dtype=torch.bfloat16), torch.zeros(4, 4)
+    assert stored(weight=half, scale=scales) == "BF16"
+    assert stored(small=half[:2].clone(), weight=scales) == "F32"
+    assert stored(codes=torch.zeros(64, 64, dtype=torch.int8), norm=half) == "BF16"
+    assert stored(codes=torch.zeros(64, 64, dtype=torch.int8)) == ""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common import devices
+from common.checkpoint import Checkpoint
 from common.devices import check_device, cuda_device_count, cuda_memory, default_device, default_dtype, usable_cores
 
 
@@ -57,5 +59,34 @@ def test_a_device_that_is_not_there_is_named(device: str, wanted: int, there: in
         check_device(device, wanted, there)
 
 
-def test_the_type_of_weights_follows_from_the_device() -> None:
-    assert [default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == ["float32", "bfloat16", "bfloat16"]
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
+def test_the_type_of_weights_follows_from_the_device_and_the_checkpoint(
+    stored: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint(tmp_path)
+    vars(checkpoint)["stored_in"] = stored
+    on_cpu = "bfloat16" if multiplies and stored == "BF16" else "float32"
+    found = [default_dtype(device, checkpoint) for device in ("cpu", "cuda", "cuda:1")]
+    assert found == [on_cpu, "bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 fsrm\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16x\n", False),
+        ("processor\t: 0\nmodel name\t: avx512_bf16 \n", False),
+        (None, False),
+    ],
+)
+def test_a_processor_that_multiplies_bfloat16_says_so(
+    told: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if told is not None:
+        file.write_text(told)
+    monkeypatch.setattr(devices, "_PROCESSORS", file)
+    assert devices.multiplies_bfloat16.__wrapped__() is expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 from common.linear import BlockedWeight, LaidOut, Linear, finalize_linears
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantization import Rounded
 from llm_service.layers.quantized_weight import QuantizedWeight
 
 Kind = TypeVar("Kind", bound=Linear)
@@ -83,10 +84,10 @@ def test_a_batch_of_no_rows_gives_none(form: Callable[[torch.Tensor], LaidOut]) 
     assert layer(torch.empty(0, 16)).shape == (0, 8)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_batch_of_no_rows_gives_none_of_packed_parts(int8: bool) -> None:
+@pytest.mark.parametrize("rounded", get_args(Rounded))
+def test_a_batch_of_no_rows_gives_none_of_packed_parts(rounded: Rounded) -> None:
     layer = packed(16, 8)
-    layer.finalize(int8=int8)
+    layer.finalize(rounded=rounded)
     assert layer(torch.empty(0, 16)).shape == (0, 8)
 
 

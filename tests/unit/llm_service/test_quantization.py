@@ -73,7 +73,7 @@ def test_a_layer_is_rounded_when_it_is_finalized_and_lets_go_of_its_weight() -> 
         parameter.data.copy_(drawn(*parameter.shape))
     x = drawn(3, 64, seed=2)
     expected = layer(x)
-    layer.finalize(int8=True)
+    layer.finalize(rounded="int8")
     assert layer.weight.numel() == 0
     given = layer(x)
     assert not torch.equal(given, expected)

@@ -1,0 +1,108 @@
+"""A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`), summed in
+float32, compiled by numba for processors with AVX512-BF16. A row's sums are taken in one order, whatever rows are
+beside it: docs/design/cpu-kernels.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from llm_service.layers.cpu import llvm
+from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from llm_service.layers.cpu.llvm import FLOAT, LANES, LINE, ROWS
+from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, WIDTH, add_rows, task_rows
+
+_STRETCH = 64
+"""Pairs of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
+
+
+@inner
+def _pack_row(packed: Any, x: Any, row: Any) -> None:
+    """uint32 packed [stretches, m, 64]: pairs of x [m, k], bits of float32 as uint32, rounded to the nearest bfloat16,
+    of two the even one; what is not a number stays none."""
+    inputs = x.shape[1]
+    for stretch in range(packed.shape[0]):
+        first = stretch * 2 * _STRETCH
+        for pair in range(min(_STRETCH, (inputs - first) // 2)):
+            low, high = x[row, first + 2 * pair], x[row, first + 2 * pair + 1]
+            packed[stretch, row, pair] = _rounded(low) >> np.uint32(16) | _rounded(high) & np.uint32(0xFFFF0000)
+    if inputs % 2:
+        last = inputs // 2
+        packed[last // _STRETCH, row, last % _STRETCH] = _rounded(x[row, inputs - 1]) >> np.uint32(16)
+
+
+@numba.njit(inline="always")
+def _rounded(bits: Any) -> Any:
+    """The upper 16 of these are the nearest bfloat16."""
+    near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return np.uint32(near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000))
+
+
+@inner
+def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+    pairs, size = panels.shape[1], panels.shape[2] * panels.itemsize
+    room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
+    skipped = (-room.ctypes.data % LINE) // FLOAT
+    sums = room.ctypes.data + skipped * FLOAT
+    for stretch in range(packed.shape[0]):
+        first = stretch * _STRETCH
+        count = min(_STRETCH, pairs - first)
+        weights = panels.ctypes.data + (panel * pairs + first) * size
+        numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
+        places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, weights + _STRETCH * size, size)
+        if rows <= TOGETHER:
+            add_rows(1, panels, (0, rows), places, count)
+        elif rows <= 3 * TOGETHER:
+            add_rows(2, panels, (0, rows), places, count)
+        else:
+            add_rows(4, panels, (0, min(FEW, rows)), places, count)
+            add_rows(ROWS, panels, (FEW, rows), places, count)
+    first = panel * WIDTH
+    for row in range(rows):
+        for place in range(min(WIDTH, out.shape[1] - first)):
+            total = room[skipped + row * WIDTH + place]
+            out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+
+
+def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
+    """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
+    rows of a panel's outputs."""
+    rows, pairs = x.shape[0], panels.shape[1]
+    stretches = (pairs + _STRETCH - 1) // _STRETCH
+    packed = np.empty((stretches, rows + 1, _STRETCH), np.uint32)
+    for stretch in range(stretches):
+        packed[stretch, rows] = np.uint32(0)
+    if rows <= FEW:
+        for row in range(rows):
+            _pack_row(packed, x, row)
+    else:
+        for row in numba.prange(rows):
+            _pack_row(packed, x, row)
+    parts = (rows + most - 1) // most
+    for task in numba.prange(panels.shape[0] * parts):
+        begin = np.intp(task) % parts * most
+        _multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
+
+
+_kernel = compiled(_product, made_of=llvm)
+_matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
+TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp))}
+_NONE = np.empty(0, np.float32)
+
+
+def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: int) -> Array:
+    """x float32 [m, inputs] → x · panels + bias, float32 [m, outputs].
+
+    Raises ValueError where x has another shape or type.
+    """
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    out, bits = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x).view(np.uint32)
+    for begin in range(0, len(x), AT_ONCE):
+        part = bits[begin : begin + AT_ONCE]
+        most = task_rows(len(part), len(panels), numba.get_num_threads())
+        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, most)
+    return out

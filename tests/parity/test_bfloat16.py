@@ -1,0 +1,79 @@
+"""Answers of a CPU that multiplies bfloat16: nearer to float32's than the library's own in bfloat16, and the same
+whatever the chunks, the company and the caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.pair_panels import PairPanels
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.request import SamplingParams
+from llm_service.worker.caches import Caches
+from tests import reference
+from tests.checkpoints import make_checkpoint
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+
+pytestmark = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
+
+_CPU = torch.device("cpu")
+_GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[Prompt]:
+    pixels = np.random.default_rng(1).integers(0, 255, (90, 120, 3), np.uint8)
+    parts = (["Tell me about two red circles."], [Image.fromarray(pixels), "What is in the picture?"])
+    return [make_prompt(directory, list(each)) for each in parts]
+
+
+def logits(decoder: Decoder, prompt: Prompt) -> torch.Tensor:
+    count = len(prompt.layout.ids)
+    caches = Caches(decoder.mixers(), 8, 16, decoder.dtype, _CPU, state_slots=1)
+    batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
+    positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
+    with torch.inference_mode():
+        hidden = decoder.embed_tokens(torch.tensor(prompt.layout.ids))
+        return decoder.logits(decoder(hidden, positions, caches.layers, batches, None))
+
+
+def test_logits_are_nearer_to_float32_s_than_the_library_s(directory: Path, prompts: list[Prompt]) -> None:
+    prompt = prompts[0]
+    exact, theirs = (
+        reference.reference_logits(directory, prompt.inputs, kind).float() for kind in (torch.float32, torch.bfloat16)
+    )
+    ours = logits(load_decoder(Checkpoint(directory), torch.bfloat16, _CPU), prompt)
+    # By place, and of these the middle one: where two experts are nearly alike, rounding takes a token to the other.
+    mine, other = ((each - exact).norm(dim=1).median() for each in (ours, theirs))
+    assert 0 < mine <= other
+
+
+def test_the_matrices_are_in_pairs_and_nothing_between_them_is_rounded(directory: Path) -> None:
+    decoder = load_decoder(Checkpoint(directory), torch.bfloat16, _CPU)
+    assert isinstance(decoder.lm_head.laid_out, PairPanels)
+    assert decoder.dtype == torch.float32
+    assert decoder.embed_tokens(torch.tensor([1])).dtype == torch.float32
+
+
+def test_chunks_company_and_cached_prefixes_change_no_token(directory: Path, prompts: list[Prompt]) -> None:
+    whole = LocalEngine(directory, dtype=torch.bfloat16)
+    right = [whole.run([prompt], _GREEDY)[0].tokens for prompt in prompts]
+    company = LocalEngine(directory, dtype=torch.bfloat16, step_tokens=48, max_running=8, prefix_cache=True)
+    for _ in range(2):  # the second time from the cache
+        outcomes = company.run([*prompts, *prompts], _GREEDY)
+        assert [outcome.tokens for outcome in outcomes] == right * 2
+    if Checkpoint(directory).config["model_type"] != "qwen3_5":  # whose snapshots are further apart than these are long
+        assert any(outcome.cached for outcome in outcomes)
