@@ -8,9 +8,10 @@ that they are the right ones is what tests see to. Every question is new, and th
 some of it. What is killed is started again before the next round; in turns with it, a round in which nothing is killed.
 There is no peer that goes on with an answer.
 
-A *pause* is the longest time between two parts of an answer. Those of a killed service's streams are told apart by
-being longer than any of an undisturbed round. What a pause should be no longer than is the time to the first token of
-a new prompt, which stands beside it; where an engine has to be started, that comes on top.
+A *pause* is the longest time between two parts of an answer. Held up are those whose pause is longer than any of an
+undisturbed round; where others use the machine as well, that leaves out some of those that were handed over. What a
+pause should be no longer than is the time to the first token of a new prompt, which stands beside it; where an engine
+has to be started, that comes on top.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ async def _measure(given: argparse.Namespace, what: str, site: Site, *, engine: 
             victim.end()
             victim.start()
     if not pauses:
-        return f"| {what} | no stream was under way there | | | |"
+        return f"| {what} | none | | | |"
     cells = [what, f"{len(pauses)} of {given.streams * given.rounds}", _ms(pauses), _ms(undisturbed), _ms(firsts)]
     return f"| {' | '.join(cells)} |"
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="with a kill in each")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     given = parser.parse_args()
-    print("| killed | answers under way there | pause, ms | undisturbed, ms | first token, ms |")
+    print("| killed | answers held up | pause, ms | undisturbed, ms | first token, ms |")
     print("|---|---:|---:|---:|---:|")
     for what, services, flags in (
         ("one of two LLM services", 2, ()),
