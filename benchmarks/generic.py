@@ -126,7 +126,7 @@ def main() -> None:
         answers = {name: _ask(ways[name], pixels, question, given.tokens) for name in order}
         (_, one, said), (_, other, also) = answers["native"], answers["library"]
         apart = float((one - other).abs().max() / other.abs().max())
-        if apart > _CLOSE or said != also:
+        if not apart < _CLOSE or said != also:
             raise SystemExit(f"the two ways differ: rows by {apart:.1e}, tokens {'equal' if said == also else 'not'}")
         if number:  # the first warms up
             for name in ways:

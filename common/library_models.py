@@ -182,6 +182,9 @@ def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
     return found
 
 
+_LARGEST = 4.0
+
+
 def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
     """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
     N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
@@ -191,8 +194,8 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
     with torch.no_grad():
         for parameter in part.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * noise)
+            if parameter.dim() == 1:  # the library leaves some as memory had them
+                parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).add_(0.1 * noise)
             else:
                 parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
     return part.eval().requires_grad_(requires_grad=False)

@@ -105,7 +105,7 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
         raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
     for rule, difference in differences.items():
         if difference < _CLOSE:
-            if later > _CLOSE:
+            if not later < _CLOSE:  # nor where there is no number
                 raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
             return Finding(rule)
     least = min(differences.values())

@@ -70,8 +70,8 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * noise)
+            if parameter.dim() == 1:  # the library leaves some as memory had them
+                parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-4.0, 4.0).add_(0.1 * noise)
             elif id(parameter) in tables:
                 parameter.copy_(noise)
             else:
