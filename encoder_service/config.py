@@ -78,6 +78,11 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
     batch_items: int = option(64, "items that are packed into one pass", minimum=1)
+    pass_seconds: float = option(
+        0.25,
+        "longest that a pass of several items or frame groups should take, by the pace of late; 0: any time",
+        minimum=0.0,
+    )
     stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
     shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
     local_dir: str = option(

@@ -102,6 +102,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             seconds=config.worker_seconds,
             patience=config.worker_patience_seconds,
             start_seconds=config.start_seconds,
+            pass_seconds=config.pass_seconds,
             module=worker,
             on_change=lambda _: report(),
             on_batch=meters.computed,
@@ -125,7 +126,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         assert plans is not None, "it is made where the library computes"
         media = MediaLoader(plans, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
         contents = Contents(Fetcher(config), config, digest)
-        pipeline = Pipeline(media, rows, dispatcher, contents, tier, batch_patches=config.batch_patches)
+        pipeline = Pipeline(media, rows, dispatcher, contents, tier)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
         link = await running.enter_async_context(
             Link.open(

@@ -63,13 +63,13 @@ def order(unit: Unit) -> tuple[bool, int, int]:
 def assemble(waiting: Sequence[Unit], workers: int, budget: int, max_units: int) -> list[list[Unit]]:
     """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `max_units` units.
 
-    The first in order always goes, even if it is larger than the budget; those after it go where they fit. What was
-    chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two workers become
-    [1000] and [200 100 50].
+    The first in order always go, one to a worker, even if they are larger than the budget; those after them go where
+    they fit. What was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
+    workers become [1000] and [200 100 50].
     """
     if not waiting or workers < 1:
         return []
-    chosen = _choose(sorted(waiting, key=order), workers * budget, workers * max_units)
+    chosen = _choose(sorted(waiting, key=order), workers, budget, max_units)
     batches: list[list[Unit]] = [[] for _ in range(workers)]
     loads = [0] * workers
     first, rest = chosen[0], sorted(chosen[1:], key=lambda unit: -unit.patches)
@@ -112,12 +112,12 @@ def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, in
     return [(first, min(first + step, grid.t)) for first in range(0, grid.t, step)]
 
 
-def _choose(ordered: Sequence[Unit], patches: int, units: int) -> list[Unit]:
-    chosen, total = [ordered[0]], ordered[0].patches
-    for unit in ordered[1:]:
-        if len(chosen) == units:
+def _choose(ordered: Sequence[Unit], workers: int, budget: int, max_units: int) -> list[Unit]:
+    chosen, total = list(ordered[:workers]), sum(unit.patches for unit in ordered[:workers])
+    for unit in ordered[workers:]:
+        if len(chosen) == workers * max_units:
             break
-        if total + unit.patches <= patches:
+        if total + unit.patches <= workers * budget:
             chosen.append(unit)
             total += unit.patches
     return chosen

@@ -25,6 +25,10 @@ _log = log.get("dispatch")
 class Dispatcher:
     """Runs units on `settings`, one worker each. `start` and `stop` are its owner's.
 
+    A batch has at most `budget` patches and `max_units` units, and no more patches than a worker of late got through in
+    `pass_seconds` (0: that does not count): who comes meanwhile, and who shares the processor, waits no longer than
+    that. One unit is a batch at least, and no more than that is one before any pace is known.
+
     A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
     and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
     refused for good when it happens again, which a slow machine must not bring about. A worker runs `module` and is
@@ -43,6 +47,7 @@ class Dispatcher:
         seconds: float,
         patience: float,
         start_seconds: float,
+        pass_seconds: float = 0.0,
         stall: float = STALL,
         longest_pause: float = LONGEST_PAUSE,
         module: str = MODULE,
@@ -52,6 +57,7 @@ class Dispatcher:
     ) -> None:
         self._budget = budget
         self._max_units = max_units
+        self._pass_seconds = pass_seconds
         self._seconds = seconds
         self._patience = patience
         self._on_change = on_change
@@ -106,6 +112,12 @@ class Dispatcher:
     def running(self) -> list[Unit]:
         """Units that a worker has."""
         return [unit for slot in self._workers.slots for unit in slot.units]
+
+    @property
+    def pass_patches(self) -> int:
+        """Patches that a worker should get through within the time of a pass, as far as that is known."""
+        patches = self._pace.patches(self._pass_seconds) if self._pass_seconds else None
+        return self._budget if patches is None else min(self._budget, patches)
 
     def estimate(self) -> float | None:
         """Seconds until all that is here has been computed, by the pace of late; None where that is not known."""
@@ -164,13 +176,14 @@ class Dispatcher:
     def _pump(self) -> None:
         """Work for idle workers; then, for those that look ahead, full batches for afterwards."""
         self._pumping = False
-        idle = self._workers.idle
-        batches = assemble(self._waiting, len(idle), self._budget, self._max_units)
+        idle, budget = self._workers.idle, self.pass_patches
+        max_units = self._max_units if self._pace.batches or not self._pass_seconds else 1
+        batches = assemble(self._waiting, len(idle), budget, max_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
             slot.begin(batch, self._limit(batch))
         for slot in self._workers.looking_ahead:
-            if batch := assemble_full(self._waiting, self._budget, self._max_units):
+            if batch := assemble_full(self._waiting, budget, max_units):
                 self._send(slot, batch)
                 slot.ahead = batch
                 batches.append(batch)

@@ -41,8 +41,6 @@ class Pipeline:
         dispatcher: Dispatcher,
         contents: Contents,
         tier: SharedTier | None = None,
-        *,
-        batch_patches: int,
     ) -> None:
         self.media = media
         self.layout = media.layout
@@ -50,7 +48,6 @@ class Pipeline:
         self.dispatcher = dispatcher
         self.contents = contents
         self.tier = tier
-        self._batch_patches = batch_patches
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
 
@@ -184,7 +181,7 @@ class Pipeline:
         submitted = time.perf_counter()
         try:
             work = _ItemWork(self.dispatcher, flight, plan, pixels, rows, self.layout.row_bytes)
-            await work.run(frames, self._batch_patches)
+            await work.run(frames)
         finally:
             now = time.perf_counter()
             for name, stage in _stages_of(flight.units, submitted, now).items():
@@ -224,12 +221,12 @@ class _ItemWork:
     def frames_per_group(self) -> int:
         return len(self.plan.frames) // self.plan.grid.t
 
-    async def run(self, frames: Progress, batch_patches: int) -> None:
+    async def run(self, frames: Progress) -> None:
         """Has each piece computed once its frames are there; returns or raises when no worker can write rows any more.
 
         The first piece that fails ends the others: those that are still to come are of no use.
         """
-        cuts = self._cut(frames, batch_patches)
+        cuts = self._cut(frames)
         self.flight.cut(len(cuts))
         try:
             async with asyncio.TaskGroup() as pieces:
@@ -239,11 +236,11 @@ class _ItemWork:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    def _cut(self, frames: Progress, batch_patches: int) -> list[tuple[int, int]]:
-        """Runs of frame groups [first, end). Smaller ones where frames are still to come: so work can begin, and what
-        waits goes to a worker in one batch all the same."""
-        coming = frames.count < len(self.plan.frames)
-        budget = min(batch_patches, _WORTH_CUTTING) if coming else batch_patches
+    def _cut(self, frames: Progress) -> list[tuple[int, int]]:
+        """Runs of frame groups [first, end), each for one pass. Smaller ones where frames are still to come: so work
+        can begin, and what waits goes to a worker in one batch all the same."""
+        coming, budget = frames.count < len(self.plan.frames), self.dispatcher.pass_patches
+        budget = min(budget, _WORTH_CUTTING) if coming else budget
         return cut(self.plan.grid, budget, self.dispatcher.alive, _WORTH_CUTTING)
 
     async def _compute(self, first: int, end: int) -> None:

@@ -76,7 +76,7 @@ async def encoder(
     monkeypatch.setattr(Child, "start", child)
     settings = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
     dispatcher = Dispatcher(
-        [settings], (0, 0), budget=1 << 20, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
+        [settings], (0, 0), budget=4096, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
     )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
@@ -87,7 +87,7 @@ async def encoder(
     decoding = decoders or FakeDecoders(SEEN)
     media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), decoding, max_patches=4096)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
-    pipeline = Pipeline(media, store, dispatcher, contents, tier, batch_patches=4096)
+    pipeline = Pipeline(media, store, dispatcher, contents, tier)
     made = EncoderEngine(pipeline, "digest", items=items, size=1 << 20, **options)
     try:
         yield made, children[0]

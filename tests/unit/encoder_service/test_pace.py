@@ -46,3 +46,20 @@ def test_a_worker_has_hung_after_twenty_times_what_is_expected_once_enough_is_kn
     assert pace.limit(100, 5.0, 300.0) == pytest.approx(20.0)
     assert pace.limit(10, 5.0, 300.0) == 5.0, "patience"
     assert pace.limit(10_000, 5.0, 300.0) == 300.0, "the most"
+
+
+def test_as_many_patches_fit_into_a_time_as_the_pace_says_and_one_at_least():
+    pace = Pace()
+    assert pace.patches(1.0) is None
+    pace.learn(1000, 2.0)
+    assert (pace.patches(1.0), pace.patches(0.0001)) == (500, 1)
+
+
+@given(st.integers(1, 2000), st.floats(0.0, 0.2), st.floats(0.00001, 0.001))
+def test_passes_that_fill_a_time_by_pace_come_to_take_that_time(first, own, each):
+    """A pass takes `own` seconds beside `each` for a patch, and patches are as many as one likes."""
+    pace, patches = Pace(), first
+    for _ in range(400):
+        pace.learn(patches, own + each * patches)
+        patches = pace.patches(0.25)
+    assert 0.9 * 0.25 - each <= own + each * patches <= 1.1 * 0.25 + own / 4 + each
