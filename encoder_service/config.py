@@ -79,7 +79,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
     batch_items: int = option(64, "items that are packed into one pass", minimum=1)
     pass_seconds: float = option(
-        0.25,
+        0.0,
         "longest that a pass of several items or frame groups should take, by the pace of late; 0: any time",
         minimum=0.0,
     )

@@ -134,6 +134,11 @@ class LlmConfig(ServerConfig):
     keep_media_whole: bool = option(
         False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
     )
+    decode_slowdown: float = option(
+        0.0,
+        "a running answer's tokens come at most so many times as far apart as alone while prompts are computed; 0: any",
+        minimum=0.0,
+    )
     early_prefill_tokens: int = option(
         64, "prefill a prompt whose rows are not all here by at least so many tokens; 0: wait for all rows", minimum=0
     )
@@ -245,6 +250,8 @@ class LlmConfig(ServerConfig):
         check_device(self.device or default_device(), self.tp // self.meeting().nodes)
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
+        if 0.0 < self.decode_slowdown <= 1.0:
+            raise ValueError("--decode-slowdown must be above 1, or 0: prompts take their time from somebody")
         if self.max_running > self.max_step_tokens > 0:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         if self.speculative_tokens and self.overlap == "yes":

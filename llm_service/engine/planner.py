@@ -12,6 +12,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.queues import Queues, order_of
 from llm_service.engine.sequence import Sequence
+from llm_service.engine.step_pace import StepPace
 
 Drafter = Callable[[Sequence, int], "array[int]"]
 """Up to so many tokens that a sequence may go on with, all of whose tokens are known."""
@@ -34,7 +35,8 @@ class Limits:
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
     `whole_media` none does, and a prompt with a longer one is refused. A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
-    drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all."""
+    drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
+    at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them."""
 
     max_running: int
     max_step_tokens: int
@@ -44,6 +46,7 @@ class Limits:
     whole_media: bool = False
     speculative_tokens: int = 0
     draft_rows: int = 16
+    decode_slowdown: float = 0.0
 
     @property
     def max_media_tokens(self) -> int:
@@ -66,8 +69,13 @@ class Schedule:
 class Planner:
     """Chooses, admits, preempts and has drafts verified; it touches queues and block tables, and nothing else."""
 
-    def __init__(self, queues: Queues, blocks: BlockManager, limits: Limits, draft: Drafter = by_look_up) -> None:
+    def __init__(
+        self, queues: Queues, blocks: BlockManager, limits: Limits, pace: StepPace, draft: Drafter = by_look_up
+    ) -> None:
         self._queues = queues
+        self._pace = pace
+        self._bounded = False
+        self._by_length_next = False
         self._blocks = blocks
         self._limits = limits
         self._draft = draft
@@ -76,13 +84,28 @@ class Planner:
 
     def choose(self) -> Schedule:
         """What the next step computes; its work is empty where nothing can be computed now."""
-        schedule = Schedule()
+        schedule, self._bounded = Schedule(), False
         prefills = self._decodes(schedule)
         budget = self._limits.max_step_tokens - sum(schedule.num_scheduled_tokens.values())
         if budget and (prefills or self._queues.waiting):
-            budget = self._by_priority(schedule, prefills, budget)
-            self._by_length(schedule, prefills, budget)
+            budget, share = self._share(len(schedule.num_scheduled_tokens), budget)
+            if budget:
+                budget = self._by_priority(schedule, prefills, budget, share)
+                self._by_length(schedule, prefills, budget)
         return schedule
+
+    def _share(self, decodes: int, budget: int) -> tuple[int, int]:
+        """What prompts may have of a budget of tokens beside so many decodes, and how much of that goes by priority:
+        half of it. Where the pace leaves little it is not divided: steps take turns."""
+        bearable = self._pace.prompt_tokens(decodes)
+        self._bounded = bearable is not None and bearable < budget
+        if bearable is None or not self._bounded:
+            return budget, budget - budget // 2
+        if self._keep_media_whole and bearable:  # no less may be of use; the steps that follow make up for it
+            return budget, budget
+        if bearable:
+            self._by_length_next = not self._by_length_next
+        return bearable, 0 if self._by_length_next else bearable
 
     def _decodes(self, schedule: Schedule) -> list[Sequence]:
         """Gives every decode its token; the running sequences that have more to compute than that."""
@@ -115,18 +138,18 @@ class Planner:
             else:
                 sequence.propose(array("i"))
 
-    def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> int:
-        """Spends half the budget by priority and arrival: nobody is overtaken for ever. What is left of all of it."""
-        half = budget - budget // 2
+    def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int, share: int) -> int:
+        """Spends a share of the budget by priority and arrival: nobody is overtaken for ever. What is left of all of
+        it."""
         schedule.closed = self._is_crowded() and not self._idle(schedule)
         waiting = () if schedule.closed else tuple(self._queues.waiting)
         for sequence in heapq.merge(prefills, waiting, key=order_of):
-            if half <= 0:
+            if share <= 0:
                 break
-            count = self._extend(sequence, schedule, half)
+            count = self._extend(sequence, schedule, share)
             if not count and self._keep_media_whole and not schedule.num_scheduled_tokens.get(sequence):
                 count = self._extend(sequence, schedule, budget)
-            half -= count
+            share -= count
             budget -= count
         return budget
 
@@ -217,9 +240,10 @@ class Planner:
                     return branch - begin
         if end == len(sequence.tokens) or end % multiple == 0:
             return count
-        # A budget that does not reach the next multiple is spent all the same; rows that are late are waited for.
+        # A budget that does not reach the next multiple is spent all the same, unless the next one may be larger; rows
+        # that are late are waited for.
         cut = end - end % multiple
-        return cut - begin if cut > begin else count if count == max_tokens else 0
+        return cut - begin if cut > begin else count if count == max_tokens and not self._bounded else 0
 
     def _is_whole(self, sequence: Sequence, begin: int, end: int) -> bool:
         return sequence.without_partial_media(begin, end - begin, self._max_media_tokens) == end - begin

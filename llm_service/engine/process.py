@@ -105,6 +105,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.early_prefill_tokens,
             whole_media=loaded.whole_media,
             speculative_tokens=settings.speculative_tokens,
+            decode_slowdown=settings.decode_slowdown,
         ),
         stop_ids,
         loaded.row_bytes,

@@ -17,6 +17,7 @@ from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Score
 from llm_service.engine.planner import Drafter, Limits, Planner, by_look_up
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
+from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import Draw, StepResult
 
@@ -60,7 +61,8 @@ class Scheduler:
         self._row_bytes = row_bytes
         self._match = match
         self._queues = Queues()
-        self._planner = Planner(self._queues, blocks, limits, draft)
+        self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
+        self._planner = Planner(self._queues, blocks, limits, self._pace, draft)
         self._resumed: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
@@ -243,6 +245,8 @@ class Scheduler:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
         self.counters.steps += 1
         self.counters.graph_steps += result.replayed
+        prompt_tokens = sum(count for _, _, count in step.prefill)
+        self._pace.learn(len(step.work) - len(step.prefill), prompt_tokens, result.ended - result.began)
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
             if not sequence.finished:
                 self._scored.append(Scored(sequence.id, first, logprobs))

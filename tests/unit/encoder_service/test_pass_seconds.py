@@ -27,7 +27,7 @@ async def _passes(clock, worker, seconds_per_patch: float, count: int, patches: 
 
 
 async def test_the_first_pass_is_one_unit_and_later_ones_fill_their_time_by_the_pace(start, clock):
-    dispatcher, (worker,), _ = await start(pass_seconds=0.5)
+    dispatcher, (worker,), _ = await start(pass_seconds=0.55)
     units = [submit(dispatcher, bytes([at]), at=at) for at in range(10)]
     await turns()
     assert marks(worker) == [[0]], "nobody knows yet how long it takes"
@@ -37,7 +37,7 @@ async def test_the_first_pass_is_one_unit_and_later_ones_fill_their_time_by_the_
 
 
 async def test_a_slow_worker_gets_one_unit_a_pass_in_the_order_in_which_they_came(start, clock):
-    dispatcher, (worker,), _ = await start(pass_seconds=0.5)
+    dispatcher, (worker,), _ = await start(pass_seconds=0.55)
     units = [submit(dispatcher, bytes([at]), at=at) for at in range(4)]
     await turns()
     await _passes(clock, worker, 0.08, 2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from llm_service.engine.block_manager import BlockManager
@@ -91,7 +93,8 @@ class Outcome:
 
 
 class Simulation:
-    """A scheduler, its executor, and a record of every request. `step` checks what a step may never do."""
+    """A scheduler, its executor, and a record of every request. `step` checks what a step may never do. A step `takes`
+    so many seconds, of decodes and of prompt tokens, which pass on the clock `now` alone."""
 
     def __init__(
         self,
@@ -108,6 +111,8 @@ class Simulation:
         state_slots: int = 0,
         state_chunk: int = 1,
         speculative_tokens: int = 0,
+        decode_slowdown: float = 0.0,
+        takes: Callable[[int, int], float] = lambda decodes, tokens: 0.01,
     ) -> None:
         self.limits = Limits(
             max_running,
@@ -117,7 +122,10 @@ class Simulation:
             early_tokens,
             whole_media=whole_media,
             speculative_tokens=speculative_tokens,
+            decode_slowdown=decode_slowdown,
         )
+        self._takes = takes
+        self.now = 0.0
         caching = {"prefix_cache": prefix_cache, "state_slots": state_slots, "state_chunk": state_chunk}
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
         self.scheduler = self._new_scheduler()
@@ -309,6 +317,9 @@ class Simulation:
             "a step for a released request"
         )
         result = self.executor.run(filled(step.plan, self._chosen))
+        began, prompts = self.now, sum(count for _, _, count in step.prefill)
+        self.now += self._takes(len(step.work) - len(step.prefill), prompts)
+        result = msgspec.structs.replace(result, began=began, ended=self.now)
         self._chosen = result.tokens
         tokens = self.scheduler.finish(step, result)
         for scored in self.scheduler.take_scored():

@@ -73,6 +73,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         spare_slots=st.sampled_from([None, None, 0, 2]),
         state_chunk=st.sampled_from([1, 3, 4]),
         speculative_tokens=st.sampled_from([0, 0, 1, 4]),
+        decode_slowdown=st.sampled_from([0.0, 2.5]),
     )
     def begin(
         self,

@@ -33,6 +33,8 @@ def any_engine(rng: random.Random) -> Simulation:
         keep_media_whole=rng.random() < 0.2,
         state_slots=running + rng.choice([0, 1, 4, 20]),
         state_chunk=rng.choice([1, 4, 8]),
+        decode_slowdown=rng.choice([0.0, 2.5]),
+        takes=lambda decodes, tokens: 0.01 + 0.002 * tokens,
     )
 
 
