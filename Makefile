@@ -24,7 +24,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal demo-model dist clean
+.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -84,6 +84,18 @@ $(CLIENTS)/.installed: tests/gateway/clients/requirements.txt tests/gateway/clie
 	cp tests/gateway/clients/package.json $(CLIENTS)/
 	if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund; \
 	else echo "npm is not installed: its openai was left out"; fi
+	@touch $@
+
+EXAMPLES := build/examples
+examples: $(EXAMPLES)/.installed  ## build the examples in TypeScript and Go, as far as npm, and go with its gRPC, are here
+$(EXAMPLES)/.installed: proto/twinlens/v1/llm.proto $(wildcard examples/go/* examples/typescript/*.*)
+	mkdir -p $(EXAMPLES)/src
+	if command -v npm >/dev/null; then cd examples/typescript && npm install --silent --no-package-lock --no-audit --no-fund; \
+	else echo "npm is not installed: the example in TypeScript was left out"; fi
+	if command -v protoc-gen-go-grpc >/dev/null; then ln -sfn $(CURDIR)/examples/go $(EXAMPLES)/src/twinlens-example; \
+	export GO111MODULE=off GOPATH=$(CURDIR)/$(EXAMPLES):/usr/share/gocode; \
+	examples/go/generate.sh && go build -o $(EXAMPLES)/ask twinlens-example; \
+	else echo "go or its gRPC is not installed: the example in Go was left out"; fi
 	@touch $@
 
 DEPLOY_TOOLS := build/deploy-tools

@@ -1,0 +1,80 @@
+"""`python -m benchmarks.plan`: what tools.plan predicts beside what the pair on this machine does, for three workloads.
+
+Costs are measured first, on the same pair, one request at a time; the prediction has as many cores as the machine.
+Pictures and texts are new ones; a *repeated* picture is one that was asked about before in the same workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from pathlib import Path
+
+from benchmarks import services, workload
+from tools.plan.costs import Costs
+from tools.plan.measure import Pair, Seen, closed, measure
+from tools.plan.simulation import Cluster
+from tools.plan.workload import Workload, arrivals
+from twinlens import LlmClient, image, v1
+
+SMALL, LARGE = 64, 784
+"""Patches of 16 by 16 pixels: pictures of 128 and of 448 pixels to a side."""
+
+WORKLOADS = {
+    "new pictures, short answers": (Workload(LARGE, 1, 0.0, 0, 4), 4, 4),
+    "texts, long answers": (Workload(LARGE, 0, 0.0, 0, 96), 8, 4),
+    "half of the pictures repeated": (Workload(LARGE, 1, 0.5, 0, 32), 6, 60),
+}
+"""By name: what is asked (its prompt's tokens are counted when it runs), by how many clients, words of the text."""
+
+
+def main() -> None:
+    """Measures, predicts, and prints both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each workload")
+    given = parser.parse_args()
+    files = {patches: workload.new_picture(round(math.sqrt(patches)) * 16) for patches in (SMALL, LARGE)}
+
+    def picture(patches: int) -> v1.Media:
+        return image(workload.renamed(files[patches]), min_pixels=patches * 256, max_pixels=patches * 256)
+
+    flags = ("--threads", "1")
+    with services.both(given.model, encoder_flags=flags, llm_flags=flags) as (_, llm), LlmClient(llm) as client:
+        pair = Pair(client)
+        costs = measure(pair, picture, SMALL, LARGE)
+        print(costs)
+        print(f"{'workload':32}{'requests/s':>24}{'first token, ms':>24}{'whole answer, ms':>24}")
+        for name, (asked, clients, words) in WORKLOADS.items():
+            compare(name, asked, clients, words, costs, pair, picture, given.seconds)
+
+
+def compare(name, asked, clients, words, costs: Costs, pair: Pair, picture, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    """Prints a line: predicted, measured, and how far off."""
+    requests = arrivals(asked, [(math.inf, 1.0)])
+    shown: dict[int, v1.Media] = {}
+    counted = pair.ask([], words, 2).prompt_tokens
+
+    def ask() -> Seen:
+        pictures = [shown.setdefault(each, picture(asked.patches)) for each in next(requests).pictures]
+        return pair.ask(pictures, words, asked.answer_tokens)
+
+    rate, seen = closed(ask, clients, seconds)
+    asked = Workload(asked.patches, asked.pictures, asked.repeats, counted, asked.answer_tokens)
+    cluster = Cluster.split(costs, asked, 1, 1, cores=os.cpu_count() or 1)
+    foretold = cluster.closed(arrivals(asked, [(math.inf, 1.0)]), clients, seconds)
+    first = statistics.mean(each.first_token - each.arrived for each in cluster.measured)
+    whole = statistics.mean(each.ended - each.arrived for each in cluster.measured)
+    pairs = (
+        (foretold, rate),
+        (first * 1e3, statistics.mean(each.first_token for each in seen) * 1e3),
+        (whole * 1e3, statistics.mean(each.ended for each in seen) * 1e3),
+    )
+    cells = (f"{one:9.1f} {two:9.1f} {one / two - 1:+4.0%}" for one, two in pairs)
+    print(f"{name:32}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+module twinlens-example
+
+go 1.19

@@ -1,0 +1,1 @@
+"""How many encoders and LLM services a workload needs: a simulation over measured costs (OPERATIONS.md, How many)."""

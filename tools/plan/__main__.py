@@ -1,0 +1,190 @@
+"""`python -m tools.plan`: how many encoders and LLM services a workload needs, and what autoscalers would do.
+
+python -m tools.plan measure --llm 127.0.0.1:7002 costs.json
+python -m tools.plan ask --device cpu=costs.json:1 --rate 20 --first-token 1 --between-tokens 0.05
+python -m tools.plan scale --device cpu=costs.json --phases 300:5,600:30,900:5
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tools.plan.autoscaler import Autoscaler, Targets
+from tools.plan.costs import Costs
+from tools.plan.measure import Pair, measure
+from tools.plan.simulation import Cluster, percentile
+from tools.plan.workload import Workload, arrivals
+from twinlens import LlmClient, TwinlensError, image, v1
+
+SECONDS = 120.0
+"""Of arrivals that a plan is tried on."""
+
+DEFAULTS = Targets()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device: what things cost there, and what one of it costs."""
+
+    name: str
+    costs: Costs
+    price: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Services and what the slow requests among theirs see, in seconds."""
+
+    devices: str
+    price: float
+    first_token: float
+    between_tokens: float
+
+
+def device(text: str) -> Device:
+    """Reads NAME=FILE or NAME=FILE:PRICE."""
+    name, _, rest = text.partition("=")
+    file, _, price = rest.partition(":")
+    try:
+        return Device(name, Costs.read(Path(file)), float(price or 1))
+    except (OSError, ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def phases(text: str) -> list[tuple[float, float]]:
+    """Reads SECONDS:RATE,SECONDS:RATE."""
+    read = [tuple(float(word) for word in part.split(":")) for part in text.split(",")]
+    if any(len(part) != 2 for part in read):
+        raise argparse.ArgumentTypeError(f"{text}: expected SECONDS:RATE, comma-separated")
+    return [(part[0], part[1]) for part in read]
+
+
+def seen(cluster: Cluster, workload: Workload) -> tuple[float, float]:
+    """The 95th percentiles of the time to the first token, and of the mean time between tokens."""
+    later = max(1, workload.answer_tokens - 1)
+    first = percentile((each.first_token - each.arrived for each in cluster.measured), 0.95)
+    between = percentile(((each.ended - each.first_token) / later for each in cluster.measured), 0.95)
+    return first, between
+
+
+def smallest(devices: list[Device], workload: Workload, rate: float, first: float, between: float) -> list[Plan]:
+    """The cheapest plan that meets the targets with services apart, and the one with both on each device.
+
+    Either is left out where 64 devices do not do.
+    """
+    found = []
+    for kind in devices:
+        encoding, computing = kind.costs.load(workload, rate)
+        for joined in (False, True):
+            fewest = (
+                (math.ceil(encoding), math.ceil(computing)) if not joined else (math.ceil(encoding + computing),) * 2
+            )
+            for count in range(fewest[0] if joined else sum(fewest), 65):
+                parts = (
+                    [(count, count)] if joined else [(n, count - n) for n in range(fewest[0], count - fewest[1] + 1)]
+                )
+                plans = [tried(kind, workload, rate, *part, joined=joined) for part in parts]
+                good = [plan for plan in plans if plan.first_token <= first and plan.between_tokens <= between]
+                if good:
+                    found.append(min(good, key=lambda plan: plan.first_token))
+                    break
+    return sorted(found, key=lambda plan: plan.price)
+
+
+def tried(kind: Device, workload: Workload, rate: float, encoders: int, llms: int, *, joined: bool) -> Plan:
+    """What so many services do."""
+    count = llms if joined else encoders + llms
+    name = (
+        f"{count} × {kind.name}, both services on each"
+        if joined
+        else (f"{encoders} encoder{'s' * (encoders > 1)} and {llms} LLM service{'s' * (llms > 1)}, on {kind.name}")
+    )
+    if joined:
+        cluster = Cluster.joined(kind.costs, workload, count)
+    else:
+        cluster = Cluster.split(kind.costs, workload, encoders, llms)
+    cluster.play(arrivals(workload, [(SECONDS, rate)]))
+    return Plan(name, kind.price * count, *seen(cluster, workload))
+
+
+def picture(patches: int, pixels: int, draw: np.random.Generator) -> v1.Media:
+    """A new picture of so many patches of `pixels` to a side."""
+    side = round(math.sqrt(patches)) * pixels
+    small = draw.integers(0, 256, (16, 16, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=92)
+    return image(out.getvalue(), min_pixels=side * side, max_pixels=side * side)
+
+
+def main() -> None:
+    """Reads the command line and does one of the three."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measures = commands.add_parser("measure", help="write the costs of a pair that runs, and serves nobody else")
+    measures.add_argument("file", type=Path)
+    measures.add_argument("--llm", default="127.0.0.1:7002", metavar="ADDR")
+    measures.add_argument("--patch-pixels", type=int, default=16, help="to a side: 14 for Qwen2-VL and Qwen2.5-VL")
+    measures.add_argument("--small", type=int, default=64, help="patches of a small picture")
+    measures.add_argument("--large", type=int, default=784, help="patches of a large one")
+    asks, scales = commands.add_parser("ask", help="how many"), commands.add_parser("scale", help="what autoscalers do")
+    for command in (asks, scales):
+        command.add_argument("--device", type=device, action="append", required=True, metavar="NAME=FILE[:PRICE]")
+        command.add_argument("--patches", type=int, default=784, help="of a picture")
+        command.add_argument("--pictures", type=int, default=1, help="in a request")
+        command.add_argument("--repeats", type=float, default=0.0, help="share of pictures that were seen before")
+        command.add_argument("--prompt-tokens", type=int, default=50, help="beside the pictures' rows")
+        command.add_argument("--answer-tokens", type=int, default=100)
+    asks.add_argument("--rate", type=float, required=True, help="requests a second")
+    asks.add_argument("--first-token", type=float, required=True, help="seconds, of 95 requests in 100")
+    asks.add_argument("--between-tokens", type=float, required=True, help="seconds, of 95 requests in 100")
+    scales.add_argument("--phases", type=phases, required=True, help="SECONDS:RATE,SECONDS:RATE")
+    scales.add_argument("--busy-workers", type=float, default=DEFAULTS.busy_workers)
+    scales.add_argument("--backlog-seconds", type=float, default=DEFAULTS.backlog_seconds)
+    scales.add_argument("--sequences", type=float, default=DEFAULTS.sequences)
+    given = parser.parse_args()
+    if given.command == "measure":
+        draw = np.random.default_rng()
+        try:
+            with LlmClient(given.llm) as client:
+                pair = Pair(client)
+                costs = measure(pair, lambda n: picture(n, given.patch_pixels, draw), given.small, given.large)
+        except TwinlensError as error:
+            sys.exit(f"plan: {error}")
+        costs.write(given.file)
+        return
+    workload = Workload(given.patches, given.pictures, given.repeats, given.prompt_tokens, given.answer_tokens)
+    if given.command == "ask":
+        plans = smallest(given.device, workload, given.rate, given.first_token, given.between_tokens)
+        if not plans:
+            sys.exit("plan: 64 devices do not do")
+        print(f"{'price':>8}  {'first token':>12}  {'between':>9}  what")
+        for plan in plans:
+            print(f"{plan.price:8.1f}  {plan.first_token:10.3f} s  {plan.between_tokens:7.4f} s  {plan.devices}")
+        return
+    cluster = Cluster.split(given.device[0].costs, workload, 1, 1)
+    scaler = Autoscaler(cluster, Targets(given.busy_workers, given.backlog_seconds, given.sequences))
+    scaler.play(arrivals(workload, given.phases))
+    print("seconds  encoders  LLM services  busy workers  sequences")
+    shown = (0, 0)
+    for look in scaler.looks:
+        if (look.encoders, look.llms) != shown:
+            shown = look.encoders, look.llms
+            print(
+                f"{look.at:7.0f}  {look.encoders:8}  {look.llms:12}  {look.busy_workers:12.2f}  {look.sequences:9.1f}"
+            )
+    first, between = seen(cluster, workload)
+    print(f"first token {first:.3f} s, between tokens {between:.4f} s, of 95 requests in 100")
+
+
+if __name__ == "__main__":
+    main()
