@@ -156,7 +156,7 @@ def main() -> None:
     print("|---:|---:|---|" + "---:|" * len(COLUMNS) + "---:|---|")
     for running, context in zip(given.sequences, given.context, strict=True):
         for name, asked in _KINDS.items():
-            sampling = SamplingParams(ignore_eos=True, **asked)
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, **asked)
             with no_wrong_figures():
                 times, size, hits = measure(running, context, given.steps, sampling)
             figures = " | ".join(f"{seconds * 1e3:.3f} ms" for seconds in times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from benchmarks.llm_device import step
-from benchmarks.step_host import NoGraph, runner_of
+from benchmarks.step_host import COLUMNS, NoGraph, measure, runner_of
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.plan import Appended, Chunk, StepPlan
+from llm_service.request import SamplingParams
 from llm_service.worker import gpu_sampler, model_runner
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.executor import message_of
@@ -108,6 +110,18 @@ def test_blocks_that_are_appended_are_all_that_is_told_of_tables(sizes: list[int
     assert len(message_of(more)) - len(message_of(following)) < 20
     assert len(message_of(first)) < 500
     assert runner._tables._there[2, 226] == 9
+
+
+@pytest.mark.usefixtures("sizes")
+def test_the_benchmark_times_steps_in_which_all_decode() -> None:
+    try:
+        times, size, hits = measure(3, 40, 4, SamplingParams(max_tokens=1, temperature=0.7, top_k=5, ignore_eos=True))
+    finally:
+        gc.unfreeze()
+    assert len(times) == len(COLUMNS)
+    assert min(times) > 0
+    assert size > 0
+    assert not any(hits.values())
 
 
 def test_other_ranks_are_not_told_how_tokens_are_chosen() -> None:
