@@ -29,18 +29,23 @@ class Running:
 
 
 @contextmanager
-def process(module: str, *flags: str) -> Iterator[str]:
+def process(module: str, *flags: str, checkout: Path | None = None) -> Iterator[str]:
     """The address of `running`, for those who want nothing else of it."""
-    with running(module, *flags) as service:
+    with running(module, *flags, checkout=checkout) as service:
         yield service.address
 
 
 @contextmanager
-def running(module: str, *flags: str) -> Iterator[Running]:
-    """Starts `python -m module` on a free port; gives the address of its `ready` line, and drains it at the end."""
+def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[Running]:
+    """Starts `python -m module` on a free port; gives the address of its `ready` line, and drains it at the end.
+
+    Its code is that of the folder `checkout`, or of this process.
+    """
     environ = {"TWINLENS_LLM_KERNELS": "wait", **os.environ, "PYTHONUNBUFFERED": "1"}  # torch would be measured instead
+    if checkout is not None:
+        environ["PYTHONPATH"] = str(checkout)
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=checkout)
     try:
         assert child.stdout is not None
         line = child.stdout.readline()
@@ -55,10 +60,16 @@ def running(module: str, *flags: str) -> Iterator[Running]:
 
 @contextmanager
 def both(
-    model: Path, *, encoder_flags: tuple[str, ...] = (), llm_flags: tuple[str, ...] = ()
+    model: Path,
+    *,
+    encoder_flags: tuple[str, ...] = (),
+    llm_flags: tuple[str, ...] = (),
+    checkout: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """One encoder and one LLM service; their addresses."""
+    """One encoder and one LLM service; their addresses. `model` is an absolute path where there is a `checkout`."""
+    of_both = ("--model", str(model))
     with ExitStack() as stack:
-        encoder = stack.enter_context(process("encoder_service", "--model", str(model), *encoder_flags))
-        llm = stack.enter_context(process("llm_service", "--model", str(model), "--encoders", encoder, *llm_flags))
+        encoder = stack.enter_context(process("encoder_service", *of_both, *encoder_flags, checkout=checkout))
+        flags = (*of_both, "--encoders", encoder, *llm_flags)
+        llm = stack.enter_context(process("llm_service", *flags, checkout=checkout))
         yield encoder, llm
