@@ -27,11 +27,13 @@ import httpx2
 from benchmarks.hits import Hits, of_vllm
 from benchmarks.sides import Measured, Timed, measure
 from benchmarks.workload import Plan, Question
+from common.checkpoint import Checkpoint
+from common.devices import default_dtype
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 30.0
 _TIMEOUT = 300.0
-_ARGUMENTS = ("--dtype", "float32", "--max-model-len", "4096", "--skip-mm-profiling")
+_ARGUMENTS = ("--max-model-len", "4096", "--skip-mm-profiling")
 
 
 class NotServingError(Exception):
@@ -43,7 +45,8 @@ def _served(command: Path, folder: Path) -> Iterator[str]:
     """The address of a server that is ready, for the length of the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    arguments = ["serve", str(folder), "--port", str(port), *_ARGUMENTS]
+    dtype = default_dtype("cpu", Checkpoint(folder))  # what the services compute in as well
+    arguments = ["serve", str(folder), "--port", str(port), "--dtype", dtype, *_ARGUMENTS]
     environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", **os.environ}
     with tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log") as log:
         server = subprocess.Popen([command, *arguments], env=environ, stdout=log, stderr=log, start_new_session=True)
