@@ -1,7 +1,8 @@
 """`python -m benchmarks.plan`: what tools.plan predicts beside what the pair on this machine does, for three workloads.
 
 Costs are measured first, on the same pair, one request at a time; the prediction has as many cores as the machine.
-Pictures and texts are new ones; a *repeated* picture is one that was asked about before in the same workload.
+Pictures and texts are new ones; a *repeated* picture is one that was asked about before in the same workload. Below
+each line stands what caches gave meanwhile.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import argparse
 import math
 import os
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import services, workload
+from benchmarks.hits import HEADERS, PREFIX, ROWS, Hits, since, told
 from tools.plan.costs import Costs
 from tools.plan.measure import Pair, Seen, closed, measure
 from tools.plan.simulation import Cluster
@@ -45,35 +49,53 @@ def main() -> None:
     with services.both(given.model, encoder_flags=flags, llm_flags=flags) as (_, llm), LlmClient(llm) as client:
         pair = Pair(client)
         costs = measure(pair, picture, SMALL, LARGE)
+        comparison = Comparison(costs, pair, client, picture, given.seconds)
         print(costs)
         print(f"{'workload':32}{'requests/s':>24}{'first token, ms':>24}{'whole answer, ms':>24}")
         for name, (asked, clients, words) in WORKLOADS.items():
-            compare(name, asked, clients, words, costs, pair, picture, given.seconds)
+            comparison.of(name, asked, clients, words)
 
 
-def compare(name, asked, clients, words, costs: Costs, pair: Pair, picture, seconds: float) -> None:  # type: ignore[no-untyped-def]
-    """Prints a line: predicted, measured, and how far off."""
-    requests = arrivals(asked, [(math.inf, 1.0)])
-    shown: dict[int, v1.Media] = {}
-    counted = pair.ask([], words, 2).prompt_tokens
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of one pair and its costs, for so many seconds a workload; `picture` makes a new one of so many patches."""
 
-    def ask() -> Seen:
-        pictures = [shown.setdefault(each, picture(asked.patches)) for each in next(requests).pictures]
-        return pair.ask(pictures, words, asked.answer_tokens)
+    costs: Costs
+    pair: Pair
+    client: LlmClient
+    picture: Callable[[int], v1.Media]
+    seconds: float
 
-    rate, seen = closed(ask, clients, seconds)
-    asked = Workload(asked.patches, asked.pictures, asked.repeats, counted, asked.answer_tokens)
-    cluster = Cluster.split(costs, asked, 1, 1, cores=os.cpu_count() or 1)
-    foretold = cluster.closed(arrivals(asked, [(math.inf, 1.0)]), clients, seconds)
-    first = statistics.mean(each.first_token - each.arrived for each in cluster.measured)
-    whole = statistics.mean(each.ended - each.arrived for each in cluster.measured)
-    pairs = (
-        (foretold, rate),
-        (first * 1e3, statistics.mean(each.first_token for each in seen) * 1e3),
-        (whole * 1e3, statistics.mean(each.ended for each in seen) * 1e3),
-    )
-    cells = (f"{one:9.1f} {two:9.1f} {one / two - 1:+4.0%}" for one, two in pairs)
-    print(f"{name:32}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+    def of(self, name: str, asked: Workload, clients: int, words: int) -> None:
+        """Prints a line: predicted, measured, and how far off; and one of what caches gave."""
+        requests = arrivals(asked, [(math.inf, 1.0)])
+        shown: dict[int, v1.Media] = {}
+        counted = self.pair.ask([], words, 2).prompt_tokens
+
+        def ask() -> Seen:
+            pictures = [shown.setdefault(each, self.picture(asked.patches)) for each in next(requests).pictures]
+            return self.pair.ask(pictures, words, asked.answer_tokens)
+
+        before = self._hits()
+        rate, seen = closed(ask, clients, self.seconds)
+        found = since(before, self._hits())
+        asked = Workload(asked.patches, asked.pictures, asked.repeats, counted, asked.answer_tokens)
+        cluster = Cluster.split(self.costs, asked, 1, 1, cores=os.cpu_count() or 1)
+        foretold = cluster.closed(arrivals(asked, [(math.inf, 1.0)]), clients, self.seconds)
+        first = statistics.mean(each.first_token - each.arrived for each in cluster.measured)
+        whole = statistics.mean(each.ended - each.arrived for each in cluster.measured)
+        pairs = (
+            (foretold, rate),
+            (first * 1e3, statistics.mean(each.first_token for each in seen) * 1e3),
+            (whole * 1e3, statistics.mean(each.ended for each in seen) * 1e3),
+        )
+        cells = (f"{one:9.1f} {two:9.1f} {one / two - 1:+4.0%}" for one, two in pairs)
+        print(f"{name:32}" + "".join(f"{cell:>24}" for cell in cells))
+        print(f"  in caches, {len(seen)} requests: {told(found)}", flush=True)
+
+    def _hits(self) -> Hits:
+        load = self.client.get_load()
+        return {PREFIX: load.prefix_hit_tokens, ROWS: load.row_hits, HEADERS: load.headers_known}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from common.checkpoint import Checkpoint
 from llm_service.layers.cpu import layer
 from llm_service.layers.cpu import row_kernels as rows_cpu
 from llm_service.layers.cpu.row_kernels import FEW, NumbaOps
+from llm_service.layers.cpu.selection import computes_bfloat16
 from llm_service.layers.ops import TorchOps
 from llm_service.models.loader import load_decoder
 from tests import row_cases
@@ -47,9 +48,11 @@ def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pyt
     row_cases.check_silu_and_mul(NUMBA, 24, torch.float32, "cpu")
 
 
-def test_they_are_for_float32_on_a_cpu(checkpoints: Callable[..., Path]) -> None:
+def test_they_are_for_what_is_kept_in_float32_on_a_cpu(checkpoints: Callable[..., Path]) -> None:
+    """Products of bfloat16 by our kernels are summed in float32, and what is between them is of it."""
     folder = checkpoints("qwen3_vl")
-    for dtype, expected in ((torch.float32, NumbaOps), (torch.bfloat16, TorchOps)):
+    short = NumbaOps if computes_bfloat16() else TorchOps
+    for dtype, expected in ((torch.float32, NumbaOps), (torch.bfloat16, short), (torch.float16, TorchOps)):
         decoder = load_decoder(Checkpoint(folder), dtype, torch.device("cpu"))
         assert {type(part.ops) for part in decoder.modules() if hasattr(part, "ops")} == {expected}
 
