@@ -188,7 +188,7 @@ def _sent(part: Part) -> Any:
 @contextmanager
 def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmClient]]:
     """An encoder service and two LLM services over a checkpoint for the length of the block, and clients of these: one
-    computes in steps of so many tokens, the other a prompt at once."""
+    computes in steps of so many tokens beside three answers, the other a prompt at once."""
     model, log = ("--model", str(folder)), folder / "services.log"
     try:
         with ExitStack() as running:
@@ -198,7 +198,7 @@ def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmCli
             flags = [*model, *_FLAGS, *_LLM_FLAGS, "--encoders", encoder.wait_ready(_START_SECONDS)]
             started = [
                 running.enter_context(Service("the LLM service", "llm_service", [*flags, *more], errors=errors))
-                for more in (("--max-step-tokens", str(step_tokens), "--max-running", "4"), ())
+                for more in (("--max-step-tokens", str(step_tokens + 3), "--max-running", "4"), ())
             ]
             one, other = (running.enter_context(LlmClient(each.wait_ready(_START_SECONDS))) for each in started)
             yield one, other

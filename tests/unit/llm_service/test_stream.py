@@ -114,6 +114,8 @@ async def test_headers_of_a_picture_a_film_and_a_sound_are() -> None:
     assert (await asked()).tokens == ROWS
     film = {"modality": v1.MODALITY_VIDEO, "grid": v1.Grid(t=2, h=4, w=6), "timestamps": [0.5, 1.5]}
     assert (await asked(**film, seconds_per_grid=1.0)).timestamps == (0.5, 1.5)
+    laid_out = {"modality": v1.MODALITY_VIDEO, "replacement": [v1.PromptPart(text="<0.5>", rows=ROWS)]}
+    assert (await asked(**laid_out)).replacement
     clip = {"modality": v1.MODALITY_AUDIO, "grid": v1.Grid(t=1, h=1, w=2 * ROWS + 1)}
     assert (await asked(**clip)).tokens == ROWS
     for lie in ({"tokens": 2 * ROWS + 2}, {"timestamps": [0.5]}, {"grid": v1.Grid(t=2, h=1, w=ROWS)}):
