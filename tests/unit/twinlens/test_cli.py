@@ -321,7 +321,10 @@ def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str)
         llm.ended.wait(60)
 
     llm.play = play
-    command = [sys.executable, "-m", "twinlens", "ask", "--llm", llm_address, "what?"]
+    # A shell has what it runs in the background ignore SIGINT, and Python leaves that as it is.
+    heeds = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    program = f"{heeds} runpy.run_module('twinlens', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", program, "ask", "--llm", llm_address, "what?"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
