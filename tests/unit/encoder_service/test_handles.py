@@ -33,7 +33,9 @@ def read(message: bytes) -> ArrivedRows | None:
         run = _run(read_event(message))
     except (DataLoss, DecodeError):
         return None
-    if run is not None and isinstance(run.payload, RowsFrame) and crc32c(run.payload.data) != run.payload.crc:
+    if run is None or run.count < 1:  # `EncodeStream.rows` refuses a run of no rows
+        return None
+    if isinstance(run.payload, RowsFrame) and crc32c(run.payload.data) != run.payload.crc:
         return None
     return run
 
