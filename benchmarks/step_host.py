@@ -29,7 +29,7 @@ from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from benchmarks.llm_device import Settings, config_of, make_runner
 from llm_service.engine.batch import Step
 from llm_service.engine.scheduler import Scheduler
-from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.request import SamplingParams
 from llm_service.worker import gpu_sampler
 from llm_service.worker.caches import PagedLayers
@@ -51,7 +51,7 @@ class NoAttention:
     """Makes batches that nobody computes."""
 
     name = "none"
-    parts = 66  # of an H100 with eight KV heads
+    tiling = Tiling(66, 16)  # of an H100 with eight KV heads and four times as many query heads
 
     def batch(self, chunks: Sequence[Any]) -> Any:
         """Of a prefill, which no graph fits."""

@@ -23,7 +23,6 @@ from triton.compiler import ASTSource
 from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CacheShape
-from llm_service.layers.attention.metadata import TILE
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
@@ -50,7 +49,7 @@ _FIXED = {
 }
 """What parameters of these names are, whatever a model's type."""
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split")
+_INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split", "rooms")
 _POINTERS = ("out", "mixtures", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
 _POINTERS += (
     "gain",
@@ -126,16 +125,14 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
-    same = {"HEAD_DIM": head_dim, "DIMS": shape.dims}
-    both = {**same, "GROUP": shape.group, "BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
-    launch = {"num_warps": 4, "num_stages": shape.decode_stages}
-    wider = {"num_warps": shape.prefill_warps, "num_stages": shape.stages}
-    sums, joined = ("mixtures", "maxima", "sums"), {"PARTS": COMBINED, "num_warps": 4}
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
+    sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
+    joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
     return {
         "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
-        "decode": compiled(capability, triton_kernels.decode_kernel, dtype, sums, ROWS=16, **both, **launch),
-        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **same, **joined),
-        "prefill": compiled(capability, triton_kernels.prefill_kernel, dtype, BLOCK_M=TILE, **both, **wider),
+        "decode": compiled(capability, kernel, dtype, sums, **same, **shape.rows(1)),
+        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
+        "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
-from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 
 
 def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -33,13 +33,16 @@ def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, me
     return out.flatten(1)
 
 
+_TILING = Tiling(3, 8)
+
+
 @dataclass(frozen=True)
 class PlainTables:
     """A back end that follows `AttentionMetadata`, for graphs: it reads them anew at each use."""
 
     shape: CacheShape
     name: str = "plain"
-    parts: int = 3
+    tiling: Tiling = _TILING
 
     def batch(self, chunks: Sequence[PagedChunk]) -> PlainMetadataBatch:
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, torch.device("cpu")))

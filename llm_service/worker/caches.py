@@ -19,7 +19,7 @@ from llm_service.layers.attention.backend import (
     WarmBackend,
 )
 from llm_service.layers.attention.choose import choose
-from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.layers.cache_spec import (
     CacheSpec,
     LayerCache,
@@ -35,10 +35,9 @@ from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBacken
 
 @runtime_checkable
 class StableBackend(AttentionBackend, Protocol):
-    """A back end whose batches follow metadata that may be filled anew. It wants the contexts of a step's decodes in so
-    many `parts`, as `AttentionMetadata` has them."""
+    """A back end whose batches follow metadata that may be filled anew, cut by its `tiling`."""
 
-    parts: int
+    tiling: Tiling
 
     def over(self, metadata: AttentionMetadata) -> AttentionBatch:
         """A batch that reads these metadata at each use."""
@@ -140,10 +139,10 @@ class Caches:
         return any(isinstance(kind.backend, StableBackend) for kind in self.paged.values())
 
     @property
-    def parts(self) -> int:
-        """Into how many parts back ends want the contexts of a step's decodes cut."""
-        wanted = (kind.backend.parts for kind in self.paged.values() if isinstance(kind.backend, StableBackend))
-        return max(wanted, default=1)
+    def tiling(self) -> Tiling:
+        """How a step is cut so that every back end can follow its metadata."""
+        wanted = [kind.backend.tiling for kind in self.paged.values() if isinstance(kind.backend, StableBackend)]
+        return Tiling(max(each.parts for each in wanted), min(each.tile for each in wanted))
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
         """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only where nothing is

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import log
 from common.gpu import Capture
-from llm_service.layers.attention.metadata import TILE, AttentionMetadata, BatchNumbers
+from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
 from llm_service.layers.transfer import ALIGNMENT, aligned
@@ -98,28 +98,39 @@ class GraphNumbers:
     slot_mapping: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
-    decode_lengths: Tensor
     tiles: Tensor
-    parts: Tensor
-    split: Tensor
+    decode_work: WorkList
+    tile_work: WorkList
+    tile: int
 
     @classmethod
-    def padding(cls, tokens: int, sequences: int, tiles: int, parts: int, null_slot: int, device: torch.device) -> Self:
+    def padding(
+        cls, tokens: int, sequences: int, tiles: int, tiling: Tiling, null_slot: int, device: torch.device
+    ) -> Self:
         """A step of nobody."""
-        each = (sequences,)
-        shapes = (3, tokens), each, (tokens,), (sequences + 1,), each, each, (tiles, 2), (sequences + 2,), (parts,)
+        each, wanted = (sequences,), tiling.parts
+        shapes: list[tuple[int, ...]] = [(3, tokens), each, (tokens,), (sequences + 1,), each, (tiles, 2)]
+        shapes += [(sequences + 2,), each, (wanted,), (tiles + 2,), (tiles,), (wanted if tiles else 0,)]
         sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         rooms = zip(packed.split(sizes), shapes, strict=True)
-        made = cls(null_slot, packed, *(room[: math.prod(shape)].view(shape) for room, shape in rooms))
+        views = [room[: math.prod(shape)].view(shape) for room, shape in rooms]
+        positions, own, slots, starts, lengths, tile_list, *works = views
+        decode_work = WorkList(works[0], works[1], works[2], sequences + wanted, 2 * wanted)
+        tile_work = WorkList(works[3], works[4], works[5], tiles + wanted, 2 * wanted)
+        made = cls(
+            null_slot, packed, positions, own, slots, starts, lengths, tile_list, decode_work, tile_work, tiling.tile
+        )
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)
-        made.split.fill_(-1)
+        for work in (decode_work, tile_work):
+            work.rooms.fill_(-1)
+            work.split.fill_(-1)
         return made
 
     def of(self, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """What is to stand in `packed` for a step with positions int32 [3, n], whose tables are in these rows."""
-        n, sequences, decodes = positions.shape[1], len(rows), batch.decodes
+        n, sequences = positions.shape[1], len(rows)
         packed = np.zeros(len(self.packed), np.int32)
 
         def part(of: Tensor) -> np.ndarray:
@@ -132,11 +143,19 @@ class GraphNumbers:
         slots[:n], slots[n:] = batch.slot_mapping, self.null_slot
         starts[: sequences + 1], starts[sequences + 1 :] = batch.query_start_loc, n
         part(self.seq_lens)[:sequences] = batch.seq_lens
-        part(self.decode_lengths)[:decodes] = batch.seq_lens[:decodes]
         tiles[: len(batch.tiles)], tiles[len(batch.tiles) :] = batch.tiles, -1
-        parts, split = part(self.parts), part(self.split)
-        parts[: decodes + 2], parts[decodes + 2 :] = batch.parts, batch.parts[-1]
-        split[: len(batch.split)], split[len(batch.split) :] = batch.split, -1
+
+        def fill(work: WorkList, numbers: WorkNumbers) -> None:
+            for target, given, rest in (
+                (work.parts, numbers.parts, numbers.parts[-1]),
+                (work.rooms, numbers.rooms, -1),
+                (work.split, numbers.split, -1),
+            ):
+                there = part(target)
+                there[: len(given)], there[len(given) :] = given, rest
+
+        fill(self.decode_work, batch.decode_work)
+        fill(self.tile_work, batch.tile_work)
         return packed
 
     def metadata(self, block_table: Tensor, longest_query: int, longest: int) -> AttentionMetadata:
@@ -147,10 +166,9 @@ class GraphNumbers:
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             tiles=self.tiles,
-            decode_lengths=self.decode_lengths,
-            parts=self.parts,
-            split=self.split,
-            most_parts=len(self.split) + len(self.rows),
+            decode_work=self.decode_work,
+            tile_work=self.tile_work,
+            tile=self.tile,
             longest_query=longest_query,
             longest=longest,
         )
@@ -273,10 +291,9 @@ class GraphRunner:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
         buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
-        tiles = 0 if decodes_only else -(-tokens // TILE) + sequences
-        numbers = GraphNumbers.padding(
-            tokens, sequences, tiles, self._caches.parts, self._null_slot, self._decoder.device
-        )
+        tiling = self._caches.tiling
+        tiles = 0 if decodes_only else -(-tokens // tiling.tile) + sequences
+        numbers = GraphNumbers.padding(tokens, sequences, tiles, tiling, self._null_slot, self._decoder.device)
         metadata = numbers.metadata(
             buffers.block_table, longest_query=1 if decodes_only else tokens, longest=self._bounds.context
         )

@@ -166,7 +166,7 @@ class ModelRunner:
         read: list[np.ndarray] = []
         if self.caches.follows_metadata:
             contexts, counts, rows = np.array([(each.context, each.count, each.row) for each in plan.chunks]).T
-            sizes = self.caches.block_size, self.caches.parts
+            sizes = self.caches.block_size, self.caches.tiling
             batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, *sizes)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
-from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 
 _PAGE_OF_VERSION_2 = 256
 
@@ -24,7 +24,7 @@ class FlashBackend:
     """Makes batches for the library; `compute` is what `find` gave."""
 
     name = "flash"
-    parts = 1  # the library cuts contexts itself
+    tiling = Tiling(1, 1 << 20)  # the library cuts by itself
 
     def __init__(self, shape: CacheShape, device: torch.device, compute: Compute) -> None:
         self._shape = shape

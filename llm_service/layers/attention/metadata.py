@@ -12,29 +12,81 @@ from torch import Tensor
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.transfer import to_device
 
-TILE = 64
-"""Tokens of one chunk that one program of the prefill kernel takes."""
 _LEAST, _MULTIPLE = 128, 64
 """Keys of a part of a context: at the least, and what their number is a multiple of."""
 
 
-def cut(lengths: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts contexts of these lengths, int [s], into parts, all as long but the last of each sequence, so that programs
-    of one part each are as good as equally busy: `wanted` parts, or fewer where they would be short, and at the most
-    one more for each sequence. int32 [s + 2]: keys of a part, the number of each sequence's first part, and of all
-    parts; and the sequences of several parts, fewer than `wanted`.
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a back end wants a step cut into programs: contexts into so many `parts` in all, and the tokens of chunks of
+    several into tiles of `tile`."""
 
-    >>> [each.tolist() for each in cut(np.array([5000, 64, 300]), 8)]
-    [[704, 0, 8, 9, 10], [0]]
-    >>> [each.tolist() for each in cut(np.array([100, 128]), 8)]
-    [[128, 0, 1, 2], []]
-    """
-    keys = max(_LEAST, -(-int(lengths.sum()) // (max(1, wanted) * _MULTIPLE)) * _MULTIPLE)
-    counts = -(-lengths // keys)
-    parts = np.zeros(len(lengths) + 2, np.int32)
-    parts[0] = keys
-    counts.cumsum(out=parts[2:])
-    return parts, np.flatnonzero(counts > 1).astype(np.int32)
+    parts: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkNumbers:
+    """Contexts cut into parts, int32 on the host: `parts` [m + 2] has the keys of a part, the number of each item's
+    first part, and of all parts; `split` the items of several parts; `rooms` [m] where results of an item's parts go,
+    which take one place each, and −1 for those of one part."""
+
+    parts: np.ndarray
+    rooms: np.ndarray
+    split: np.ndarray
+
+    @classmethod
+    def cut(cls, lengths: np.ndarray, wanted: int) -> WorkNumbers:
+        """Cuts contexts of these lengths, int [m], into parts, all as long but the last of each item, so that programs
+        of one part each are as good as equally busy: `wanted` parts, or fewer where they would be short, and at the
+        most one more for each item. Fewer than `wanted` are of several parts, and these have fewer than twice as many.
+
+        >>> [each.tolist() for each in WorkNumbers.cut(np.array([5000, 64, 300]), 8).arrays]
+        [[704, 0, 8, 9, 10], [0, -1, -1], [0]]
+        >>> [each.tolist() for each in WorkNumbers.cut(np.array([100, 128]), 8).arrays]
+        [[128, 0, 1, 2], [-1, -1], []]
+        """
+        keys = max(_LEAST, -(-int(lengths.sum()) // (max(1, wanted) * _MULTIPLE)) * _MULTIPLE)
+        counts = -(-lengths // keys)
+        parts = np.zeros(len(lengths) + 2, np.int32)
+        parts[0] = keys
+        counts.cumsum(out=parts[2:])
+        several = np.where(counts > 1, counts, 0)
+        rooms = np.where(counts > 1, several.cumsum() - several, -1)
+        return cls(parts, rooms.astype(np.int32), np.flatnonzero(several).astype(np.int32))
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What `WorkList.over` takes on the device."""
+        return [self.parts, self.rooms, self.split]
+
+    @property
+    def room(self) -> int:
+        """Places for the results of parts."""
+        return int((self.parts[self.split + 2] - self.parts[self.split + 1]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """`WorkNumbers` on the device, perhaps with room for more: no more than `most_parts` in all, of which results take
+    no more than `room` places. A `split` of −1 is padding, and so is an item without parts."""
+
+    parts: Tensor
+    rooms: Tensor
+    split: Tensor
+    most_parts: int
+    room: int
+
+    @property
+    def items(self) -> int:
+        """Contexts, or places for such."""
+        return len(self.rooms)
+
+    @classmethod
+    def over(cls, numbers: WorkNumbers, moved: Sequence[Tensor]) -> WorkList:
+        """Of what `arrays` gave, moved to the device."""
+        parts, rooms, split = moved
+        return cls(parts, rooms, split, int(numbers.parts[-1]), numbers.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +98,33 @@ class BatchNumbers:
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     tiles: np.ndarray
-    parts: np.ndarray
-    split: np.ndarray
+    decode_work: WorkNumbers
+    tile_work: WorkNumbers
+    tile: int
     decodes: int
     longest_query: int
     longest: int
 
     @classmethod
     def of(
-        cls, contexts: np.ndarray, counts: np.ndarray, rows: np.ndarray, tables: np.ndarray, size: int, wanted: int
+        cls, contexts: np.ndarray, counts: np.ndarray, rows: np.ndarray, tables: np.ndarray, size: int, tiling: Tiling
     ) -> BatchNumbers:
         """Of sequences with so many tokens in the cache and, behind these, in the batch, int [s] each, whose block
-        tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r, w]. So many parts are `wanted`.
+        tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r, w]. Of a chunk the tile with the
+        longest context comes first, so that the short ones fill what is left at the end.
 
         >>> tables = np.array([[0, 1, 2, 4, 6], [3, 5, 0, 0, 0]], np.int32)
-        >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [1, 0]]), tables, 16, 1)
+        >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [1, 0]]), tables, 16, Tiling(1, 64))
         >>> numbers.slot_mapping[:3].tolist(), numbers.query_start_loc.tolist(), numbers.seq_lens.tolist()
         ([81, 0, 1], [0, 1, 71], [18, 70])
         >>> numbers.decodes, numbers.tiles.tolist()
-        (1, [[1, 0], [1, 64]])
+        (1, [[1, 64], [1, 0]])
         """
         several = np.flatnonzero(counts != 1)
         decodes = int(several[0]) if len(several) else len(counts)
-        tiles = [(n, at) for n in range(decodes, len(counts)) for at in range(0, int(counts[n]), TILE)]
+        tile = tiling.tile
+        cut = [(n, at) for n in range(decodes, len(counts)) for at in reversed(range(0, int(counts[n]), tile))]
+        tiles = np.array(cut, np.int32).reshape(-1, 2)
         starts = np.zeros(len(counts) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         if decodes == len(counts):
@@ -78,14 +134,16 @@ class BatchNumbers:
             rows_of, position = rows[owner], np.arange(starts[-1]) - starts[owner] + contexts[owner]
         block, place = np.divmod(position, size)
         lengths = (contexts + counts).astype(np.int32)
-        parts, split = cut(lengths[:decodes], wanted)
+        owners, firsts = tiles.T
+        seen = np.minimum(lengths[owners], contexts[owners] + firsts + tile)
         return cls(
             slot_mapping=(tables[rows_of, block] * size + place).astype(np.int32),
             query_start_loc=starts,
             seq_lens=lengths,
-            tiles=np.array(tiles, np.int32).reshape(-1, 2),
-            parts=parts,
-            split=split,
+            tiles=tiles,
+            decode_work=WorkNumbers.cut(lengths[:decodes], tiling.parts),
+            tile_work=WorkNumbers.cut(seen, tiling.parts),
+            tile=tile,
             decodes=decodes,
             longest_query=int(counts.max()),
             longest=int(lengths.max()),
@@ -98,12 +156,11 @@ class AttentionMetadata:
 
     All are int32: `slot_mapping` [n] is where a token's keys and values go; `block_table` [s, w] is read only as far as
     a sequence is long; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s] are
-    its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, TILE at a
-    time, as (sequence, first token); `decode_lengths` [decodes] the lengths of the decodes. Their contexts are cut into
-    parts of the same length, as `cut` gives it: `parts` [decodes + 2], and `split`, the decodes of several parts.
-    `most_parts`, `longest_query` and `longest` bound parts, a sequence's tokens in the batch, and in all.
+    its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, `tile` at
+    a time, as (sequence, first token). The contexts of decodes and of tiles are cut into parts as `WorkNumbers.cut`
+    does. `longest_query` and `longest` bound a sequence's tokens in the batch, and in all.
 
-    A sequence of length 0, a tile of sequence −1 and a `split` of −1 are padding.
+    A sequence of length 0 and a tile of sequence −1 are padding, and have no part.
     """
 
     slot_mapping: Tensor
@@ -111,34 +168,33 @@ class AttentionMetadata:
     query_start_loc: Tensor
     seq_lens: Tensor
     tiles: Tensor
-    decode_lengths: Tensor
-    parts: Tensor
-    split: Tensor
-    most_parts: int
+    decode_work: WorkList
+    tile_work: WorkList
+    tile: int
     longest_query: int
     longest: int
 
     @property
     def decodes(self) -> int:
         """Leading sequences of one token each, or places for such."""
-        return len(self.decode_lengths)
+        return self.decode_work.items
 
     @classmethod
     def of(
-        cls, chunks: Sequence[PagedChunk], block_size: int, device: torch.device, parts: int = 1
+        cls, chunks: Sequence[PagedChunk], block_size: int, device: torch.device, tiling: Tiling = Tiling(1, 64)
     ) -> AttentionMetadata:
-        """The metadata of a batch whose block tables are on the host; so many `parts` are wanted, see `cut`.
+        """The metadata of a batch whose block tables are on the host.
 
         >>> chunks = [PagedChunk(17, 1, [3, 5]), PagedChunk(0, 70, [0, 1, 2, 4, 6])]
         >>> metadata = AttentionMetadata.of(chunks, 16, torch.device("cpu"))
-        >>> metadata.block_table.tolist(), metadata.decode_lengths.tolist()
-        ([[3, 5, 0, 0, 0], [0, 1, 2, 4, 6]], [18])
+        >>> metadata.block_table.tolist(), metadata.decodes
+        ([[3, 5, 0, 0, 0], [0, 1, 2, 4, 6]], 1)
         """
         tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
         for row, chunk in zip(tables, chunks, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
         contexts, counts = np.array([(chunk.context, chunk.count) for chunk in chunks]).T
-        numbers = BatchNumbers.of(contexts, counts, np.arange(len(chunks)), tables, block_size, parts)
+        numbers = BatchNumbers.of(contexts, counts, np.arange(len(chunks)), tables, block_size, tiling)
         table, *moved = to_device([tables, *cls.arrays(numbers)], device)
         return cls.over(numbers, moved, table)
 
@@ -150,24 +206,23 @@ class AttentionMetadata:
             numbers.query_start_loc,
             numbers.seq_lens,
             numbers.tiles,
-            numbers.parts,
-            numbers.split,
+            *numbers.decode_work.arrays,
+            *numbers.tile_work.arrays,
         ]
 
     @classmethod
     def over(cls, numbers: BatchNumbers, moved: Sequence[Tensor], block_table: Tensor) -> AttentionMetadata:
         """Of what `arrays` gave, moved to the device, and the batch's block table."""
-        slot_mapping, query_start_loc, seq_lens, tiles, parts, split = moved
+        slot_mapping, query_start_loc, seq_lens, tiles, *works = moved
         return cls(
             slot_mapping=slot_mapping,
             block_table=block_table,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             tiles=tiles,
-            decode_lengths=seq_lens[: numbers.decodes],
-            parts=parts,
-            split=split,
-            most_parts=int(numbers.parts[-1]),
+            decode_work=WorkList.over(numbers.decode_work, works[:3]),
+            tile_work=WorkList.over(numbers.tile_work, works[3:]),
+            tile=numbers.tile,
             longest_query=numbers.longest_query,
             longest=numbers.longest,
         )

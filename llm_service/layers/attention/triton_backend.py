@@ -11,15 +11,17 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
-from llm_service.layers.attention.metadata import TILE, AttentionMetadata
-from llm_service.layers.attention.triton_kernels import combine_kernel, decode_kernel, prefill_kernel, store_kernel
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
+from llm_service.layers.attention.triton_kernels import attention_kernel, combine_kernel, store_kernel
 
 _WAVES = 4
-"""Programs of a decode that each multiprocessor should get, so that few sequences still fill the GPU."""
+"""Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
+_ROWS = 64
+"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed."""
 COMBINED = 16
 """Parts of a context that are joined at once."""
-_LONG = 255
-"""Tokens before a decode whose context has two parts."""
+_LONG = 256
+"""Tokens before a chunk whose context has two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,23 @@ class KernelShape:
             precision="ieee" if exact else "tf32",
         )
 
+    @property
+    def tile(self) -> int:
+        """Tokens of a chunk that one program takes."""
+        return max(2, _ROWS // self.group)
+
+    def rows(self, tokens: int) -> dict[str, int]:
+        """Constants and options of `attention_kernel` for items of up to so many tokens."""
+        return {
+            "TOKENS": tokens,
+            "GROUP": self.group,
+            "ROWS": max(16, triton.next_power_of_2(tokens * self.group)),
+            "HEAD_DIM": self.head_dim,
+            "DIMS": self.dims,
+            "num_warps": 4 if tokens == 1 else self.prefill_warps,
+            "num_stages": self.decode_stages if tokens == 1 else self.stages,
+        }
+
 
 class TritonBackend:
     """Makes batches for the kernels, compiled for one shape and type."""
@@ -66,11 +85,11 @@ class TritonBackend:
         self.shape = shape
         self._device = device
         self.compiled = KernelShape.of(shape, dtype)
-        self.parts = max(1, _WAVES * _multiprocessors(device) // shape.kv_heads)
+        self.tiling = Tiling(max(1, _WAVES * _multiprocessors(device) // shape.kv_heads), self.compiled.tile)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> TritonBatch:
         """The batch of a plan."""
-        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.parts))
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
         """A batch over metadata that may be filled anew between uses."""
@@ -79,22 +98,22 @@ class TritonBackend:
     def warm_up(self, cache: Tensor) -> None:
         """Has every kernel compiled, over the null block of one layer's cache."""
         shape, null_block = self.shape, self.shape.null_block
-        for context, count in ((_LONG, 1), (0, 2)):
-            chunk = PagedChunk(context, count, [null_block] * -(-(context + count) // shape.block_size))
-            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, 2)
+        for count in (1, 2):
+            chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
+            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.compiled.tile))
             TritonBatch(metadata, self.compiled).attend(*shape.zeros(count, cache.dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
-    """A batch of the kernels in `kernels`."""
+    """A batch of the kernels in `triton_kernels`."""
 
     metadata: AttentionMetadata
     shape: KernelShape
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
-        metadata, shape = self.metadata, self.shape
+        metadata = self.metadata
         keys, values = cache[0], cache[1]
         n, kv_heads, head_dim = key.shape
         width = kv_heads * head_dim
@@ -112,42 +131,23 @@ class TritonBatch:
         out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
         scale = math.log2(math.e) / math.sqrt(head_dim)
         if metadata.decodes:
-            self._decode(out, query, keys, values, scale)
+            self._launch(out, query, keys, values, scale, metadata.decode_work, 1)
         if len(metadata.tiles):
-            prefill_kernel[(len(metadata.tiles), query.shape[1])](
-                out,
-                query,
-                keys,
-                values,
-                metadata.block_table,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                metadata.tiles,
-                scale,
-                query.stride(0),
-                metadata.block_table.stride(0),
-                kv_heads,
-                GROUP=shape.group,
-                HEAD_DIM=shape.head_dim,
-                DIMS=shape.dims,
-                BLOCK_SIZE=shape.block_size,
-                BLOCK_M=TILE,
-                BLOCK_N=shape.keys_at_once,
-                PRECISION=shape.precision,
-                num_warps=shape.prefill_warps,
-                num_stages=shape.stages,
-            )
+            self._launch(out, query, keys, values, scale, metadata.tile_work, metadata.tile)
         return out.flatten(1)
 
-    def _decode(self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+    def _launch(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, work: WorkList, tokens: int
+    ) -> None:
+        """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
-        heads, kv_heads = query.shape[1], query.shape[1] // shape.group
+        kv_heads, used = query.shape[1] // shape.group, tokens * shape.group
         mixtures = maxima = sums = out
-        if len(metadata.split):
-            rows = (metadata.most_parts, heads)
-            mixtures = torch.empty((*rows, shape.head_dim), dtype=torch.float32, device=query.device)
-            maxima, sums = torch.empty((2, *rows), dtype=torch.float32, device=query.device)
-        decode_kernel[(metadata.most_parts, kv_heads)](
+        if len(work.split):
+            places = work.room, kv_heads, used
+            mixtures = torch.empty((*places, shape.head_dim), dtype=torch.float32, device=query.device)
+            maxima, sums = torch.empty((2, *places), dtype=torch.float32, device=query.device)
+        attention_kernel[(work.most_parts, kv_heads)](
             out,
             mixtures,
             maxima,
@@ -156,32 +156,35 @@ class TritonBatch:
             keys,
             values,
             metadata.block_table,
-            metadata.decode_lengths,
-            metadata.parts,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.tiles,
+            work.parts,
+            work.rooms,
             scale,
             query.stride(0),
             metadata.block_table.stride(0),
             kv_heads,
-            metadata.decodes,
-            GROUP=shape.group,
-            ROWS=max(16, triton.next_power_of_2(shape.group)),
-            HEAD_DIM=shape.head_dim,
-            DIMS=shape.dims,
+            work.items,
             BLOCK_SIZE=shape.block_size,
             BLOCK_N=shape.keys_at_once,
             PRECISION=shape.precision,
-            num_warps=4,
-            num_stages=shape.decode_stages,
+            **shape.rows(tokens),
         )
-        if len(metadata.split):
-            combine_kernel[(len(metadata.split), heads)](
+        if len(work.split):
+            combine_kernel[(len(work.split), used, kv_heads)](
                 out,
                 mixtures,
                 maxima,
                 sums,
-                metadata.parts,
-                metadata.split,
-                heads,
+                metadata.query_start_loc,
+                metadata.tiles,
+                work.parts,
+                work.rooms,
+                work.split,
+                kv_heads,
+                TOKENS=tokens,
+                GROUP=shape.group,
                 HEAD_DIM=shape.head_dim,
                 DIMS=shape.dims,
                 PARTS=COMBINED,

@@ -1,6 +1,6 @@
 """Triton kernels of attention over a paged KV cache, for any GPU that Triton compiles for. Keys and values of one layer
-are [blocks, block_size, kv_heads, head_dim]. Where one token is decoded, query heads that share a KV head go together.
-Every length comes from memory, none from the launch: a captured graph is right for any batch that fits its metadata."""
+are [blocks, block_size, kv_heads, head_dim]. Query heads that share a KV head go together. Every length comes from
+memory, none from the launch: a captured graph is right for any batch that fits its metadata."""
 
 from __future__ import annotations
 
@@ -20,19 +20,11 @@ def store_kernel(key, value, keys, values, slots, key_stride, value_stride, widt
 
 
 @triton.jit
-def _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the rows of some positions of a sequence begin; int64, since a cache may hold more than 2³¹ numbers."""
-    block = tl.load(table + positions // BLOCK_SIZE, inside, 0).to(tl.int64)
-    slot = block * BLOCK_SIZE + positions % BLOCK_SIZE
-    return (slot * kv_heads + head) * HEAD_DIM
-
-
-@triton.jit
-def _sequence_of(starts, part, sequences):
-    """Which of `sequences` sequences a part is of: the last one that does not begin behind it. One without parts begins
-    where the next one does."""
+def _item_of(starts, part, items):
+    """Which of `items` items a part is of: the last one that does not begin behind it. One without parts begins where
+    the next one does."""
     low = 0
-    high = sequences
+    high = items
     while high - low > 1:
         middle = (low + high) // 2
         before = tl.load(starts + middle) <= part
@@ -41,8 +33,70 @@ def _sequence_of(starts, part, sequences):
     return low
 
 
-@triton.jit(do_not_specialize=["table_stride", "sequences"])  # they change, and would be compiled anew
-def decode_kernel(
+@triton.jit
+def _attend(
+    highest,
+    total,
+    mixed,
+    q,
+    last,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    head,
+    kv_heads,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
+    where it is CAUSAL: then a row sees those up to its `last`. Where it is not MASKED, BLOCK_N divides their number."""
+    dims = tl.arange(0, DIMS)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            inside = positions < end
+            block = tl.load(table + positions // BLOCK_SIZE, inside, 0)
+        else:
+            block = tl.load(table + positions // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
+        base = (slot * kv_heads + head) * HEAD_DIM
+        key_places, value_places = base[None, :] + dims[:, None], base[:, None] + dims[None, :]
+        if MASKED:
+            k = tl.load(keys + key_places, inside[None, :] & (dims[:, None] < HEAD_DIM), 0.0)
+            v = tl.load(values + value_places, inside[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
+        elif HEAD_DIM < DIMS:
+            k = tl.load(keys + key_places, dims[:, None] < HEAD_DIM, 0.0)
+            v = tl.load(values + value_places, dims[None, :] < HEAD_DIM, 0.0)
+        else:
+            k = tl.load(keys + key_places)
+            v = tl.load(values + value_places)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if CAUSAL:
+            scores = tl.where(inside[None, :] & (positions[None, :] <= last[:, None]), scores, float("-inf"))
+        elif MASKED:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        against = higher
+        if CAUSAL:  # a row may have seen nothing yet
+            against = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - against[:, None])
+        fade = tl.exp2(highest - against)
+        total = total * fade + tl.sum(weights, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        highest = higher
+    return highest, total, mixed
+
+
+@triton.jit(do_not_specialize=["table_stride", "items"])  # they change, and would be compiled anew
+def attention_kernel(
     out,
     mixtures,
     maxima,
@@ -51,13 +105,17 @@ def decode_kernel(
     keys,
     values,
     block_table,
+    starts,
     lengths,
+    tiles,
     parts,
+    rooms,
     scale,
     query_stride,
     table_stride,
     kv_heads,
-    sequences,
+    items,
+    TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,59 +124,77 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One token of each sequence, a part of its context in each program. Grid [parts, kv_heads]; `scale` holds log2(e).
+    """A part of the context of one item, for all query heads of one KV head, in each program. Grid [parts, kv_heads];
+    `scale` holds log2(e).
 
-    `parts` [sequences + 2] has the keys of a part, the first part of each sequence, and the number of parts; programs
-    beyond that are there for longer contexts, and do nothing. The result of a sequence of one part goes to `out`
-    [n, heads, HEAD_DIM]; else each part leaves its unnormalised sum in `mixtures` [parts, heads, HEAD_DIM], with its
-    maximum and its sum of weights beside it, for `combine_kernel`. The softmax is the online one of FlashAttention (Dao
-    et al. 2022), in base 2; contexts are split as in Flash-Decoding. A sequence of length 0 is padding and has no part.
+    An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
+    tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 …
+    c + r. A program has GROUP rows for each token.
+
+    `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
+    that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
+    to `out` [n, heads, HEAD_DIM]. Of the others each part leaves its unnormalised sums in `mixtures` [room + part,
+    kv_heads, TOKENS · GROUP, HEAD_DIM], with their maxima and sums of weights beside them, for `combine_kernel`. The
+    softmax is the online one of FlashAttention (Dao et al. 2022), in base 2; contexts are split as in Flash-Decoding.
+    Padding has no part.
     """
     part = tl.program_id(0)
     head = tl.program_id(1)
-    starts = parts + 1
-    if part >= tl.load(starts + sequences):
+    if part >= tl.load(parts + 1 + items):
         return
-    sequence = _sequence_of(starts, part, sequences).to(tl.int64)
-    first = tl.load(starts + sequence)
-    alone = tl.load(starts + sequence + 1) == first + 1
+    item = _item_of(parts + 1, part, items)
+    own = part - tl.load(parts + 1 + item)
+    room = tl.load(rooms + item)
+    sequence = item.to(tl.int64)
+    first = 0
+    if TOKENS > 1:
+        sequence = tl.load(tiles + 2 * item).to(tl.int64)
+        first = tl.load(tiles + 2 * item + 1)
+    length = tl.load(lengths + sequence)
+    before = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - before
     share = tl.load(parts)
-    begin = (part - first) * share
-    end = tl.minimum(begin + share, tl.load(lengths + sequence))
+    begin = own * share
+    end = tl.minimum(begin + share, tl.minimum(length, length - count + first + TOKENS))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
+    place = tl.zeros([ROWS], tl.int32)
     heads = head * GROUP + rows
-    whole = (rows[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
-    q = tl.load(query + sequence * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], whole, 0.0)
+    if TOKENS > 1:
+        place = first + rows // GROUP
+        heads = head * GROUP + rows % GROUP
+    whole = ((rows < TOKENS * GROUP) & (place < count))[:, None] & (dims[None, :] < HEAD_DIM)
+    token = (before + place).to(tl.int64)
+    q = tl.load(query + token[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], whole, 0.0)
+    last = length - count + place
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     table = block_table + sequence * table_stride
-    for start in range(begin, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        inside = positions < end
-        base = _kv_offsets(table, positions, inside, head, kv_heads, HEAD_DIM, BLOCK_SIZE)
-        k = tl.load(keys + base[None, :] + dims[:, None], inside[None, :] & (dims[:, None] < HEAD_DIM), 0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, 1)
-        v = tl.load(values + base[:, None] + dims[None, :], inside[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = higher
+    middle = begin
+    if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
+        plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
+        middle = begin + plain // BLOCK_N * BLOCK_N
+        highest, total, mixed = _attend(
+            highest, total, mixed, q, last, keys, values, table, begin, middle, head, kv_heads, scale,
+            False, False, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    highest, total, mixed = _attend(
+        highest, total, mixed, q, last, keys, values, table, middle, end, head, kv_heads, scale,
+        True, TOKENS > 1, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
 
-    if alone:
-        row = sequence * kv_heads * GROUP + heads
+    if room < 0:
+        row = token * kv_heads * GROUP + heads
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, whole)
     else:
-        place = part.to(tl.int64) * kv_heads * GROUP + heads
-        tl.store(mixtures + place[:, None] * HEAD_DIM + dims[None, :], mixed, whole)
-        tl.store(maxima + place, highest, rows < GROUP)
-        tl.store(sums + place, total, rows < GROUP)
+        kept = ((room + own).to(tl.int64) * kv_heads + head) * (TOKENS * GROUP) + rows
+        there = rows < TOKENS * GROUP
+        tl.store(mixtures + kept[:, None] * HEAD_DIM + dims[None, :], mixed, whole)
+        tl.store(maxima + kept, highest, there)
+        tl.store(sums + kept, total, there)
 
 
 @triton.jit
@@ -127,104 +203,52 @@ def combine_kernel(
     mixtures,
     maxima,
     sums,
+    starts,
+    tiles,
     parts,
+    rooms,
     split,
-    heads,
+    kv_heads,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Joins the parts of one head of one sequence, PARTS at a time. Grid [number of `split`, heads]: the sequences of
-    several parts, −1 is padding."""
-    sequence = tl.load(split + tl.program_id(0)).to(tl.int64)
-    if sequence < 0:
+    """Joins the parts of one row of an item, PARTS at a time. Grid [number of `split`, TOKENS · GROUP, kv_heads]:
+    `split` has the items of several parts, −1 is padding. See `attention_kernel`."""
+    item = tl.load(split + tl.program_id(0))
+    if item < 0:
         return
-    head = tl.program_id(1)
-    first = tl.load(parts + 1 + sequence)
-    last = tl.load(parts + 2 + sequence)
+    row = tl.program_id(1)
+    head = tl.program_id(2)
+    sequence = item.to(tl.int64)
+    place = row // GROUP
+    if TOKENS > 1:
+        sequence = tl.load(tiles + 2 * item).to(tl.int64)
+        place += tl.load(tiles + 2 * item + 1)
+    token = tl.load(starts + sequence) + place
+    if token >= tl.load(starts + sequence + 1):
+        return
+    count = tl.load(parts + 2 + item) - tl.load(parts + 1 + item)
+    room = tl.load(rooms + item)
     dims = tl.arange(0, DIMS)
     highest = float("-inf")
     total = 0.0
     mixed = tl.zeros([DIMS], tl.float32)
-    for begin in range(first, last, PARTS):
+    for begin in range(0, count, PARTS):
         each = begin + tl.arange(0, PARTS)
-        inside = each < last
-        place = each.to(tl.int64) * heads + head
-        peaks = tl.load(maxima + place, inside, float("-inf"))
+        inside = each < count
+        kept = ((room + each).to(tl.int64) * kv_heads + head) * (TOKENS * GROUP) + row
+        peaks = tl.load(maxima + kept, inside, float("-inf"))
         higher = tl.maximum(highest, tl.max(peaks, 0))
         weights = tl.exp2(peaks - higher)
         fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(tl.load(sums + place, inside, 0.0) * weights, 0)
+        total = total * fade + tl.sum(tl.load(sums + kept, inside, 0.0) * weights, 0)
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
-        some = tl.load(mixtures + place[:, None] * HEAD_DIM + dims[None, :], there, 0.0)
+        some = tl.load(mixtures + kept[:, None] * HEAD_DIM + dims[None, :], there, 0.0)
         mixed = mixed * fade + tl.sum(some * weights[:, None], 0)
         highest = higher
     result = (mixed / total).to(out.dtype.element_ty)
-    tl.store(out + (sequence * heads + head) * HEAD_DIM + dims, result, dims < HEAD_DIM)
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def prefill_kernel(
-    out,
-    query,
-    keys,
-    values,
-    block_table,
-    starts,
-    lengths,
-    tiles,
-    scale,
-    query_stride,
-    table_stride,
-    kv_heads,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """BLOCK_M tokens of one chunk, with whatever is before them in the cache. Grid [tiles, heads].
-
-    `tiles` [t, 2] says which sequence and which of its tokens a program begins with. A token at place r of a chunk with
-    c tokens before it sees positions 0 … c + r. A tile of sequence −1 is padding.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.load(tiles + 2 * tile).to(tl.int64)
-    if sequence < 0:
-        return
-    first = tl.load(tiles + 2 * tile + 1)
-    begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - begin
-    length = tl.load(lengths + sequence)
-    context = length - count
-
-    rows = first + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, DIMS)
-    whole = (rows[:, None] < count) & (dims[None, :] < HEAD_DIM)
-    token = (begin + rows).to(tl.int64)
-    q = tl.load(query + token[:, None] * query_stride + head * HEAD_DIM + dims[None, :], whole, 0.0)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, DIMS], tl.float32)
-    table = block_table + sequence * table_stride
-    end = tl.minimum(length, context + first + BLOCK_M)
-    for start in range(0, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        inside = positions < end
-        base = _kv_offsets(table, positions, inside, head // GROUP, kv_heads, HEAD_DIM, BLOCK_SIZE)
-        k = tl.load(keys + base[None, :] + dims[:, None], inside[None, :] & (dims[:, None] < HEAD_DIM), 0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        seen = inside[None, :] & (positions[None, :] <= context + rows[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, 1)
-        v = tl.load(values + base[:, None] + dims[None, :], inside[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = higher
-    place = (token[:, None] * kv_heads * GROUP + head) * HEAD_DIM + dims[None, :]
-    tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), whole)
+    own = (token.to(tl.int64) * kv_heads + head) * GROUP + row % GROUP
+    tl.store(out + own * HEAD_DIM + dims, result, dims < HEAD_DIM)

@@ -21,7 +21,7 @@ for every thread that can run there at once, a quarter of a million on an H100."
 
 _VISION = ("vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
 _REGISTERS = {"vision 64 bf16 72": 208, "vision 128 bf16 72": 208, "vision rotary bf16 72": 64}
-_REGISTERS |= {"decode bf16 128": 96}  # five programs on a multiprocessor
+_REGISTERS |= {"decode bf16 128": 96, "prefill bf16 128": 208}  # five programs on a multiprocessor; two
 _REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 _REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 _REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}

@@ -19,7 +19,7 @@ from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.metadata import AttentionMetadata, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from tests.attention_cases import CPU, WAYS, Case, shape_of
@@ -95,23 +95,43 @@ def test_parts_of_long_contexts_are_put_together(parts: int, monkeypatch: pytest
     monkeypatch.setattr(triton_backend, "COMBINED", 2)
     shape = shape_of()
     backend: Any = choose("triton", shape, torch.float32, CPU)
-    backend.parts = parts
+    backend.tiling = replace(backend.tiling, parts=parts)
     case = Case.random(shape, (1, 1, 1, 1, 1), torch.float32, 5)
     case.chunks[0] = PagedChunk(399, 1, list(range(75, 100)))
     free = iter(range(75))
     for n, context in enumerate((16, 200, 0, 100), 1):
         case.chunks[n] = PagedChunk(context, 1, [next(free) for _ in range(context // 16 + 1)])
-    found = backend.batch(case.chunks).metadata
+    found = backend.batch(case.chunks).metadata.decode_work
     assert (len(found.split) > 0) == (parts > 1)
     assert found.most_parts <= parts + 5
+    case.check(backend)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(4, 4), (6, 1), (6, 4)])
+def test_a_short_chunk_behind_a_long_context_is_computed_in_parts(
+    heads: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part begins behind all that the first tokens see; in a step of its own, and beside others."""
+    monkeypatch.setattr(attention_metadata, "_LEAST", 1)
+    monkeypatch.setattr(attention_metadata, "_MULTIPLE", 31)
+    shape = shape_of(heads=heads)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.tiling = replace(backend.tiling, parts=parts)
+    case = Case.random(shape, (20, 1, 30), torch.float32, 5)
+    case.chunks[:] = [PagedChunk(270, 20, [*range(19)]), PagedChunk(16, 1, [20, 21]), PagedChunk(0, 30, [22, 23])]
+    case.check(backend)
+    case.chunks, case.qkv = case.chunks[:1], case.qkv[:20]
+    work = backend.batch(case.chunks).metadata.tile_work
+    assert work.parts.tolist() == ([310, 0, 1] if parts == 1 else [93, 0, 4])
+    assert work.split.tolist() == ([] if parts == 1 else [0])
     case.check(backend)
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=300), st.integers(1, 200))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_parts_cover_every_context_and_are_no_more_than_there_is_room_for(lengths: list[int], wanted: int) -> None:
-    parts, split = attention_metadata.cut(np.array(lengths, np.int32), wanted)
-    keys, starts = int(parts[0]), parts[1:]
+    work = WorkNumbers.cut(np.array(lengths, np.int32), wanted)
+    split, keys, starts = work.split, int(work.parts[0]), work.parts[1:]
     assert keys % 64 == 0
     assert starts[-1] <= wanted + len(lengths)
     assert len(split) < max(2, wanted)
@@ -119,6 +139,10 @@ def test_parts_cover_every_context_and_are_no_more_than_there_is_room_for(length
         count = int(starts[n + 1] - starts[n])
         assert (count - 1) * keys < length <= count * keys
         assert (count > 1) == (n in split)
+    taken = [place for n in split for place in range(work.rooms[n], work.rooms[n] + starts[n + 1] - starts[n])]
+    assert taken == list(range(work.room))
+    assert len(taken) < 2 * max(2, wanted)
+    assert all((work.rooms[n] < 0) == (n not in split) for n in range(len(lengths)))
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
@@ -143,7 +167,7 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
     shape = shape_of()
     case = Case.random(shape, (1, 1) if decodes else (40, 20), torch.float32, 11)
     backend: Any = choose("triton", shape, torch.float32, CPU)
-    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU, 2)
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU, replace(backend.tiling, parts=2))
     tokens = len(metadata.slot_mapping)
     wide = torch.full((4, 64), 10**6, dtype=torch.int32)  # no such block: reading it would end the process
     wide[:2, : metadata.block_table.shape[1]] = metadata.block_table
@@ -158,10 +182,8 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
         query_start_loc=torch.cat([metadata.query_start_loc[:-1], ends]),
         seq_lens=torch.cat([metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
         tiles=torch.cat([metadata.tiles, torch.full((2 if not decodes else 0, 2), -1, dtype=torch.int32)]),
-        decode_lengths=torch.cat([metadata.decode_lengths, torch.zeros(2 if decodes else 0, dtype=torch.int32)]),
-        parts=torch.cat([metadata.parts, metadata.parts[-1:].repeat(2 if decodes else 0)]),
-        split=torch.cat([metadata.split, torch.full((2,), -1, dtype=torch.int32)]),
-        most_parts=metadata.most_parts + 3,
+        decode_work=_with_room(metadata.decode_work, 2 if decodes else 0),
+        tile_work=_with_room(metadata.tile_work, 0 if decodes else 2),
     )
     qkv = torch.cat([case.qkv, torch.full((3, 8, 64), torch.nan)])
     query, key, value = qkv.split([4, 2, 2], dim=1)
@@ -170,6 +192,13 @@ def test_padding_reads_nothing_and_writes_nothing(decodes: bool) -> None:
     expected = paged_attention(query[:tokens], key[:tokens], value[:tokens], there[0], metadata)
     torch.testing.assert_close(given[:tokens], expected, rtol=2e-6, atol=2e-6)
     assert torch.equal(here[:, :, :-1], there[:, :, :-1])
+
+
+def _with_room(work: WorkList, items: int) -> WorkList:
+    nobody = torch.full((2,), -1, dtype=torch.int32)
+    parts = torch.cat([work.parts, work.parts[-1:].repeat(items)])
+    rooms, split = torch.cat([work.rooms, nobody[:items]]), torch.cat([work.split, nobody])
+    return WorkList(parts, rooms, split, work.most_parts + 3, work.room + 3)
 
 
 def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name() -> None:
@@ -221,7 +250,8 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
     assert scale == q.shape[-1] ** -0.5
     assert longest >= starts.diff().max()
     none = torch.empty(0)
-    metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), none, none, none, 0, longest, 0)
+    work = WorkList(none, none, none, 0, 0)
+    metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata).view_as(q)
 
