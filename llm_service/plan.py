@@ -103,7 +103,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     they were made. `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk
     without context begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in
     order, before the step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the
-    chunk, its tokens up to there, slot), at multiples of what such a layer computes at once.
+    chunk, its tokens up to there, slot), at multiples of what such a layer computes at once. `filled`: (slot, number of
+    the adapter that is put into it) before the step; `adapters`: the slot of each chunk's, -1 for none, and nothing at
+    all where no chunk has one.
     """
 
     token_ids: bytes
@@ -118,6 +120,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     kept: list[tuple[int, int]] = []
     passed: list[tuple[int, int, int]] = []
     appended: list[Appended] = []
+    filled: list[tuple[int, int]] = []
+    adapters: list[int] = []
 
     @property
     def tokens(self) -> int:
@@ -178,12 +182,43 @@ MirrorOrder = Pull | Invalidate | Unmap
 """What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
 
 
+class AdapterError(ValueError):
+    """A folder does not hold an adapter for this model; the message says why, without naming a place on this host."""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter as it was read: the SHA-256 of all that it is, its largest rank, its file of weights (safetensors)
+    and, for each matrix that it adapts, what the product of its two is multiplied with."""
+
+    digest: bytes
+    rank: int
+    weights: bytes
+    scales: dict[str, float]
+
+
 class Pulled(enum.IntEnum):
     """What came of a `Pull`, the worst first: of a group's ranks, the least one counts."""
 
     UNREACHABLE = 0
     DAMAGED = 1
     LANDED = 2
+
+
+class Install(msgspec.Struct, frozen=True):
+    """Keep an adapter, under a number that no other has had."""
+
+    number: int
+    adapter: Adapter
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Let go of an adapter; no later plan names it."""
+
+    number: int
+
+
+AdapterOrder = Install | Drop
+"""What ranks do about adapters: all of them the same, in the same order, between two steps."""
 
 
 class ToRank(msgspec.Struct, frozen=True, array_like=True):
@@ -193,3 +228,5 @@ class ToRank(msgspec.Struct, frozen=True, array_like=True):
     plan: StepPlan | None = None
     order: MirrorOrder | None = None
     changeover: bool = False
+    install: Install | None = None
+    drop: Drop | None = None

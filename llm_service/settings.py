@@ -10,8 +10,9 @@ from common.library import LibraryModel
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.
 
-    `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `library`: what it said
-    of a model that it computes.
+    There are `max_loras` slots for adapters, 0 where there is no `lora_dir`; an adapter may name as its base what is
+    among `base_names`. `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device.
+    `library`: what it said of a model that it computes.
     """
 
     model: str
@@ -47,6 +48,10 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     row_levels: int
     row_mirror: bool
     log_level: str
+    lora_dir: str = ""
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    base_names: tuple[str, ...] = ()
     library: LibraryModel | None = None
 
 

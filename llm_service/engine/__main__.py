@@ -13,7 +13,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     """Loads the model on every rank and makes the KV cache. Raises CheckpointError where that cannot be."""
     from llm_service.layers.group import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
-    from llm_service.worker.load import load_runner, reachable
+    from llm_service.worker.load import adapter_reader, load_runner, reachable
     from llm_service.worker.ranks import device_of, lead, rank_place
 
     size = settings.tensor_parallel
@@ -32,6 +32,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         snapshot_slots=runner.caches.snapshot_slots,
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
+        read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
         weights=runner.weights,
         devices=[place.device_name for place in places],

@@ -38,8 +38,20 @@ class StateCopies:
     after: list[tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Of adapters: what is `filled` before the step, (slot, adapter), and the slot of each sequence in it."""
+
+    filled: list[tuple[int, int]]
+    each: list[int]
+
+
 def build(
-    work: Mapping[Sequence, int], row_bytes: int, appended: list[Appended], copies: StateCopies | None = None
+    work: Mapping[Sequence, int],
+    row_bytes: int,
+    appended: list[Appended],
+    copies: StateCopies | None = None,
+    adapters: Slots | None = None,
 ) -> Step:
     """The next step for these sequences, whose tables became longer by what is `appended`. At most one token of each
     may be unknown, and that one is chosen by the step before. The drafts of a sequence are computed behind its last
@@ -82,6 +94,8 @@ def build(
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
+    if adapters is not None:
+        plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 

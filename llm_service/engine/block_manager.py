@@ -62,9 +62,10 @@ def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]
     return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
 
 
-def root_identity(salt: str) -> bytes:
-    """The parent of a first block: tenants with different salts share nothing."""
-    return hashlib.sha256(framed(b"twinlens kv root", salt.encode())).digest()
+def root_identity(salt: str, adapter: bytes = b"") -> bytes:
+    """The parent of a first block: tenants with different salts share nothing, nor do those whose keys and values
+    different adapters compute; `adapter` is the digest of one."""
+    return hashlib.sha256(framed(b"twinlens kv root", salt.encode(), *([adapter] if adapter else []))).digest()
 
 
 class RetainedBlocks:

@@ -6,20 +6,25 @@ import contextlib
 import math
 import os
 import select
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from common.processes import ParentLink
 from llm_service.engine.batch import Step
 from llm_service.engine.messages import (
     Abort,
+    AdapterRead,
     Add,
+    DropAdapter,
     EndSessions,
     Flush,
     Flushed,
     FromEngine,
     GetState,
     Landed,
+    LoadAdapter,
     Prefilled,
     Prefills,
     Released,
@@ -30,10 +35,12 @@ from llm_service.engine.messages import (
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_queue import StepQueue
-from llm_service.plan import Invalidate, Pull, StepResult, Unmap
+from llm_service.plan import Adapter, AdapterError, Drop, Install, Invalidate, Pull, StepResult, Unmap
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
+
+ReadAdapter = Callable[[str], Adapter]
 
 _LONGEST_REST = 3600.0
 """Seconds; a caller may set a deadline of millennia, with which `select` cannot count."""
@@ -67,13 +74,22 @@ class Wake:
 class EngineCore:
     """Drives a scheduler and a step queue from the front's messages. With `overlap` the next step is planned and handed
     over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
-    is there, which no message says."""
+    is there, which no message says. `read_adapter` reads an adapter's folder, in a thread of its own; it raises
+    AdapterError."""
 
     def __init__(
-        self, link: ParentLink[ToEngine], scheduler: Scheduler, steps: StepQueue, wake: Wake, *, overlap: bool
+        self,
+        link: ParentLink[ToEngine],
+        scheduler: Scheduler,
+        steps: StepQueue,
+        wake: Wake,
+        *,
+        overlap: bool,
+        read_adapter: ReadAdapter | None = None,
     ) -> None:
         self._link = link
         self._wake = wake
+        self._read_adapter = read_adapter
         self._scheduler = scheduler
         self._steps = steps
         # Two: between two steps there is only the filling in of the tokens that the first one chose. Every further step
@@ -157,6 +173,11 @@ class EngineCore:
             case EndSessions(sessions):
                 for session in sessions:
                     self._scheduler.end_session(session)
+            case LoadAdapter():
+                threading.Thread(target=self._load_adapter, args=(message,), daemon=True).start()
+            case DropAdapter(id):
+                self._scheduler.adapter_slots.forget(id)
+                self._steps.order(Drop(id))
             case Pull() | Invalidate() | Unmap():
                 self._steps.order(message)
             case Flush():
@@ -165,6 +186,18 @@ class EngineCore:
                 answer = self._scheduler.state()
         if answer is not None:
             self._link.send(answer)
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Reads an adapter, while steps go on, and has every rank keep it between two of them."""
+        assert self._read_adapter is not None, "adapters are turned on"
+        try:
+            adapter = self._read_adapter(message.path)
+            if message.digest not in (b"", adapter.digest):
+                raise AdapterError("its folder has another adapter by now")
+        except AdapterError as error:
+            self._link.send(AdapterRead(message.id, error=str(error)))
+        else:
+            self._steps.order(Install(message.id, adapter))
 
 
 def _prefilled(sequence: Sequence, first: int, count: int, result: StepResult) -> Prefilled:

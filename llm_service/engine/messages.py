@@ -37,7 +37,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
     `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
-    is not finished. The prompt's first `scored` tokens have been scored already."""
+    is not finished. The prompt's first `scored` tokens have been scored already. `adapter` is the number of one that is
+    loaded, 0 for none, and `adapter_digest` its digest."""
 
     id: int
     token_ids: bytes
@@ -51,6 +52,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     session: int = 0
     resume: list[Resumed] = []
     scored: int = 0
+    adapter: int = 0
+    adapter_digest: bytes = b""
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -85,12 +88,39 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """Forget cached blocks that no request uses."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read the adapter in a folder, which is relative to the one that is allowed, and keep it under a number that no
+    other has had. `digest`: what it was when it was read before, which it is to be again; empty: anything."""
+
+    id: int
+    path: str
+    digest: bytes = b""
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Let go of an adapter: every request that has it is over."""
+
+    id: int
+
+
 class GetState(msgspec.Struct, frozen=True, tag=True):
     """Report `State`."""
 
 
 ToEngine = (
-    EngineSettings | Add | Landed | RowsPlaced | Abort | EndSessions | Flush | GetState | Pull | Invalidate | Unmap
+    EngineSettings
+    | Add
+    | Landed
+    | RowsPlaced
+    | Abort
+    | EndSessions
+    | LoadAdapter
+    | DropAdapter
+    | Flush
+    | GetState
+    | Pull
+    | Invalidate
+    | Unmap
 )
 
 
@@ -218,6 +248,7 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state_snapshots: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    adapter_fills: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -235,6 +266,15 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     end: int
+
+
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """What came of a `LoadAdapter`: every rank has it, or `error` says why none does."""
+
+    id: int
+    digest: bytes = b""
+    rank: int = 0
+    error: str = ""
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
@@ -256,6 +296,7 @@ FromEngine = (
     | Released
     | Beat
     | PullEnded
+    | AdapterRead
     | Flushed
     | State
 )

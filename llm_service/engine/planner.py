@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.queues import Queues, order_of
@@ -36,7 +37,8 @@ class Limits:
     `whole_media` none does, and a prompt with a longer one is refused. A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
-    at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them."""
+    at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them.
+    Sequences of `max_loras` adapters run at once."""
 
     max_running: int
     max_step_tokens: int
@@ -47,6 +49,7 @@ class Limits:
     speculative_tokens: int = 0
     draft_rows: int = 16
     decode_slowdown: float = 0.0
+    max_loras: int = 0
 
     @property
     def max_media_tokens(self) -> int:
@@ -57,22 +60,31 @@ class Limits:
 @dataclass(slots=True)
 class Schedule:
     """What a step is to compute: how many tokens of which sequence, and what happened on the way. `displaced`
-    are sequences whose items have no place in the row arena, though the cache does not cover them."""
+    are sequences whose items have no place in the row arena, though the cache does not cover them. `closed`: nobody
+    else starts in this step, or, `closed_to_adapters`, nobody who has one."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     displaced: list[Sequence] = field(default_factory=list)
     closed: bool = False
+    closed_to_adapters: bool = False
 
 
 class Planner:
     """Chooses, admits, preempts and has drafts verified; it touches queues and block tables, and nothing else."""
 
     def __init__(
-        self, queues: Queues, blocks: BlockManager, limits: Limits, pace: StepPace, draft: Drafter = by_look_up
+        self,
+        queues: Queues,
+        blocks: BlockManager,
+        limits: Limits,
+        pace: StepPace,
+        draft: Drafter,
+        adapter_slots: AdapterSlots,
     ) -> None:
         self._queues = queues
+        self._adapter_slots = adapter_slots
         self._pace = pace
         self._bounded = False
         self._by_length_next = False
@@ -197,6 +209,9 @@ class Planner:
         ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(schedule) if complete and count else []
+        if sequence.adapter and count and not self._find_slot(sequence, schedule, idle):
+            schedule.closed_to_adapters |= complete  # those that run end: whoever is next of these gets on
+            return 0
         if not ready or not self._find_room(sequence, identities[:hits], idle):
             schedule.closed = complete
             if not complete:
@@ -273,7 +288,7 @@ class Planner:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._queues.preempt(sequence)
-        self._blocks.free(sequence.table, sequence.session, sequence.root)
+        self._blocks.free(sequence.table, sequence.session, sequence.tenant)
 
     def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
         """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""
@@ -284,6 +299,26 @@ class Planner:
             return False
         while self._is_crowded() or not self._blocks.can_hold(hits, tokens):
             last = idle.pop()
+            self._preempt(last)
+            last.wait_for_rows()
+        return True
+
+    def _find_slot(self, sequence: Sequence, schedule: Schedule, idle: list[Sequence]) -> bool:
+        """Whether a sequence with an adapter may run: if need be, at the cost of those idle whose adapters are in the
+        way."""
+        if schedule.closed_to_adapters:
+            return False
+        running = {each: each.adapter for each in self._queues.running}
+        slots = self._adapter_slots
+        if slots.has_room(sequence.adapter, running.values()):
+            return True
+        busy = [adapter for each, adapter in running.items() if each not in idle]
+        if not slots.has_room(sequence.adapter, busy):
+            return False
+        in_the_way = [each for each in idle if each.adapter and each.adapter not in (*busy, sequence.adapter)]
+        while not slots.has_room(sequence.adapter, [each.adapter for each in self._queues.running]):
+            last = in_the_way.pop()
+            idle.remove(last)
             self._preempt(last)
             last.wait_for_rows()
         return True

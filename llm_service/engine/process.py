@@ -17,8 +17,8 @@ from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.core import EngineCore, Wake
-from llm_service.engine.messages import Beat, PullEnded, Ready, ToEngine, Unable
+from llm_service.engine.core import EngineCore, ReadAdapter, Wake
+from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Limits, Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
@@ -36,7 +36,8 @@ class Loaded:
     UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
-    `whole_media`: no chunk may end within a run of media rows. `weights` are those of rank 0."""
+    `whole_media`: no chunk may end within a run of media rows. `read_adapter` is for any thread. `weights` are those
+    of rank 0."""
 
     executor: Executor
     blocks: int
@@ -48,6 +49,7 @@ class Loaded:
     snapshot_slots: int = 0
     state_chunk: int = 1
     whole_media: bool = False
+    read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
 
 
@@ -106,6 +108,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             whole_media=loaded.whole_media,
             speculative_tokens=settings.speculative_tokens,
             decode_slowdown=settings.decode_slowdown,
+            max_loras=settings.max_loras,
         ),
         stop_ids,
         loaded.row_bytes,
@@ -122,9 +125,13 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             weights=loaded.weights,
         )
     )
-    steps = StepQueue(loaded.executor, lambda id, end: link.send(PullEnded(id, end)))
+    steps = StepQueue(
+        loaded.executor,
+        lambda id, end: link.send(PullEnded(id, end)),
+        lambda done: link.send(AdapterRead(done.number, done.adapter.digest, done.adapter.rank)),
+    )
     threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
-    return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap), steps
+    return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap, read_adapter=loaded.read_adapter), steps
 
 
 def _decide(core: EngineCore, steps: StepQueue) -> None:

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
-from llm_service.engine.batch import StateCopies, Step, build
+from llm_service.engine.adapter_slots import AdapterSlots
+from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
-from llm_service.engine.planner import Drafter, Limits, Planner, by_look_up
+from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
 from llm_service.engine.step_pace import StepPace
@@ -61,8 +62,9 @@ class Scheduler:
         self._row_bytes = row_bytes
         self._match = match
         self._queues = Queues()
+        self.adapter_slots = AdapterSlots(limits.max_loras)
         self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
-        self._planner = Planner(self._queues, blocks, limits, self._pace, draft)
+        self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
         self._resumed: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
@@ -163,7 +165,7 @@ class Scheduler:
             return None, started
         copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
         appended = self.blocks.take_appended([sequence.table for sequence in schedule.num_scheduled_tokens])
-        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies)
+        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule))
         self._planned_steps += 1
         self.counters.draft_tokens += sum(len(sequence.drafts) for sequence in schedule.num_scheduled_tokens)
         for draw, sequence in enumerate(step.drawing):
@@ -175,6 +177,15 @@ class Scheduler:
         if self._matching:
             self._fail_dead_ends(step)
         return step, started
+
+    def _slots(self, schedule: Schedule) -> Slots | None:
+        """The adapters' slots in a step; None where no sequence in it has one."""
+        adapters = [sequence.adapter for sequence in schedule.num_scheduled_tokens]
+        if not any(adapters):
+            return None
+        running = {sequence.adapter for sequence in self._queues.running}
+        filled = self.adapter_slots.assign(adapters, running)
+        return Slots(filled, [self.adapter_slots.slot(adapter) for adapter in adapters])
 
     def _end_complete(self) -> None:
         """Ends resumed sequences whose output ends them, and fails those that cannot have said it, or do not fit."""
@@ -314,7 +325,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
-        self.blocks.free(sequence.table, sequence.session, sequence.root)
+        self.blocks.free(sequence.table, sequence.session, sequence.tenant)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)
             self._ended.append((self._planned_steps, sequence.id))
@@ -332,6 +343,7 @@ class Scheduler:
             state_slots=self.blocks.state_slots,
             state_slots_used=self.blocks.state_slots_used,
             state_snapshots=self.blocks.snapshots,
+            adapter_fills=self.adapter_slots.filled,
             **asdict(self.counters),
         )
 

@@ -77,7 +77,8 @@ class Sequence:
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
     `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
     tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
-    there when the sequence came. `first_choice` is the one that computes the shared prompt. The prompt's first
+    there when the sequence came. `root` is the parent of its first block; `adapter` is a number, 0 for
+    none. `first_choice` is the one that computes the shared prompt. The prompt's first
     `num_scored_tokens` have been scored by steps up to the last one planned, or need no score. `media_end` is one past
     the last place of a media row;
     `plain`: the likeliest token is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32,
@@ -94,6 +95,8 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     root: bytes
+    tenant: bytes
+    adapter: int
     session: int
     order: Order
     max_length: int
@@ -153,7 +156,9 @@ class Sequence:
                 mrope_delta=add.mrope_delta,
                 items=items,
                 sampling=sampling,
-                root=root_identity(add.salt),
+                root=root_identity(add.salt, add.adapter_digest),
+                tenant=root_identity(add.salt),
+                adapter=add.adapter,
                 session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),

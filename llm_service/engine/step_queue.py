@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import MirrorOrder, Pull, Pulled, StepPlan, StepResult
+from llm_service.plan import AdapterOrder, Drop, Install, MirrorOrder, Pull, Pulled, StepPlan, StepResult
 
 
 class StepUnderWay(Protocol):
@@ -43,24 +43,35 @@ class Executor(Protocol):
         """Has every rank do something to its mirror of the row arena."""
         ...
 
+    def adapt(self, order: AdapterOrder) -> None:
+        """Has every rank keep an adapter, or let go of one."""
+        ...
+
 
 class StepQueue:
     """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
     mirrors between them.
 
     `submit`, `order`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes,
-    which calls `on_pulled` for each `Pull`, with its id and what came of it. The one that decides waits for a step's
+    which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed` when all ranks have an
+    adapter. The one that decides waits for a step's
     tokens; so on a GPU the other one launches the next step meanwhile, and the GPU never waits for either.
 
     Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
     parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
     """
 
-    def __init__(self, executor: Executor, on_pulled: Callable[[int, Pulled], None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        on_pulled: Callable[[int, Pulled], None] = lambda *_: None,
+        on_installed: Callable[[Install], None] = lambda _: None,
+    ) -> None:
         self.beat_seconds = executor.beat_seconds
         self._executor = executor
         self._on_pulled = on_pulled
-        self._plans: SimpleQueue[StepPlan | MirrorOrder | str] = SimpleQueue()
+        self._on_installed = on_installed
+        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | str] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
         self._ended = 0.0
         self._launching_since: float | None = None
@@ -77,8 +88,9 @@ class StepQueue:
         """Hands over a plan; what it carries over comes from the plan handed over before it."""
         self._plans.put(plan)
 
-    def order(self, order: MirrorOrder) -> None:
-        """Hands over an order, which is obeyed before every plan that is handed over later."""
+    def order(self, order: MirrorOrder | AdapterOrder) -> None:
+        """Hands over an order, which is obeyed before every plan that is handed over later. An `Install` may come from
+        any thread."""
         self._plans.put(order)
 
     def collect(self) -> StepResult:
@@ -106,6 +118,10 @@ class StepQueue:
                 self._launched.put(self._executor.launch(order))
             elif isinstance(order, str):
                 self._executor.beat()
+            elif isinstance(order, Install | Drop):
+                self._executor.adapt(order)
+                if isinstance(order, Install):
+                    self._on_installed(order)
             else:
                 end = self._executor.obey(order)
                 if isinstance(order, Pull):

@@ -54,6 +54,19 @@ class Finalized(Protocol):
         ...
 
 
+class AddsToRows(Protocol):
+    """What adds to some rows of a product."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it adds to any row of this step."""
+        ...
+
+    def add(self, x: Tensor, out: Tensor, /) -> Tensor:
+        """x [n, inputs], out [n, outputs], which is changed in place."""
+        ...
+
+
 class PackedLinear(Linear):
     """y = x Wᵀ + b, where W stacks parts that the checkpoint keeps apart (q, k and v; gate and up).
 
@@ -81,6 +94,26 @@ class PackedLinear(Linear):
         self._rounds = rounds
         self._quantized: dict[str, list[QuantizedWeight]] = {}
         self._missing = {(part, kind) for part in parts for kind, _ in self.named_parameters()}
+        self.inputs, self.outputs = length(inputs), outputs
+        self.adapters: AddsToRows | None = None
+
+    def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+        """As `Linear.forward`; what adapters add comes before the activation."""
+        if self.adapters is None or not self.adapters.active:
+            return super().forward(x, activation)
+        out = self.adapters.add(x, super().forward(x))
+        return out if activation is None else activation(out)
+
+    def places(self, part: str) -> Tensor:
+        """Where the outputs of a part are, int64 [m], in the order of this rank's rows of it."""
+        names = list(self.parts)
+        begin = sum(length(each) for name in names[: names.index(part)] for each in self.parts[name])
+        end = begin + sum(map(length, self.parts[part]))
+        return torch.arange(begin, end) if self._order is None else self._order[begin:end]
+
+    def share(self, part: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's share of the two matrices of an adapter, A [r, all inputs] and B [all outputs, r] of a part."""
+        return a[:, self._inputs], torch.cat([b[rows] for rows in self.parts[part]])
 
     def targets(self, _: str, /) -> dict[str, Place]:
         """See `Placed`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import Draw, MirrorOrder, Pulled, StepPlan, ToRank
+from llm_service.plan import AdapterOrder, Draw, Install, MirrorOrder, Pulled, StepPlan, ToRank
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
@@ -39,6 +39,10 @@ class LoneExecutor:
         """Does something to the mirror."""
         return self._runner.arena.the_mirror.obey(order, ALONE.all_reduce_min)
 
+    def adapt(self, order: AdapterOrder) -> None:
+        """Keeps an adapter, or lets go of one."""
+        self._runner.adapt(order)
+
     def beat(self) -> None:
         """There is no one to keep company."""
 
@@ -63,6 +67,12 @@ class GroupExecutor:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
         self._ranks.tell(_encode(ToRank(order=order)))
         return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
+
+    def adapt(self, order: AdapterOrder) -> None:
+        """Has all ranks keep an adapter, or let go of one; raises RuntimeError where one is gone."""
+        told = ToRank(install=order) if isinstance(order, Install) else ToRank(drop=order)
+        self._ranks.tell(_encode(told))
+        self._runner.adapt(order)
 
     def beat(self) -> None:
         """Finds out at once, while there is nothing to compute, whether a rank has ended."""
@@ -89,5 +99,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         if told.changeover:
             assert runner.changeover is not None, "ranks begin alike"
             runner.changeover.ask(ranks.group.all_reduce_min)
+        if (adapter_order := told.install or told.drop) is not None:
+            runner.adapt(adapter_order)
         if told.order is not None:
             runner.arena.the_mirror.obey(told.order, ranks.group.all_reduce_min)

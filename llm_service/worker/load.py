@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -17,14 +18,17 @@ from common.gpu import CudaCapture, use_gpu
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
+from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel
-from llm_service.plan import StepPlan
+from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import EngineSettings
+from llm_service.worker.adapters import Adapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
 from llm_service.worker.graphs import CaptureBounds
@@ -66,6 +70,11 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
+    adapters: Adapters | None = None
+    if settings.max_loras:
+        if not isinstance(decoder, Decoder):
+            raise CheckpointError("--lora-dir is not for a model that the library computes")
+        adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
@@ -108,8 +117,17 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             settings.row_levels,
         )
         runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
-    runner.changeover, runner.weights = changeover, weights
+    runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     return runner
+
+
+def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
+    """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
+    if not settings.max_loras:
+        return None
+    shapes = shapes_of(TextConfig.of(Checkpoint.resolve(settings.model).config))
+    adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)
+    return partial(read, settings.lora_dir, adaptable=adaptable)
 
 
 def _decoder(

@@ -18,8 +18,9 @@ from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.served import Weights
-from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
+from llm_service.worker.adapters import Adapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
@@ -70,6 +71,7 @@ class ModelRunner:
         self._tables = DeviceTables(caches.block_size, decoder.device)
         self.changeover: Changeover | None = None
         self.weights = Weights()
+        self.adapters: Adapters | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 
@@ -106,6 +108,14 @@ class ModelRunner:
         assert isinstance(self._decoder, Decoder), "the library's are not captured"
         self.graphs = GraphRunner(self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree)
 
+    def adapt(self, order: AdapterOrder) -> None:
+        """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""
+        assert self.adapters is not None, "adapters are turned on"
+        if isinstance(order, Install):
+            self.adapters.load(order.number, order.adapter)
+        else:
+            self.adapters.drop(order.number)
+
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step and waits for it."""
         return self.launch(plan).result()
@@ -132,7 +142,10 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
         """float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
-        graph = None if self.graphs is None else self.graphs.find(plan.chunks, deep=deep)
+        if self.adapters is not None:
+            self.adapters.begin(plan)
+        eager = self.graphs is None or bool(plan.adapters)  # graphs were captured without any adapter
+        graph = None if eager or self.graphs is None else self.graphs.find(plan.chunks, deep=deep)
         moved = self._move(plan, graph)
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)

@@ -25,12 +25,15 @@ from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
+from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.models.config import TextConfig
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
-from llm_service.plan import TokenLogprobs
+from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
+from llm_service.worker.adapters import Adapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -141,6 +144,8 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         speculative_tokens: int = 0,
+        adapters: Sequence[Path] = (),
+        max_loras: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -156,6 +161,14 @@ class LocalEngine:
         slots = {"state_slots": max_running, "snapshot_slots": 32}
         caches = Caches(*made, attention=attention, states=states, **slots)
         self.runner = ModelRunner(decoder, arena, caches)
+        self.adapters: dict[int, Adapter] = {}
+        if adapters:
+            shapes = shapes_of(TextConfig.of(checkpoint.config))
+            self.runner.adapters = Adapters(decoder, max_loras or len(adapters), 8)
+            for number, folder in enumerate(adapters, 1):
+                adapter = read(str(folder.parent), folder.name, Adaptable(shapes, 8))
+                self.runner.adapt(Install(number, adapter))
+                self.adapters[number] = adapter
         self.scheduler = Scheduler(
             BlockManager(
                 blocks,
@@ -171,6 +184,7 @@ class LocalEngine:
                 keep_media_whole,
                 whole_media=self.runner.whole_media,
                 speculative_tokens=speculative_tokens,
+                max_loras=max_loras or len(adapters),
             ),
             frozenset({-1}),
             arena.row_bytes,
@@ -181,8 +195,9 @@ class LocalEngine:
         self._places: dict[bytes, int] = {}
         self._ids = 0
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams) -> int:
-        """Puts a prompt's rows into the arena and its request into the scheduler; the request's id."""
+    def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0) -> int:
+        """Puts a prompt's rows into the arena and its request into the scheduler; its id. Adapters are numbered
+        from 1 on."""
         items = []
         for span in prompt.layout.spans:
             offset = self._land(span.header.key, prompt.rows[span.item])
@@ -200,6 +215,8 @@ class LocalEngine:
                 salt=prompt.salt,
                 priority=0,
                 deadline=None,
+                adapter=adapter,
+                adapter_digest=self.adapters[adapter].digest if adapter else b"",
             )
         )
         return self._ids
@@ -211,9 +228,10 @@ class LocalEngine:
             self._memory[self._places[key] : self._free] = data
         return self._places[key]
 
-    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Outcome]:
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams, adapters: Sequence[int] = ()) -> list[Outcome]:
         """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
-        outcomes = {self.submit(prompt, sampling): Outcome() for prompt in prompts}
+        each = zip(prompts, adapters or [0] * len(prompts), strict=True)
+        outcomes = {self.submit(prompt, sampling, adapter): Outcome() for prompt, adapter in each}
         under_way: deque[tuple[Step, Launched]] = deque()
         while True:
             step, started = self.scheduler.schedule()

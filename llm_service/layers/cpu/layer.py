@@ -16,6 +16,7 @@ from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
 from llm_service.layers.cpu.selection import wide_vectors
 from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import use_ops
@@ -62,7 +63,11 @@ class FewRows:
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
         panels = PanelWeight, PairPanels, QuantizedPanels
-        products = [form.array_product(bias) for form, bias in forms if isinstance(form, panels)]
+        products = [
+            _adapted(linear, form.array_product(bias))
+            for linear, (form, bias) in zip(linears, forms, strict=True)
+            if isinstance(form, panels)
+        ]
         return cls(layer, attention, products) if len(products) == len(linears) else None
 
     def before(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
@@ -85,6 +90,18 @@ class FewRows:
         out = self._down(row_kernels.silu_and_mul_rows(inner))
         np.add(out, joined, out=out)
         return torch.from_numpy(out)
+
+
+def _adapted(linear: PackedLinear, product: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A layer's product, with what adapters add to it."""
+
+    def adapted(x: Array) -> Array:
+        out = product(x)
+        if linear.adapters is not None and linear.adapters.active:
+            linear.adapters.add(torch.from_numpy(x), torch.from_numpy(out))
+        return out
+
+    return adapted
 
 
 def _takes(x: Tensor) -> bool:

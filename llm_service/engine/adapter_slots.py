@@ -1,0 +1,53 @@
+"""Which adapter is in which of the workers' slots. Those of sequences that run stay; the longest unused gives way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+
+class AdapterSlots:
+    """`count` slots, each with one adapter or none; adapters are numbers from 1 on, 0 is none."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))[::-1]
+        self._held: OrderedDict[int, int] = OrderedDict()
+        self.count = count
+        self.filled = 0
+        """How often one was filled."""
+
+    def has_room(self, adapter: int, running: Collection[int]) -> bool:
+        """Whether a sequence with this adapter may run beside those of `running`, which are pinned."""
+        return not adapter or len({*running, adapter} - {0}) <= self.count
+
+    def assign(self, adapters: Iterable[int], running: Collection[int]) -> list[tuple[int, int]]:
+        """Gives all adapters of a step a slot; those of `running`, all of these among them, have room. What has to be
+        filled for that: (slot, adapter)."""
+        filled: list[tuple[int, int]] = []
+        for adapter in adapters:
+            if adapter and adapter not in self._held:
+                self._held[adapter] = self._take(running)
+                filled.append((self._held[adapter], adapter))
+            elif adapter:
+                self._held.move_to_end(adapter)
+        self.filled += len(filled)
+        return filled
+
+    def _take(self, running: Collection[int]) -> int:
+        if self._free:
+            return self._free.pop()
+        unused = next(adapter for adapter in self._held if adapter not in running)
+        return self._held.pop(unused)
+
+    def slot(self, adapter: int) -> int:
+        """Where an adapter is that has been assigned; -1 for none."""
+        return self._held[adapter] if adapter else -1
+
+    def forget(self, adapter: int) -> None:
+        """No sequence has this adapter any more, nor will one."""
+        if (slot := self._held.pop(adapter, None)) is not None:
+            self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each slot is free or has one adapter."""
+        assert sorted([*self._free, *self._held.values()]) == list(range(self.count))

@@ -1,0 +1,207 @@
+"""A LoRA adapter in peft's form: `adapter_config.json` beside `adapter_model.safetensors`, below the folder that the
+operator allows. It is checked whole, against the shapes of what it adapts, before anything is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_service.plan import Adapter, AdapterError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLES = "adapter_model.bin", "adapter_model.pt"
+_MAX_CONFIG = 1 << 20
+_MAX_HEADER = 4 << 20
+"""Bytes of the table of tensors: some hundred for each."""
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TENSOR = re.compile(r"base_model\.model\.(?P<target>[\w.]+)\.lora_(?P<half>[AB])\.weight")
+_PLAIN = re.compile(r"\^?[\w.]+")
+"""Of patterns of names, which are regular expressions to peft, those that are names."""
+_STEM = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=layers\.)")
+_SAYS_NOTHING = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
+        *("peft_type", "peft_version", "r", "rank_pattern", "alpha_pattern", "revision", "target_modules", "task_type"),
+        "use_rslora",
+    }
+)
+"""Fields that are read, or change nothing of what is computed; others are to be off."""
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""First values of an adapter that leave the base's weights as they are."""
+_OFF: tuple[object, ...] = (None, False, "", "none", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptable:
+    """What adapters may change: (outputs, inputs) of each matrix, by its name behind the decoder's stem, up to a rank;
+    `bases` are names that the model goes by."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    max_rank: int
+    bases: Collection[str] = ()
+
+    @property
+    def max_bytes(self) -> int:
+        """No file of weights is longer."""
+        return _MAX_HEADER + sum(self.max_rank * sum(shape) * _BYTES["F32"] for shape in self.shapes.values())
+
+
+def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
+    """Reads an adapter's folder `path`, relative to `root`. Nothing outside of `root` is read, links that lead there
+    included, and no file that is longer than such an adapter's can be. Raises AdapterError."""
+    inside = Path(os.path.realpath(root))
+    folder = inside / path
+    if not path or not _is_folder(folder, inside):
+        raise AdapterError("there is no such folder below --lora-dir")
+    if not (folder / WEIGHTS).exists() and any((folder / name).exists() for name in _PICKLES):
+        raise AdapterError("its weights are a pickle, which is not read: save them as safetensors")
+    config = _config(_content(folder / CONFIG, inside, _MAX_CONFIG), adaptable.bases)
+    weights = _content(folder / WEIGHTS, inside, adaptable.max_bytes)
+    pairs = _pairs(weights, adaptable)
+    scales = {target: _scale(config, name, rank, adaptable.max_rank) for target, (name, rank) in pairs.items()}
+    digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode() + weights).digest()
+    return Adapter(digest, max(rank for _, rank in pairs.values()), weights, scales)
+
+
+def stem_of(name: str) -> str:
+    """A matrix's name, as `Adaptable` has it, of the one that peft gives it, or an empty text.
+
+    >>> stem_of("model.language_model.layers.0.mlp.up_proj")
+    'layers.0.mlp.up_proj'
+    """
+    return _STEM.sub("", name) if _STEM.match(name) else ""
+
+
+def _is_folder(path: Path, root: Path) -> bool:
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(root) and path.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or has a zero byte in it
+        return False
+
+
+def _content(path: Path, root: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes. It is looked at once it is open, so that nothing can be put in its
+    place."""
+    try:
+        # Without O_NONBLOCK a named pipe would be waited for.
+        descriptor = os.open(os.path.realpath(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise AdapterError(f"it has no {path.name} that can be read") from error
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or not Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(root):
+            raise AdapterError(f"{path.name} is not a file below --lora-dir")
+        if found.st_size > limit:
+            raise AdapterError(
+                f"{path.name} has {found.st_size} bytes; such an adapter of this model has {limit} at most"
+            )
+        return file.read(limit)
+
+
+def _config(text: bytes, bases: Collection[str]) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is not JSON") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise AdapterError(f"{CONFIG} does not say that this is a LoRA adapter")
+    others = sorted(name for name, value in config.items() if name not in _SAYS_NOTHING and value not in _OFF)
+    if others:
+        raise AdapterError(f"{others[0][:64]!r} is not served: matrices of a low rank are, and nothing else")
+    if config.get("init_lora_weights") not in _KEEPS_BASE:
+        raise AdapterError("init_lora_weights: it goes with a base whose own weights were changed")
+    base = config.get("base_model_name_or_path")
+    if isinstance(base, str) and base and bases and Path(base).name not in bases:
+        raise AdapterError(f"it is for the base model {Path(base).name[:64]!r}, which is not served here")
+    return config
+
+
+def _pairs(weights: bytes, adaptable: Adaptable) -> dict[str, tuple[str, int]]:
+    """peft's name and the rank of each pair of matrices, by what they adapt."""
+    try:
+        length = int.from_bytes(weights[:8], "little")
+        if len(weights) < 8 or length > len(weights) - 8:
+            raise ValueError("the table is longer than the file")
+        header = json.loads(weights[8 : 8 + length])
+        header.pop("__metadata__", None)
+        entries = {
+            str(name): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise AdapterError(f"{WEIGHTS} is not a safetensors file") from error
+    _check_places([(dtype, shape, place) for dtype, shape, place in entries.values()], len(weights) - 8 - length)
+    ranks: dict[tuple[str, str], int] = {}
+    names: dict[str, str] = {}
+    for tensor, (_, shape, _) in entries.items():
+        found = _TENSOR.fullmatch(tensor)
+        target = stem_of(found["target"]) if found else ""
+        if found is None or target not in adaptable.shapes:
+            raise AdapterError(f"it adapts {tensor[:160]!r}, which cannot be adapted here")
+        outputs, inputs = adaptable.shapes[target]
+        half = found["half"]
+        rank = shape[0 if half == "A" else 1] if len(shape) == 2 else 0
+        if shape != ((rank, inputs) if half == "A" else (outputs, rank)):
+            raise AdapterError(f"{tensor[:160]!r} has another shape than this model needs")
+        if (target, half) in ranks:
+            raise AdapterError(f"{target} is adapted twice")
+        ranks[target, half] = rank
+        names[target] = found["target"]
+    if not names:
+        raise AdapterError("it adapts nothing")
+    for target in names:
+        if ranks.get((target, "A")) != ranks.get((target, "B")):
+            raise AdapterError(f"the two matrices for {target} do not go together")
+    return {target: (name, ranks[target, "A"]) for target, name in names.items()}
+
+
+def _check_places(entries: list[tuple[str, tuple[int, ...], tuple[int, ...]]], size: int) -> None:
+    """Every tensor has floats, and its own bytes in the file."""
+    end = 0
+    for dtype, shape, place in sorted(entries, key=lambda entry: entry[2]):
+        if dtype not in _BYTES:
+            raise AdapterError(f"its numbers are {dtype[:16]!r}, not floats of 16 or 32 bits")
+        if len(place) != 2 or place[0] != end or min(shape, default=0) < 1:
+            raise AdapterError(f"{WEIGHTS} is not a safetensors file")
+        end = place[1]
+        if end - place[0] != math.prod(shape) * _BYTES[dtype]:
+            raise AdapterError(f"{WEIGHTS} is not a safetensors file")
+    if end != size:
+        raise AdapterError(f"{WEIGHTS} is cut off, or has more than its table says")
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int, max_rank: int) -> float:
+    """What B A is multiplied with: alpha / r, or alpha / √r with `use_rslora` (Kalajdzievski 2023)."""
+    if rank > max_rank:
+        raise AdapterError(f"its rank is {rank}; --max-lora-rank is {max_rank}")
+    stated, alpha = _stated(config, "r", "rank_pattern", name), _stated(config, "lora_alpha", "alpha_pattern", name)
+    if stated != rank:
+        raise AdapterError(f"{CONFIG} and {WEIGHTS} do not agree about ranks")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _stated(config: Mapping[str, Any], field: str, patterns: str, name: str) -> float:
+    """What is said of the matrix that peft knows by a name: the first pattern that fits, else what is said of all."""
+    given = config.get(patterns) or {}
+    if not isinstance(given, dict):
+        raise AdapterError(f"{patterns} is not a table of names")
+    value = config.get(field)
+    for pattern, other in given.items():
+        if not _PLAIN.fullmatch(pattern):
+            raise AdapterError(f"{patterns} has a pattern that is no name: {pattern[:64]!r}")
+        whole = pattern.removeprefix("^")
+        if name == whole or (whole == pattern and name.endswith(f".{pattern}")):
+            value = other
+            break
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise AdapterError(f"{field} is not a number")
+    return value

@@ -1,0 +1,89 @@
+"""The LoRA adapters of one rank: its share of those that are loaded, and the slots from which layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from torch import nn
+
+from llm_service.layers.adapters import AdapterRows, LinearAdapters, Pair
+from llm_service.layers.group import ALONE
+from llm_service.layers.linear import PackedLinear
+from llm_service.models.adapter_folder import stem_of
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.plan import Adapter, StepPlan
+
+
+def adapted_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, PackedLinear, str]]:
+    """The layers that adapters may change: the name of each matrix in a checkpoint, behind the decoder's stem, where it
+    is, and which part of that it is. The head is none of them, nor are a router and its experts."""
+    for attribute, child in module.named_children():
+        own = getattr(child, "stored_as", attribute)
+        if isinstance(child, PackedLinear):
+            for part in child.parts:
+                yield f"{path}{part}", child, part
+        else:
+            yield from adapted_linears(child, f"{path}{own}.")
+
+
+def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of every matrix that an adapter may change, all ranks' together."""
+    whole = Decoder(config, ALONE, torch.float32, torch.device("meta"))
+    found = adapted_linears(whole.layers, "layers.")
+    return {name: (len(linear.places(part)), linear.inputs) for name, linear, part in found}
+
+
+class Adapters:
+    """`slots` for adapters of `rank` at most. What is loaded is on the host, as long as it is in no slot."""
+
+    def __init__(self, decoder: Decoder, slots: int, rank: int) -> None:
+        self._rows = AdapterRows()
+        self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
+        self._dtype = decoder.dtype
+        self._loaded: dict[int, dict[PackedLinear, dict[str, Pair]]] = {}
+        like = decoder.norm.weight.new_empty(0, dtype=decoder.dtype)
+        self._slots = {
+            linear: LinearAdapters(linear, slots, rank, self._rows, like) for linear, _ in self._linears.values()
+        }
+        for linear, its in self._slots.items():
+            linear.adapters = its
+
+    @property
+    def loaded(self) -> int:
+        """How many there are."""
+        return len(self._loaded)
+
+    def load(self, number: int, adapter: Adapter) -> None:
+        """Keeps this rank's share of an adapter, which has been checked, under a number that no other has had."""
+        tensors = load(adapter.weights)
+        halves = {
+            (stem_of(name.removeprefix("base_model.model.").rpartition(".lora_")[0]), name[-len("A.weight")]): tensor
+            for name, tensor in tensors.items()
+        }
+        shares: dict[PackedLinear, dict[str, Pair]] = {}
+        for target, scale in adapter.scales.items():
+            linear, part = self._linears[target]
+            a, b = linear.share(part, halves[target, "A"], halves[target, "B"].float() * scale)
+            shares.setdefault(linear, {})[part] = a.to(self._dtype).clone(), b.to(self._dtype)
+        self._loaded[number] = shares
+
+    def drop(self, number: int) -> None:
+        """Lets go of an adapter; no later plan names it."""
+        self._loaded.pop(number, None)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Fills the slots that a plan fills, and has its rows go through those that it names."""
+        for slot, number in plan.filled:
+            shares = self._loaded[number]
+            for linear, its in self._slots.items():
+                its.put(slot, shares.get(linear, {}))
+        if not plan.adapters:
+            self._rows.clear()
+            return
+        rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
+        wanted = [draw.at for draw in plan.draws] or [0]  # where there are none, any place
+        self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(wanted))
