@@ -9,7 +9,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common.library_models import library
-from tools.models.recipes import RECIPES, Recipe
+from tools.models.recipes import RECIPES
+from tools.models.recipes.recipe import Recipe
 
 WORDS = ("<s>", "</s>", "<pad>", "<image>")
 """Special tokens that every checkpoint has."""

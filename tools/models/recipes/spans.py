@@ -1,0 +1,125 @@
+"""Models whose rows of a picture see each other."""
+
+from __future__ import annotations
+
+from tools.models.recipes.recipe import SIGLIP, SQUARE, TEXT, VISION, WINDOWED, Recipe, part, processor, whole
+
+_GEMMA4_WORDS = ("<soft>", "<start>", "<end>", "<|video|>", "<sound>", "<sound-start>", "<sound-end>")
+_GEMMA4_NAMES = {
+    "boi_token": "<start>",
+    "eoi_token": "<end>",
+    "image_token": "<soft>",
+    "audio_token": "<sound>",
+    "boa_token": "<sound-start>",
+    "eoa_token": "<sound-end>",
+}
+
+RECIPES: dict[str, Recipe] = {
+    "gemma3": Recipe(
+        whole(
+            "gemma3",
+            vision_config=SIGLIP,
+            text_config=part(
+                "gemma3_text",
+                {**TEXT, "num_hidden_layers": 4},
+                sliding_window=24,
+                sliding_window_pattern=2,
+                query_pre_attn_scalar=16,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+            ),
+            mm_tokens_per_image=16,
+            image_token_index="<soft>",
+            boi_token_index="<image>",
+            eoi_token_index="<end>",
+            tie_word_embeddings=False,
+        ),
+        processor("Gemma3Processor", "Gemma3ImageProcessorPil", settings={"size": SQUARE}, image_seq_length=16),
+        ("<soft>", "<end>"),
+        named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
+    ),
+    "gemma4": Recipe(
+        whole(
+            "gemma4",
+            vision_config=part(
+                "gemma4_vision",
+                {**VISION, "patch_size": 8},
+                head_dim=16,
+                num_key_value_heads=2,
+                position_embedding_size=64,
+                pooling_kernel_size=2,
+            ),
+            text_config=part(
+                "gemma4_text",
+                {**TEXT, "num_hidden_layers": 6},
+                global_head_dim=32,
+                sliding_window=24,
+                hidden_size_per_layer_input=8,
+                vocab_size_per_layer_input=lambda _, vocabulary: vocabulary,
+                num_kv_shared_layers=2,
+                use_bidirectional_attention="vision",
+                layer_types=WINDOWED * 2,
+            ),
+            audio_config=None,
+            image_token_id="<soft>",
+            video_token_id="<|video|>",
+            boi_token_id="<start>",
+            eoi_token_id="<end>",
+            audio_token_id="<sound>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "Gemma4Processor",
+            "Gemma4ImageProcessorPil",
+            videos="Gemma4VideoProcessor",
+            frames={"num_frames": 8},
+            settings={"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8},
+            sounds="Gemma4AudioFeatureExtractor",
+        ),
+        _GEMMA4_WORDS,
+        named=_GEMMA4_NAMES,
+        image="<soft>",
+        video="<|video|>",
+        step_tokens=80,
+    ),
+    "gemma4_unified": Recipe(
+        whole(
+            "gemma4_unified",
+            vision_config=part(
+                "gemma4_unified_vision",
+                {},
+                patch_size=8,
+                pooling_kernel_size=2,
+                mm_embed_dim=48,
+                mm_posemb_size=64,
+                output_proj_dims=48,
+            ),
+            text_config=part(
+                "gemma4_unified_text",
+                {**TEXT, "num_hidden_layers": 6},
+                global_head_dim=32,
+                sliding_window=24,
+                use_bidirectional_attention="vision",
+                layer_types=WINDOWED * 2,
+            ),
+            audio_config=None,
+            image_token_id="<soft>",
+            video_token_id="<|video|>",
+            boi_token_id="<start>",
+            eoi_token_id="<end>",
+            audio_token_id="<sound>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "Gemma4UnifiedProcessor",
+            "Gemma4UnifiedImageProcessor",
+            videos="Gemma4UnifiedVideoProcessor",
+            frames={"num_frames": 8},
+            settings={"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8},
+            sounds="Gemma4UnifiedAudioFeatureExtractor",
+        ),
+        _GEMMA4_WORDS,
+        named=_GEMMA4_NAMES,
+        image="<soft>",
+        video="<|video|>",
+    ),
+}
