@@ -61,23 +61,36 @@ def config_of(folder: Path) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """The class of models that read pictures and write text. Raises CheckpointError where there is none."""
-    known = library().AutoModelForImageTextToText._model_mapping
-    if type(config) not in known:
-        raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
-    found = known[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError where there is
+    none."""
+    for every in (library().AutoModelForImageTextToText, library().AutoModelForMultimodalLM):
+        if type(config) in every._model_mapping:
+            found = every._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
 
 
 def processor_of(folder: Path) -> Any:
-    """The checkpoint's processor. Raises CheckpointError where it has none that says what stands for a picture."""
+    """The checkpoint's processor. Raises CheckpointError where it has none that says what stands for a picture, or for
+    a sound where it is for sounds alone."""
     try:
         found = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
         raise CheckpointError(f"the library has no processor for this model: {_first_line(error)}") from error
-    if not isinstance(getattr(found, "image_token", None), str) or not hasattr(found, "image_processor"):
-        raise CheckpointError(f"{type(found).__name__} does not say what stands for a picture in a prompt")
+    kind = item_of(found)
+    if not isinstance(getattr(found, f"{kind}_token", None), str) or not hasattr(found, _EXTRACTORS[kind]):
+        raise CheckpointError(f"{type(found).__name__} does not say what stands for a {_WORDS[kind]} in a prompt")
     return found
+
+
+_EXTRACTORS = {"image": "image_processor", "audio": "feature_extractor"}
+_WORDS = {"image": "picture", "video": "video", "audio": "sound"}
+
+
+def item_of(processor: Any) -> str:
+    """The modality that a processor knows at least: `audio`, where it is for sounds alone."""
+    alone = hasattr(processor, "feature_extractor") and not hasattr(processor, "image_processor")
+    return "audio" if alone else "image"
 
 
 def placeholder_of(processor: Any, modality: str = "image") -> str:
@@ -100,6 +113,39 @@ class Clip:
         about: dict[str, Any] = {"total_num_frames": self.total, "fps": self.fps, "duration": self.total / self.fps}
         about |= {"height": height, "width": width, "frames_indices": list(self.numbers)}
         return {"videos": [self.frames], "video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """Samples [n] float32, `SOUND_RATE` of them a second."""
+
+    samples: np.ndarray
+
+    def given(self) -> dict[str, Any]:
+        """What a processor is given."""
+        return {"audio": [self.samples]}
+
+
+SOUND_RATE = 16_000
+
+
+def longest_sound(processor: Any) -> int:
+    """The samples that a processor takes of a sound, and says nothing of what is behind them; 0: all of any."""
+    if seconds := getattr(processor, "max_audio_len", None):
+        return int(seconds * SOUND_RATE)
+    known = int(getattr(processor.feature_extractor, "n_samples", 0))
+    if not known:
+        return 0
+    sounds = [Sound(np.zeros(length, np.float32)) for length in (known, known + SOUND_RATE)]
+    within, beyond = (replaced(processor, "audio", sound.given()) for sound in sounds)
+    return known if within == beyond else 0
+
+
+def marks_around(processor: Any, modality: str) -> tuple[str, str]:
+    """What a chat has before and behind a placeholder, where positions depend on it."""
+    kind = "audio" if modality == "audio" else "vision"
+    before, behind = (getattr(processor, f"{kind}_{end}_token", None) for end in ("bos", "eos"))
+    return (before, behind) if isinstance(before, str) and isinstance(behind, str) else ("", "")
 
 
 def frames_of(processor: Any, total: int, fps: float) -> list[int]:
@@ -247,7 +293,9 @@ def describe(folder: Path) -> LibraryModel:
     text = config.get_text_config(decoder=True)
     whole, processor = class_of(config), processor_of(folder)
     _check_processor(processor)
-    taken = ["image", *(["video"] if takes_videos(config, processor) else [])]
+    taken = [item_of(processor), *(["video"] if takes_videos(config, processor) else [])]
+    if "audio" not in taken and takes_sounds(config, processor):
+        taken.append("audio")
     ids = {kind: processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor, kind)) for kind in taken}
     return LibraryModel(
         architecture=whole.__name__,
@@ -281,6 +329,25 @@ def takes_videos(config: Any, processor: Any) -> bool:
 _BLANK_RATE = 8.0
 
 
+def takes_sounds(config: Any, processor: Any) -> bool:
+    """Whether the processor says what stands for a sound, and the model has a tower for it, and does not tell
+    modalities apart in its text: a trial shows such a model pictures alone."""
+    if not isinstance(getattr(processor, "audio_token", None), str) or not hasattr(
+        base_of(config), "get_audio_features"
+    ):
+        return False
+    if any("token_type_ids" in name for name in inspect.signature(class_of(config).forward).parameters):
+        return False
+    if getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None) != SOUND_RATE:
+        return False
+    try:
+        text = replaced(processor, "audio", Sound(np.zeros(SOUND_RATE, np.float32)).given())
+        row_tokens(config, processor, "audio", text)
+    except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
 def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> dict[str, int]:
     """The tokens at whose places rows go in what stands for an item, by their names: some models have one for all
     modalities, some have marks whose rows the tower gives as well. Raises ValueError where there is none."""
@@ -298,26 +365,38 @@ def marks_of(config: Any) -> list[int]:
 
 
 def _check_processor(processor: Any) -> None:
-    """Raises CheckpointError where it does not say what stands for a picture."""
+    """Raises CheckpointError where it does not say what stands for an item."""
+    kind = item_of(processor)
     try:
-        replaced(processor, "image", {"images": [Image.new("RGB", _SIZES[0])]})
+        replaced(processor, kind, _blanks(kind)[0])
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        what = f"{type(processor).__name__} does not say what stands for a picture in a prompt"
+        what = f"{type(processor).__name__} does not say what stands for a {_WORDS[kind]} in a prompt"
         raise CheckpointError(what) from error
 
 
-def stand_alone(processor: Any) -> bool:
-    """Whether two pictures in one prompt are made into what each is made into alone."""
+def _blanks(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Two items without content, each alone, and both together."""
+    if kind == "audio":
+        sounds = [np.zeros(length, np.float32) for length in _LENGTHS]
+        return {"audio": sounds[:1]}, {"audio": sounds[1:]}, {"audio": sounds}
     pictures = [Image.new("RGB", size) for size in _SIZES]
-    asked = [[picture] for picture in pictures] + [pictures]
+    return {"images": pictures[:1]}, {"images": pictures[1:]}, {"images": pictures}
+
+
+def stand_alone(processor: Any) -> bool:
+    """Whether two items in one prompt are made into what each is made into alone."""
+    kind = item_of(processor)
     try:
-        first, second, both = (replaced(processor, "image", {"images": each}, len(each)) for each in asked)
+        first, second, both = (
+            replaced(processor, kind, each, count) for each, count in zip(_blanks(kind), (1, 1, 2), strict=True)
+        )
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
         return False
     return first + _BETWEEN + second == both
 
 
 _SIZES = (64, 48), (60, 180)
+_LENGTHS = 20_000, 30_000
 _BETWEEN = " and "
 
 
@@ -336,9 +415,11 @@ def check(config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
-    if not hasattr(base_of(config), "get_image_features"):
+    base = base_of(config)
+    apart = [each for each in _EXTRACTORS if hasattr(base, f"get_{each}_features")]
+    if not apart:
         raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
-    if getattr(config, "image_token_id", None) is None:
+    if getattr(config, f"{apart[0]}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
@@ -347,6 +428,12 @@ def check(config: Any) -> None:
 
 _LONGEST = 32768
 """Tokens of a context whose bound no configuration states."""
+
+
+def row_token(config: Any) -> int:
+    """The token at whose places a picture's rows go, or a sound's where the model knows no pictures."""
+    found = getattr(config, "image_token_id", None)
+    return int(config.audio_token_id if found is None else found)
 
 
 def base_of(config: Any) -> Any:
@@ -364,7 +451,8 @@ def rope_positions(base: Any, made: Mapping[str, Any]) -> torch.Tensor:
     """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
     processor has made. Raises CheckpointError where there are other axes than three."""
     known = inspect.signature(base.get_rope_index).parameters
-    found = base.get_rope_index(**{name: made[name] for name in known if name in made})[0][:, 0]
+    named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
+    found = base.get_rope_index(**{name: named[name] for name in known if name in named})[0][:, 0]
     if len(found) != _AXES:
         raise CheckpointError(f"{type(base).__name__} counts places on {len(found)} axes")
     positions: torch.Tensor = found.long()
@@ -372,6 +460,11 @@ def rope_positions(base: Any, made: Mapping[str, Any]) -> torch.Tensor:
 
 
 _AXES = 3
+_RENAMED: dict[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "audio_seqlens": ("feature_attention_mask", lambda made: made["feature_attention_mask"].sum(-1)),
+    "second_per_grids": ("video_second_per_grid", lambda made: torch.as_tensor(made["video_second_per_grid"])),
+}
+"""What the rule of positions calls otherwise than the processor, and how it is made of that."""
 
 
 def _first_line(error: BaseException) -> str:

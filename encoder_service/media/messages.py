@@ -120,13 +120,14 @@ class Chosen(msgspec.Struct, tag=True):
 
 class PlanItem(msgspec.Struct, frozen=True, tag=True):
     """What stands in a prompt for an item of this size? Of a video: for frames with these numbers, of `total`, `fps`
-    each second."""
+    each second. Of sound: for so many samples."""
 
-    height: int
-    width: int
+    height: int = 0
+    width: int = 0
     frames: tuple[int, ...] = ()
     total: int = 0
     fps: float = 0.0
+    samples: int = 0
 
 
 class Planned(msgspec.Struct, tag=True):

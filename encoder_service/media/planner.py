@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common import log
 from common.errors import InvalidInput, Unavailable
-from common.media.item import Grid, PromptPart
+from common.media.item import Grid, Modality, PromptPart
 from common.processes import Child, ChildDied
 from encoder_service.item import Footage, Inspection, Item, Plan
 from encoder_service.media.messages import (
@@ -81,11 +81,13 @@ class LibraryPlanner:
         return Footage(tuple(answer.frames), seen.frames, seen.fps)
 
     async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
-        """The plan of a picture of that size, or of these frames. Raises InvalidInput where the library does not take
-        it, or it has options, and Unavailable where the process does not answer."""
+        """The plan of a picture of that size, of these frames, or of a sound of that length. Raises InvalidInput where
+        the library does not take it, or it has options, and Unavailable where the process does not answer."""
         _without_options(item)
         about = PlanItem(seen.height, seen.width)
-        if footage is not None:
+        if item.modality is Modality.AUDIO:
+            about = PlanItem(samples=seen.frames)
+        elif footage is not None:
             about = PlanItem(seen.height, seen.width, footage.numbers, footage.total, footage.fps)
         if about not in self._known:
             answer = await self._asked(about, item.field)
@@ -96,6 +98,9 @@ class LibraryPlanner:
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         tokens = sum(part.rows for part in parts)
+        if about.samples:
+            shape = (1, about.samples)
+            return Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=parts, depth=4)
         whole = (seen.height, seen.width)
         frames = (0,) if footage is None else footage.decoded
         return Plan(Grid(1, 1, tokens), tokens, frames, *whole, whole, replacement=parts)
@@ -124,7 +129,7 @@ class LibraryPlanner:
             raise
         if not isinstance(answer, Chosen | Planned):
             _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
-            why = "the model takes no item of this size, or of so many frames"
+            why = "the model takes no item of this size or length, or of so many frames"
             raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
         return answer
 

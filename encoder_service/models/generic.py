@@ -18,6 +18,8 @@ from common.library_models import load, marks_of
 
 _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
+_UNPOOLED = "audio"
+"""The modality whose rows some towers give as their last hidden states."""
 _MARKS = "visual_indicator_features"
 """Rows of marks around a picture, which are tokens of their own."""
 
@@ -41,7 +43,11 @@ class LibraryTower:
         beside = [name for name, value in features.items() if value is not None and not _OF_NO_PROMPT.fullmatch(name)]
         if beside := [name for name in beside if name != _MARKS and (name != "deepstack_features" or not deep)]:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
-        levels = [flat_rows(level, self._found.hidden_size) for level in (features.pooler_output, *deep)]
+        first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
+        first = features.pooler_output if first is None else first
+        levels = [flat_rows(level, self._found.hidden_size) for level in (first, *deep)]
+        if modality == _UNPOOLED:  # nothing of a sound goes to deeper layers
+            levels += [torch.zeros_like(levels[0])] * (self._found.levels - len(levels))
         if marks is not None:
             levels = [self._with_marks(level, marks, inputs["input_ids"][0]) for level in levels]
         if {len(level) for level in levels} != {tokens}:

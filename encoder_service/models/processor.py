@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from common.checkpoint import CheckpointError
 from common.library_models import (
     Clip,
+    Sound,
     base_of,
+    check,
     config_of,
     frames_of,
+    longest_sound,
+    marks_around,
     placeholder_of,
     processor_of,
     replaced,
@@ -31,8 +35,8 @@ from common.media.item import PromptPart
 _OF_THE_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
-Shown = np.ndarray | Clip
-"""A picture [height, width, 3] uint8, or a video's frames."""
+Shown = np.ndarray | Clip | Sound
+"""A picture [height, width, 3] uint8, a video's frames, or a sound."""
 
 
 class ItemProcessor:
@@ -41,8 +45,7 @@ class ItemProcessor:
     def __init__(self, folder: Path) -> None:
         self._processor = processor_of(folder)
         self._config = config_of(folder)
-        if getattr(self._config, "image_token_id", None) is None:
-            raise CheckpointError(f"{self._config.model_type} does not state the token at whose places rows go")
+        check(self._config)
         base = base_of(self._config)
         self._base = base if hasattr(base, "get_rope_index") else None
 
@@ -54,14 +57,21 @@ class ItemProcessor:
     def replacement(self, shown: Shown) -> tuple[PromptPart, ...]:
         """What stands in a prompt for an item; it follows from its sizes and times alone."""
         with self._as_value_errors():
+            if isinstance(shown, Sound) and 0 < self._longest < len(shown.samples):
+                raise ValueError("the processor does not take all of so long a sound")
             text = replaced(self._processor, _kind(shown), _given(shown))
         tokens = row_tokens(self._config, self._processor, _kind(shown), text)
         parts = prompt_parts(text, tokens)
         return parts if self._base is None else self._placed(parts, self._base, shown, next(iter(tokens.values())))
 
+    @cached_property
+    def _longest(self) -> int:
+        return longest_sound(self._processor)
+
     def _placed(self, parts: tuple[PromptPart, ...], base: Any, shown: Shown, token: int) -> tuple[PromptPart, ...]:
         """With the positions of rows, as the model has them in a prompt with a text before the item and one behind."""
-        text = f"a{placeholder_of(self._processor, _kind(shown))}b"
+        text = placeholder_of(self._processor, _kind(shown)).join(marks_around(self._processor, _kind(shown)))
+        text = f"a{text}b"
         made = self._call(shown, text, return_tensors="pt", return_mm_token_type_ids=True)
         if isinstance(shown, Clip):  # some tell a video's rows from a picture's by marks that a chat has around it
             made = {**made, "mm_token_type_ids": 2 * (made["input_ids"] == token).long()}
@@ -100,11 +110,11 @@ class ItemProcessor:
 
 
 def _kind(shown: Shown) -> str:
-    return "video" if isinstance(shown, Clip) else "image"
+    return "image" if isinstance(shown, np.ndarray) else "video" if isinstance(shown, Clip) else "audio"
 
 
 def _given(shown: Shown) -> dict[str, Any]:
-    return shown.given() if isinstance(shown, Clip) else {"images": [Image.fromarray(shown)]}
+    return {"images": [Image.fromarray(shown)]} if isinstance(shown, np.ndarray) else shown.given()
 
 
 def _check(parts: list[PromptPart], ids: np.ndarray, places: np.ndarray, token: int) -> None:

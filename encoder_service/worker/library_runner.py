@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.library_models import Clip
+from common.library_models import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.generic import LibraryTower
@@ -53,6 +53,7 @@ class LibraryRunner(Runner):
         if settings.graphs:
             raise GraphsUnavailable("this model's tower cannot go into CUDA graphs")
         self._processor = ItemProcessor(Path(settings.folder))
+        self._first = next(iter(found.placeholders))
         return found.levels * found.hidden_size
 
     def load(self, settings: WorkerSettings) -> StagedTower:
@@ -62,11 +63,13 @@ class LibraryRunner(Runner):
 
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
-        """Runs a small picture through everything once: the first pass of a process is slow, and what does not fit
-        together shows here."""
-        blank = np.zeros((*_SIDES, 3), np.uint8)
+        """Runs a small picture, or a second of silence where the model knows no pictures, through everything once: the
+        first pass of a process is slow, and what does not fit together shows here."""
+        blank: Shown = np.zeros((*_SIDES, 3), np.uint8)
+        if self._first == "audio":
+            blank = Sound(np.zeros(SOUND_RATE, np.float32))
         tokens = sum(part.rows for part in self._processor.replacement(blank))
-        self._staged.run([("image", self._processor.inputs(blank))], [tokens])
+        self._staged.run([(self._first, self._processor.inputs(blank))], [tokens])
         return WorkerReady("the library's", [], self.pool_made())
 
     def prepare(self, batch: Batch) -> PreparedBatch:
@@ -85,4 +88,6 @@ class LibraryRunner(Runner):
         if piece.modality == "image":
             still: np.ndarray = frames[0]
             return still
+        if piece.modality == "audio":
+            return Sound(frames.reshape(-1).view(np.float32))
         return Clip(frames, tuple(range(len(frames))), len(frames), 1.0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_models import Clip
+from common.library_models import Clip, Sound
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media.messages import (
     ChooseFrames,
@@ -55,6 +55,8 @@ def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen 
     try:
         if isinstance(asked, ChooseFrames):
             return Chosen(processor.frames(asked.total, asked.fps))
+        if asked.samples:
+            return Planned(list(processor.replacement(Sound(np.zeros(asked.samples, np.float32)))))
         if not asked.frames:
             return Planned(list(processor.replacement(np.zeros((asked.height, asked.width, 3), np.uint8))))
         blank = np.zeros((len(asked.frames), asked.height, asked.width, 3), np.uint8)

@@ -17,14 +17,19 @@ from torch import Tensor
 from common import log
 from common.checkpoint import CheckpointError
 from common.library_models import (
+    SOUND_RATE,
+    Sound,
     base_of,
     config_of,
+    item_of,
     level_count,
     made_up,
+    marks_around,
     marks_of,
     placeholder_of,
     processor_of,
     rope_positions,
+    row_token,
     shrink,
 )
 from llm_service.layers.attention.backend import PagedChunk
@@ -41,6 +46,7 @@ _PICTURE = 48, 64
 _ANSWER = 24
 """Tokens: a shrunk window is passed by them."""
 _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"), "image_grid_thw"
+_MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,35 +120,43 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
 
 def drawn_prompt(config: Any) -> TrialPrompt:
     """Tokens of text, and two runs of rows among them: for a configuration without a processor."""
-    token = config.image_token_id
+    token = row_token(config)
     ids = torch.arange(40) % 7 + 3
     ids[8:20], ids[24:30] = token, token
     types = (ids == token).long().unsqueeze(0)
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
     grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
-    return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids})
+    mask = torch.ones_like(types)
+    return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids, _MASK: mask})
 
 
 def _prompt(folder: Path, config: Any) -> TrialPrompt:
-    """Text, a picture, text, as the library's processor makes it."""
+    """Text, a picture, text, as the library's processor makes it; a sound where it knows no pictures."""
     processor = processor_of(folder)
-    picture = Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))
-    text = f"A few words before it {placeholder_of(processor)} and a few words behind it, to be read."
-    more = {"return_mm_token_type_ids": True} if hasattr(base_of(config), "get_rope_index") else {}
-    made = processor(images=[picture], text=[text], return_tensors="pt", **more)
-    return _prompt_of(config, made["input_ids"][0], {kind: made[kind] for kind in (*_TYPES, _GRIDS) if kind in made})
+    kind = item_of(processor)
+    item = placeholder_of(processor, kind).join(marks_around(processor, kind))
+    text = f"A few words before it {item} and a few words behind it, to be read."
+    more: dict[str, Any] = {"return_mm_token_type_ids": True} if hasattr(base_of(config), "get_rope_index") else {}
+    if kind == "audio":
+        more |= Sound(np.zeros(SOUND_RATE, np.float32)).given()
+    else:
+        more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
+    made = processor(text=[text], return_tensors="pt", **more)
+    taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
+    return _prompt_of(config, made["input_ids"][0], taken)
 
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
     """With rows that are drawn."""
     hidden, marks = config.get_text_config(decoder=True).hidden_size, marks_of(config)
-    places = torch.isin(ids, torch.tensor([config.image_token_id, *marks])).nonzero().flatten()
+    token = row_token(config)
+    places = torch.isin(ids, torch.tensor([token, *marks])).nonzero().flatten()
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(level_count(config), len(places), hidden, generator=generator)
     own = torch.randn(len(marks), hidden, generator=generator)
     for mark, row in zip(marks, own, strict=True):
         rows[0, ids[places] == mark] = row
-    return TrialPrompt(ids, places, rows, own, ids[places] == config.image_token_id, more)
+    return TrialPrompt(ids, places, rows, own, ids[places] == token, more)
 
 
 def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
@@ -154,6 +168,11 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
     taken = inspect.signature(model.forward).parameters.keys()
     more = {kind: value for kind, value in prompt.more.items() if kind in taken}
+    if getattr(model.config, "image_token_id", None) is None:  # it is for sounds alone, and does no more than this
+        embedded = model.get_input_embeddings()(prompt.ids)
+        embedded[prompt.places] = prompt.rows[0].to(embedded)
+        alone: Tensor = model(inputs_embeds=embedded.unsqueeze(0), use_cache=False, **more).logits[0].float()
+        return alone
     first, *deep = prompt.rows[:, prompt.pictures]
     why: list[BaseException] = []
     apart = [[level] for level in deep]

@@ -15,16 +15,16 @@ from PIL import Image
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel
-from common.library_models import Clip
+from common.library_models import Clip, Sound
 from common.media.item import Grid, Header, Key, Modality
 from encoder_service.media.video import open_reader
 from encoder_service.models.generic import LibraryTower
-from encoder_service.models.processor import ItemProcessor
+from encoder_service.models.processor import ItemProcessor, Shown
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, prompts_for
+from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, Tones, prompts_for
 
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -57,14 +57,19 @@ class Served:
         pieces = self.builder.pieces(ChatPrompt((message,)), kinds)
         return Prompt(self.builder.layout(pieces, headers), list(rows), {})
 
-    def _encoded(self, part: Image.Image | Film) -> tuple[Header, torch.Tensor]:
-        shown: np.ndarray | Clip
-        if isinstance(part, Film):
+    def _encoded(self, part: Image.Image | Film | Tones) -> tuple[Header, torch.Tensor]:
+        shown: Shown
+        blank: Shown
+        if isinstance(part, Tones):
+            kind, shown = Modality.AUDIO, Sound(part.heard())
+            blank = Sound(np.zeros_like(shown.samples))
+            key = hashlib.sha256(shown.samples.tobytes()).digest()
+        elif isinstance(part, Film):
             kind, reader = Modality.VIDEO, open_reader(part.file)
             fps = float(reader.get_avg_fps())
             numbers = tuple(self.processor.frames(len(reader), fps))
             shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps)
-            blank: np.ndarray | Clip = replace(shown, frames=np.zeros_like(shown.frames))
+            blank = replace(shown, frames=np.zeros_like(shown.frames))
             key = hashlib.sha256(shown.frames.tobytes()).digest()
         else:
             kind, shown = Modality.IMAGE, np.asarray(part)
@@ -107,7 +112,7 @@ def compare(folder: Path, step_tokens: int = 16) -> set[str]:
     for name, prompt in prompts.items():
         assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in short steps"
     company = served.engine(prefix_cache=True)
-    names = [*prompts, "one picture"]
+    names = [*prompts, next(name for name in prompts if name != "text")]
     for cached in (False, True):
         outcomes = company.run([prompts[name] for name in names], GREEDY)
         for name, outcome in zip(names, outcomes, strict=True):

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.library_models import Sound
 from common.media.item import Key, Modality
 from encoder_service.models.generic import flat_rows
 from encoder_service.models.processor import ItemProcessor
@@ -29,7 +30,7 @@ from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
-from tools.models.compare import PROMPTS, picture
+from tools.models.compare import PROMPTS, SOUND, Reference, picture, tones
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
@@ -44,6 +45,7 @@ SUITE = (
     "gemma4",  # these in windows alone; inputs of layers; keys of two shapes
     "ernie4_5_vl_moe",  # experts by modality; positions on three axes
     "kimi_k25",  # keys wider than values
+    "qwen2_5_omni_thinker",  # sounds, videos and pictures; positions that depend on marks around them
 )
 """One of each class; `make models` compares all."""
 
@@ -195,4 +197,51 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.mark.parametrize("kind", SUITE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
-    assert "one picture" in compare(make(kind, tmp_path), RECIPES[kind].step_tokens)
+    assert {"one picture", *([SOUND] if kind == "qwen2_5_omni_thinker" else [])} <= compare(
+        make(kind, tmp_path), RECIPES[kind].step_tokens
+    )
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model for sounds alone."""
+    return Served.of(make("glmasr", tmp_path_factory.mktemp("glmasr")))
+
+
+def test_rows_of_sounds_are_the_library_s(hearing: Served) -> None:
+    assert list(hearing.found.placeholders) == ["audio"]
+    library = Reference(hearing.folder)
+    for seconds in (0.4, 1.7):
+        part = tones(7, seconds)
+        given = library.inputs(["Hear ", part, "!"])
+        rows = library.rows("audio", given)
+        ours = hearing.prompt(["Hear ", part, "!"])
+        assert ours.layout.ids == given["input_ids"][0].tolist()
+        torch.testing.assert_close(ours.rows[0][:, 0], rows, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(rows[0], rows[-1]), "every row would do"
+
+
+def test_tokens_follow_from_what_is_heard(hearing: Served) -> None:
+    asked = [["Hear ", tones(seed, 1.1), " What is said?"] for seed in (8, 9)]
+    library = Reference(hearing.folder)
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    outcomes = hearing.engine(step_tokens=16, max_running=2).run([hearing.prompt(parts) for parts in asked], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert expected[0] != expected[1]
+
+
+def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
+    """Its features end after ten seconds, and it says nothing."""
+    processor = ItemProcessor(make("qwen2_5_omni_thinker", tmp_path))
+    whole = processor.replacement(Sound(np.zeros(160_000, np.float32)))
+    assert sum(part.rows for part in whole) == 250
+    with pytest.raises(ValueError, match="does not take all of so long a sound"):
+        processor.replacement(Sound(np.zeros(160_001, np.float32)))
+
+
+def test_sounds_are_left_out_where_a_model_tells_modalities_apart_in_its_text(tmp_path: Path) -> None:
+    folder = make("gemma4", tmp_path)
+    config, processor = library_models.config_of(folder), library_models.processor_of(folder)
+    assert hasattr(library_models.base_of(config), "get_audio_features")
+    assert processor.audio_token == "<sound>"
+    assert not library_models.takes_sounds(config, processor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import wave
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from common.library import LibraryModel
-from common.library_models import describe, library
+from common.library_models import SOUND_RATE, class_of, config_of, describe, library
 from encoder_service.media.video import open_reader
 from tools.demo_media import film
 from tools.launcher import NotStartedError, Service
-from twinlens import Answer, LlmClient, SamplingParams, TwinlensError, image, user, video
+from twinlens import Answer, LlmClient, SamplingParams, TwinlensError, audio, image, user, video
 from twinlens.prompts import generate_request
 
 TOKENS = 32
@@ -39,7 +41,28 @@ class Film:
     file: bytes
 
 
-Part = str | Image.Image | Film
+@dataclass(frozen=True, slots=True)
+class Tones:
+    """A sound: samples [n] int16, `SOUND_RATE` of them a second."""
+
+    samples: np.ndarray
+
+    def file(self) -> bytes:
+        """As WAV."""
+        out = BytesIO()
+        with wave.open(out, "wb") as wav:
+            wav.setnchannels(1)
+            wav.setsampwidth(2)
+            wav.setframerate(SOUND_RATE)
+            wav.writeframes(self.samples.tobytes())
+        return out.getvalue()
+
+    def heard(self) -> np.ndarray:
+        """What becomes of the file: float32, full scale is 1."""
+        return self.samples.astype(np.float32) / 32768
+
+
+Part = str | Image.Image | Film | Tones
 Prompt = list[Part]
 
 
@@ -49,7 +72,17 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def tones(seed: int, seconds: float) -> Tones:
+    """A note a quarter of a second, each with overtones of its own, so that two sounds differ in what can be heard."""
+    draw = np.random.default_rng(seed)
+    at = np.arange(round(seconds * SOUND_RATE)) / SOUND_RATE
+    pitch = draw.uniform(120, 900, (len(at) // 4000 + 1, 3))[np.arange(len(at)) // 4000]
+    samples = np.sin(2 * np.pi * pitch * at[:, None]).mean(1) + draw.normal(0, 0.02, len(at))
+    return Tones((12_000 * samples).astype(np.int16))
+
+
 VIDEO = "a video"
+SOUND = "a sound"
 TWO = "two of different sizes"
 PROMPTS: dict[str, Prompt] = {
     "text": ["Tell me about two red circles."],
@@ -63,6 +96,14 @@ def film_prompt() -> Prompt:
     return ["First this: ", Film(film()), " What moves?"]
 
 
+def sound_prompts() -> dict[str, Prompt]:
+    """Questions about one sound, and about two of different length."""
+    return {
+        SOUND: [tones(1, 1.3), "What is said?"],
+        "two sounds": ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
+    }
+
+
 class Differs(Exception):
     """What the services say is not what the library says."""
 
@@ -72,7 +113,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
-        model = library().AutoModelForImageTextToText
+        model = class_of(config_of(folder))
         self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         self._model.generation_config.eos_token_id = None
 
@@ -90,10 +131,21 @@ class Reference:
             options["return_mm_token_type_ids"] = True
         return dict(self.processor(**options, **media))
 
+    @torch.no_grad()
+    def rows(self, modality: str, inputs: Mapping[str, Any]) -> Tensor:
+        """What its tower makes of the only item of such inputs, [n, width]."""
+        compute = getattr(self._model.base_model, f"get_{modality}_features")
+        taken = inspect.signature(compute).parameters
+        made = compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
+        rows: Tensor = made.pooler_output
+        return rows
+
     def _media(self, parts: Sequence[Part]) -> dict[str, Any]:
         stills = [part for part in parts if isinstance(part, Image.Image)]
         films = [open_reader(part.file) for part in parts if isinstance(part, Film)]
         media: dict[str, Any] = {"images": stills} if stills else {}
+        if sounds := [part.heard() for part in parts if isinstance(part, Tones)]:
+            media["audio"] = sounds
         if films:
             media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
             media["video_metadata"] = [_about(each) for each in films]
@@ -110,7 +162,7 @@ class Reference:
 
 
 def _kind(part: Part) -> str:
-    return "video" if isinstance(part, Film) else "image"
+    return "video" if isinstance(part, Film) else "audio" if isinstance(part, Tones) else "image"
 
 
 def _about(reader: Any) -> dict[str, Any]:
@@ -121,7 +173,10 @@ def _about(reader: Any) -> dict[str, Any]:
 
 def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
-    asked = {name: parts for name, parts in PROMPTS.items() if name != TWO or not found.one_item}
+    asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
+    asked |= sound_prompts() if "audio" in found.placeholders else {}
+    if found.one_item:
+        asked = {name: parts for name, parts in asked.items() if sum(not isinstance(part, str) for part in parts) < 2}
     if "video" in found.placeholders:
         try:
             reference.tokens(reference.inputs(film_prompt()))
@@ -129,6 +184,10 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
             return asked
         asked[VIDEO] = film_prompt()
     return asked
+
+
+def _known(part: Part, found: LibraryModel) -> bool:
+    return isinstance(part, str) or _kind(part) in found.placeholders
 
 
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
@@ -180,6 +239,8 @@ def _sent(part: Part) -> Any:
         return part
     if isinstance(part, Film):
         return video(part.file)
+    if isinstance(part, Tones):
+        return audio(part.file())
     file = BytesIO()
     part.save(file, "PNG")
     return image(file.getvalue())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common.library_models import library
+from common.library_models import class_of, library
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 
@@ -19,7 +19,8 @@ _BYTES = 256
 _TEMPLATE = (
     "{% for message in messages %}{{ '<s>' + message.role + ': ' }}{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ '<image>' }}"
-    "{% elif part.type == 'video' %}{{ '<video>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% elif part.type == 'video' %}{{ '<video>' }}{% elif part.type == 'audio' %}{{ '<audio>' }}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "{{ '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
@@ -36,13 +37,14 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
         extra_special_tokens=dict(recipe.named),
     )
     config, ids = config_of_recipe(name), _ids(recipe)
-    model = library().AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
         model.get_output_embeddings().weight[[id for word, id in ids.items() if word != "</s>"]] = 0
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
     model.to(dtype).save_pretrained(folder)
     template = _TEMPLATE.replace("<image>", recipe.image).replace("<video>", recipe.video)
+    template = template.replace("<audio>", recipe.audio)
     recipe.processor(tokenizer, template).save_pretrained(folder)
     return folder
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.models.recipes import axes, marked, plain, spans, windowed
+from tools.models.recipes import axes, marked, plain, sounds, spans, windowed
 from tools.models.recipes.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {
-    kind: recipe for each in (plain, marked, windowed, spans, axes) for kind, recipe in each.RECIPES.items()
+    kind: recipe for each in (plain, marked, windowed, spans, axes, sounds) for kind, recipe in each.RECIPES.items()
 }

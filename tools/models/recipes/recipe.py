@@ -42,7 +42,7 @@ Words = Mapping[str, int]
 class Recipe:
     """How a checkpoint of one architecture is made: its configuration, of the ids of special tokens and the size of the
     vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which the tokenizer
-    has a name for those in `named`. `image` and `video` stand for
+    has a name for those in `named`. `image`, `video` and `audio` stand for
     one in a chat. `pieces`: its tokenizer is one of pieces,
     which sets a mark before the first word of a text; else one of bytes. Steps of `step_tokens` hold what
     no chunk may end within."""
@@ -54,6 +54,7 @@ class Recipe:
     named: Mapping[str, str] = field(default_factory=dict)
     image: str = "<image>"
     video: str = "<video>"
+    audio: str = "<audio>"
     step_tokens: int = 16
 
 
@@ -89,25 +90,28 @@ def _value(value: Any, words: Words, vocabulary: int) -> Any:
 
 def processor(
     kind: str,
-    pictures: str,
+    pictures: str = "",
     *,
     settings: Mapping[str, Any] | None = None,
     videos: str = "",
     stills: Mapping[str, Any] | None = None,
     frames: Mapping[str, Any] | None = None,
     sounds: str = "",
+    bands: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Callable[[Any, str], Any]:
-    """A processor by its class, with that of pictures, that of videos where it needs one, both of these settings and
-    of their own, `stills` and `frames`, and what extracts features of sounds."""
+    """A processor by its class, with that of pictures and of videos where it needs them, both of these settings and of
+    their own, `stills` and `frames`, and what extracts features of sounds, with the settings `bands`."""
 
     def make(tokenizer: Any, template: str) -> Any:
         lib, given = library(), dict(settings or {})
-        parts = {"image_processor": getattr(lib, pictures)(**given, **(stills or {})), "tokenizer": tokenizer}
+        parts: dict[str, Any] = {"tokenizer": tokenizer}
+        if pictures:
+            parts["image_processor"] = getattr(lib, pictures)(**given, **(stills or {}))
         if videos:
             parts["video_processor"] = getattr(lib, videos)(**given, **(frames or {}))
         if sounds:
-            parts["feature_extractor"] = getattr(lib, sounds)()
+            parts["feature_extractor"] = getattr(lib, sounds)(**(bands or {}))
         return getattr(lib, kind)(**parts, chat_template=template, **more)
 
     return make

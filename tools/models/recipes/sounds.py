@@ -1,0 +1,148 @@
+"""Models that hear, of which some see as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.models.recipes.recipe import (
+    IDS,
+    LLAMA,
+    MEDIA,
+    MROPE,
+    PATCHES,
+    QWEN3,
+    QWEN_PICTURES,
+    TEXT,
+    Recipe,
+    part,
+    processor,
+    whole,
+)
+
+_BANDS = 16
+_EARS: dict[str, Any] = {
+    "num_mel_bins": _BANDS,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+    "output_dim": 64,
+}
+_WHISPER = {"feature_size": _BANDS, "chunk_length": 10}
+_OMNI_WORDS = ("<video>", "<audio>", "<start>", "<end>", "<listen>", "<heard>")
+_OMNI_NAMES = {
+    **MEDIA,
+    "audio_token": "<audio>",
+    "vision_bos_token": "<start>",
+    "vision_eos_token": "<end>",
+    "audio_bos_token": "<listen>",
+    "audio_eos_token": "<heard>",
+}
+_OMNI_IDS = {
+    **IDS,
+    "audio_token_id": "<audio>",
+    "vision_start_token_id": "<start>",
+    "vision_end_token_id": "<end>",
+    "audio_start_token_id": "<listen>",
+    "audio_end_token_id": "<heard>",
+}
+RECIPES: dict[str, Recipe] = {
+    "qwen2_5_omni_thinker": Recipe(
+        whole(
+            "qwen2_5_omni_thinker",
+            vision_config=part(
+                "qwen2_5_omni_vision_encoder", PATCHES, out_hidden_size=64, window_size=56, fullatt_block_indexes=[1]
+            ),
+            audio_config=part("qwen2_5_omni_audio_encoder", _EARS, max_source_positions=100, n_window=20),
+            text_config=part("qwen2_5_omni_text", TEXT, rope_parameters=lambda *_: dict(MROPE)),
+            **_OMNI_IDS,
+        ),
+        processor(
+            "Qwen2_5OmniProcessor",
+            "Qwen2VLImageProcessorPil",
+            videos="Qwen2VLVideoProcessor",
+            settings=QWEN_PICTURES,
+            sounds="WhisperFeatureExtractor",
+            bands=_WHISPER,
+        ),
+        _OMNI_WORDS,
+        named=_OMNI_NAMES,
+        image="<start><image><end>",
+        video="<start><video><end>",
+        audio="<listen><audio><heard>",
+    ),
+    "qwen3_omni_moe_thinker": Recipe(
+        whole(
+            "qwen3_omni_moe_thinker",
+            vision_config=part(
+                "qwen3_omni_moe_vision_encoder",
+                PATCHES,
+                out_hidden_size=64,
+                num_position_embeddings=64,
+                deepstack_visual_indexes=[0],
+            ),
+            audio_config=part(
+                "qwen3_omni_moe_audio_encoder",
+                _EARS,
+                max_source_positions=100,
+                n_window_infer=200,
+                downsample_hidden_size=8,
+            ),
+            text_config=part(
+                "qwen3_omni_moe_text",
+                TEXT,
+                rope_parameters=lambda *_: dict(MROPE, mrope_interleaved=True),
+                moe_intermediate_size=32,
+                num_experts=4,
+                num_experts_per_tok=2,
+            ),
+            **_OMNI_IDS,
+        ),
+        processor(
+            "Qwen3OmniMoeProcessor",
+            "Qwen2VLImageProcessorPil",
+            videos="Qwen2VLVideoProcessor",
+            settings=QWEN_PICTURES,
+            sounds="WhisperFeatureExtractor",
+            bands=_WHISPER,
+        ),
+        _OMNI_WORDS,
+        named=_OMNI_NAMES,
+        image="<start><image><end>",
+        video="<start><video><end>",
+        audio="<listen><audio><heard>",
+    ),
+    "qwen3_asr": Recipe(
+        whole(
+            "qwen3_asr",
+            audio_config=part("qwen3_asr_encoder", _EARS, n_window_infer=200, downsample_hidden_size=8),
+            text_config=QWEN3,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+        ),
+        processor("Qwen3ASRProcessor", sounds="Qwen3ASRFeatureExtractor", bands={"feature_size": _BANDS}),
+        ("<audio>", "<listen>", "<heard>"),
+        named={"audio_token": "<audio>", "audio_bos_token": "<listen>", "audio_eos_token": "<heard>"},
+        audio="<listen><audio><heard>",
+    ),
+    "glmasr": Recipe(
+        whole(
+            "glmasr",
+            audio_config=part(
+                "glmasr_encoder",
+                {},
+                hidden_size=32,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_mel_bins=_BANDS,
+                max_position_embeddings=500,
+            ),
+            text_config=LLAMA,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+        ),
+        processor("GlmAsrProcessor", sounds="WhisperFeatureExtractor", bands=_WHISPER, audio_token="<audio>"),
+        ("<audio>",),
+    ),
+}
