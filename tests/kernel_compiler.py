@@ -26,7 +26,7 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
-from llm_service.layers.gpu import gdn_kernels, quantized_kernel
+from llm_service.layers.gpu import gdn_kernels, quantized_kernel, routing_kernels
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
@@ -156,6 +156,20 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
         "norm": compiled(capability, rows_gpu.norm_kernel, dtype, BLOCK=4096, num_warps=8),
         "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
         "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
+    } | routing(capability, dtype)
+
+
+def routing(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """Of 128 experts, eight of which each row goes to."""
+    whole = {"rows": "*i32", "places": "*i32", "chosen": "*i32", "weights": f"*{_NAMES[dtype]}"}
+    sizes, block = {"PER_TOKEN": 8}, {"BLOCK": routing_kernels._BLOCK, "num_warps": 4}
+    made = {
+        "route": (routing_kernels.route_kernel, {"WIDTH": 8, "BLOCK": 128, "num_warps": 1}),
+        "sort": (routing_kernels.sort_kernel, block),
+        "weighted sum": (routing_kernels.weighted_sum_kernel, block),
+    }
+    return {
+        name: compiled(capability, kernel, dtype, (), whole, **sizes, **given) for name, (kernel, given) in made.items()
     }
 
 

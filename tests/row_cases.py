@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llm_service.layers.ops import RowOps, apply_rotary
+from llm_service.layers.ops import TORCH, RowOps, apply_rotary
 from llm_service.request import SamplingParams
 from tests import pictures
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
@@ -17,6 +17,8 @@ NORMS = ((1, 64), (3, 96), (2, 4096))
 HEADS = ((4, 2, 16, 16), (9, 3, 80, 80), (1, 1, 128, 128), (3, 1, 96, 24))
 """Query heads, key heads, their size, and how much of it is rotated."""
 GATES = (24, 1500)
+ROUTES = ((1, 4, 1), (2, 128, 8), (130, 12, 8))
+"""Rows, experts, and how many of them each row goes to."""
 
 
 def check_norm(ops: RowOps, rows: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -57,6 +59,43 @@ def check_silu_and_mul(ops: RowOps, inner: int, dtype: torch.dtype, device: str)
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
     _same(ops.silu_and_mul(x), torch.nn.functional.silu(first) * second)
+
+
+def check_routes(ops: RowOps, rows: int, experts: int, per_token: int, dtype: torch.dtype, device: str) -> None:
+    """From a router's logits to rows sorted by expert, and back; half of the experts are hardly ever chosen."""
+    logits = torch.randperm(rows * experts, generator=torch.Generator().manual_seed(1)).view(rows, experts)
+    logits = (8 * logits / logits.numel()).to(device, dtype)
+    logits[:, ::2] -= 4
+    weights, chosen = ops.route(logits, per_token)
+    likely = logits.float().softmax(-1)
+    expected = likely.topk(per_token, dim=-1).values
+    assert weights.dtype == dtype
+    _same(weights, (expected / expected.sum(-1, keepdim=True)).to(dtype))
+    torch.testing.assert_close(likely.gather(1, chosen.long()), expected)  # of equal ones another may be chosen
+    assert all(len(set(row)) == per_token for row in chosen.tolist())
+
+    plain = TORCH.sort_by_expert(chosen.long(), experts)
+    routes = ops.sort_by_expert(chosen, experts)
+    assert all(torch.equal(given.long(), other.long()) for given, other in zip(routes, plain, strict=True))
+    assert torch.equal(chosen.flatten()[routes.places.argsort()].sort().values, chosen.flatten().sort().values)
+
+    x = _drawn(rows * per_token, 40, dtype, device, 2)
+    expected = (x[plain.places].view(rows, per_token, -1) * weights.unsqueeze(-1)).sum(1)
+    _same(ops.weighted_sum(x, routes.places, weights), expected)
+
+
+def check_routes_of_broken_rows(ops: RowOps, device: str) -> None:
+    """A row that is not finite goes to experts that there are, and to no row but its own."""
+    logits = torch.zeros(3, 5, device=device)
+    logits[1, 2], logits[2, 0] = torch.nan, torch.inf
+    weights, chosen = ops.route(logits, 2)
+    assert weights.isfinite().all(1).tolist() == [True, False, False]
+    assert ((chosen >= 0) & (chosen < 5)).all()
+    routes = ops.sort_by_expert(chosen, 5)
+    assert sorted(routes.places.tolist()) == list(range(6))
+    assert routes.ends[-1] == 6
+    summed = ops.weighted_sum(torch.ones(6, 3, device=device), routes.places, weights)
+    assert summed.isfinite().all(1).tolist() == [True, False, False]
 
 
 def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:

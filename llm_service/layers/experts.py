@@ -169,6 +169,8 @@ class SparseMLP(nn.Module):
     """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
     there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own."""
 
+    ops: RowOps = TORCH
+
     def __init__(
         self,
         experts: int,
@@ -189,8 +191,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
-        weights, chosen = self.gate(x).float().softmax(-1).topk(self._per_token, dim=-1)  # [n, per_token]
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        weights, chosen = self.ops.route(self.gate(x), self._per_token)
         out = (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert.run(x)
@@ -205,12 +206,8 @@ class SparseMLP(nn.Module):
         return out
 
     def _together(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """All experts in one product over rows that are sorted by expert. Nothing is asked of the device, so that this
-        can be captured, and sums are in the order of the choice, so that it gives the same each time."""
-        order = chosen.flatten().argsort(stable=True)  # [n · per_token]
-        counts = torch.zeros(self._experts, dtype=torch.int32, device=x.device)
-        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order, dtype=torch.int32))
-        sorted_out = self.experts.run_grouped(x[order // self._per_token], counts.cumsum(0, dtype=torch.int32))
-        out = torch.empty_like(sorted_out)
-        out[order] = sorted_out
-        return (out.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        """All experts in one product over rows that are sorted by expert. Sums are in the order of the choice: they are
+        the same each time."""
+        routes = self.ops.sort_by_expert(chosen, self._experts)
+        out = self.experts.run_grouped(x[routes.rows], routes.ends)
+        return self.ops.weighted_sum(out, routes.places, weights)

@@ -1,9 +1,9 @@
-"""What a decoder does to its rows between two products: norms, rotary positions, gates; and who does it, torch's
-operators or a device's kernels."""
+"""What a decoder does to its rows between two products: norms, rotary positions, gates, routes to experts; and who does
+it, torch's operators or a device's kernels."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,17 @@ from llm_service.layers.linear import Place, Stored, fill
 Pair = tuple[Tensor, Tensor]
 
 
+class Routes(NamedTuple):
+    """Rows sorted by expert, the n · per_token that they are with one for each choice: `rows` [m] are where they come
+    from, `places` [m] where each choice's row is, `ends` int32 [experts] behind which row each expert's end."""
+
+    rows: Tensor
+    places: Tensor
+    ends: Tensor
+
+
 class RowOps(Protocol):
-    """Done by `TorchOps`, by Triton's kernels (`gpu.row_kernels`) or by numba's (`cpu.row_kernels.NumbaOps`)."""
+    """Done by `TorchOps`, by Triton's kernels (`gpu.row_ops`) or by numba's (`cpu.row_kernels.NumbaOps`)."""
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size].
@@ -37,6 +46,21 @@ class RowOps(Protocol):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+        ...
+
+    def route(self, logits: Tensor, per_token: int) -> Pair:
+        """logits [n, experts] → weights of the likeliest experts of each row, in the type of the logits, which sum up
+        to 1, and which these are, integers; [n, per_token] each. The softmax is one in float32."""
+        ...
+
+    def sort_by_expert(self, chosen: Tensor, experts: int) -> Routes:
+        """Of what `route` chose; rows of one expert stay in order. Nothing is asked of the device, so that this can be
+        captured."""
+        ...
+
+    def weighted_sum(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """x [m, hidden], sorted by expert → [n, hidden]: for each row of weights [n, per_token] the sum of its choices'
+        rows, each times its weight, in the order of the choices."""
         ...
 
 
@@ -65,6 +89,25 @@ class TorchOps:
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    def route(self, logits: Tensor, per_token: int) -> Pair:
+        """See `RowOps`."""
+        weights, chosen = logits.float().softmax(-1).topk(per_token, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), chosen
+
+    def sort_by_expert(self, chosen: Tensor, experts: int) -> Routes:
+        """See `RowOps`."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=torch.int32, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=flat.device)
+        return Routes(order // chosen.shape[1], places, counts.cumsum(0, dtype=torch.int32))
+
+    def weighted_sum(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """See `RowOps`."""
+        return (x[places].view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 TORCH = TorchOps()

@@ -119,10 +119,10 @@ class Decoder(nn.Module):
         if self.lm_head.weight is not self.embed_tokens.weight:
             self.embed_tokens.finalize()
         if self.device.type == "cuda":
-            from llm_service.layers.gpu import row_kernels
+            from llm_service.layers.gpu import row_kernels, row_ops
 
             if row_kernels.run_on(self.device):
-                use_ops(self, row_kernels)
+                use_ops(self, row_ops)
         elif self.dtype == torch.float32 and selection.allows_panels():
             from llm_service.layers.cpu import layer  # numba takes its time
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from llm_service.layers.gpu import row_kernels as rows_gpu
+from llm_service.layers.gpu import row_ops as rows_gpu
 from tests import row_cases
 
 pytestmark = pytest.mark.gpu
@@ -34,3 +34,15 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
     row_cases.check_silu_and_mul(rows_gpu, inner, dtype, "cuda")
+
+
+@each_type
+@pytest.mark.parametrize(("rows", "experts", "per_token"), row_cases.ROUTES)
+def test_rows_go_to_the_experts_that_torch_sends_them_to(
+    rows: int, experts: int, per_token: int, dtype: torch.dtype
+) -> None:
+    row_cases.check_routes(rows_gpu, rows, experts, per_token, dtype, "cuda")
+
+
+def test_a_row_that_is_not_finite_breaks_no_other() -> None:
+    row_cases.check_routes_of_broken_rows(rows_gpu, "cuda")

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.cpu import layer
-from llm_service.layers.gpu import row_kernels as rows_gpu
+from llm_service.layers.experts import Experts, SparseMLP
+from llm_service.layers.gpu import row_ops as rows_gpu
 from tests import row_cases
 from tests.checkpoints import Family
 
@@ -40,19 +41,41 @@ def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
     row_cases.check_silu_and_mul(rows_gpu, inner, dtype, "cpu")
 
 
+@each_type
+@pytest.mark.parametrize(("rows", "experts", "per_token"), row_cases.ROUTES)
+def test_rows_go_to_the_experts_that_torch_sends_them_to(
+    rows: int, experts: int, per_token: int, dtype: torch.dtype
+) -> None:
+    row_cases.check_routes(rows_gpu, rows, experts, per_token, dtype, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_row_that_is_not_finite_breaks_no_other() -> None:
+    row_cases.check_routes_of_broken_rows(rows_gpu, "cpu")
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_decoders_give_the_same_tokens_with_the_kernels(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
     monkeypatch.setattr(layer.FewRows, "of", lambda _: None)  # few rows on a CPU would go another way
+    monkeypatch.setattr(Experts, "run_grouped", _one_by_one)
+    monkeypatch.setattr(SparseMLP, "_in_turn", SparseMLP._together)
     expected = row_cases.greedy_tokens(folder)
     used: set[str] = set()
-    for name in ("rms_norm", "qk_norm_rotary", "silu_and_mul"):
+    for name in rows_gpu.__all__:
         monkeypatch.setattr(rows_gpu, name, _noted(name, getattr(rows_gpu, name), used))
     monkeypatch.setattr(layer, "NumbaOps", lambda: rows_gpu)
     assert row_cases.greedy_tokens(folder) == expected
-    assert used == {"rms_norm", "qk_norm_rotary", "silu_and_mul"}
+    mixed = {"route", "sort_by_expert", "weighted_sum"}
+    assert used == set(rows_gpu.__all__) - (set() if family == "qwen3_vl_moe" else mixed)
+
+
+def _one_by_one(experts: Experts, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The grouped product of a CPU, whose weights are laid out expert by expert."""
+    rows = zip([0, *ends.tolist()], ends.tolist(), strict=False)
+    return torch.cat([experts.run(n, x[begin:end]) for n, (begin, end) in enumerate(rows) if end > begin])
 
 
 def _noted(name: str, kernel: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
