@@ -219,7 +219,7 @@ class _Generation:
         """Takes in what a service has said; whether the caller is told. Raises _OtherAnswer."""
         if not self.answer.begun:
             self.answer.begun = True
-            self.answer.model = service.model
+            self.answer.model = self.answer.model or service.model
             self._on_start()
             self._keep()
         elif self._pause is not None:

@@ -63,8 +63,8 @@ def generate_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCalla
 
 @dataclass(eq=False, slots=True)
 class LlmService:
-    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` is what it
-    served then as well; `told` is what it last said of its load."""
+    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
+    the `adapters` over it are what it served then as well; `told` is what it last said of its load."""
 
     address: str
     channel: grpc.aio.Channel
@@ -73,10 +73,15 @@ class LlmService:
     looked_at: bool = False
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
     model: str = ""
+    adapters: frozenset[str] = frozenset()
     in_flight: int = 0
     told: llm_pb2.LlmServiceGetLoadResponse = field(default_factory=llm_pb2.LlmServiceGetLoadResponse)
     watcher: asyncio.Task[None] | None = field(default=None)
     looking: asyncio.Task[None] | None = field(default=None)
+
+    def serves(self, model: str) -> bool:
+        """Whether it has a model or an adapter of this name, or had when it could last serve."""
+        return model == self.model or model in self.adapters
 
     @property
     def load(self) -> int:
@@ -103,6 +108,7 @@ class LlmService:
             _log.info(said, address=self.address, cause=cause)
         self.looked_at, self.info = True, now
         self.model = now.model if now else self.model
+        self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
 
 
 def _cause(error: grpc.aio.AioRpcError) -> str:
@@ -146,6 +152,12 @@ class LlmServices:
     def models(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
         """The models that are served, by name."""
         return {service.info.model: service.info for service in self.services if service.info is not None}
+
+    @property
+    def adapters(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
+        """The LoRA adapters that some service has, by name, with what such a service is."""
+        infos = [service.info for service in self.services if service.info is not None]
+        return {adapter.name: info for info in infos for adapter in info.adapters}
 
     def name(self, model: str | None) -> str:
         """What an answer calls the model: as it was asked for, or whichever is served."""
@@ -216,8 +228,8 @@ class LlmServices:
         service is known to have, Unavailable where there is none that can serve."""
         if fitting := self.fitting(model):
             return self.choose(key, fitting)
-        known = [service.model for service in self.services]
-        if model and known and all(known) and model not in known:
+        known = self.services
+        if model and known and all(each.model for each in known) and not any(each.serves(model) for each in known):
             raise NotFound(
                 "no model of that name is served; /v1/models lists those that are",
                 reason="UNKNOWN_MODEL",
@@ -232,8 +244,9 @@ class LlmServices:
         return next((service for service in in_order if service.load < most), in_order[0])
 
     def fitting(self, model: str, without: Sequence[LlmService] = ()) -> list[LlmService]:
-        """Those that can serve the model ("": any), without some."""
-        return [service for service in self.usable if service not in without and model in ("", service.model)]
+        """Those that can serve the model, or the adapter over it ("": any), without some."""
+        usable = [service for service in self.usable if service not in without]
+        return [service for service in usable if not model or service.serves(model)]
 
     async def confirm(self, service: LlmService) -> bool:
         """Whether a service can serve, as it says now and not a while ago. Who asks at once is answered at once."""

@@ -154,6 +154,15 @@ class LlmConfig(ServerConfig):
         minimum=0,
         maximum=32,
     )
+    lora_dir: str = option("", "folder below which LoRA adapters in peft's form may be read; empty: none is served")
+    lora_modules: tuple[str, ...] = option(
+        (), "adapters to load at the start: name=folder, relative to --lora-dir, comma-separated", parse=words
+    )
+    max_loras: int = option(
+        8, "adapters that steps compute from at once; the memory of so many slots is set aside", minimum=1, maximum=256
+    )
+    max_lora_rank: int = option(16, "largest rank of an adapter, which is that of every slot", minimum=1, maximum=512)
+    max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
     max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
     max_waiting: int = option(
         256, "requests that wait for their first token; further ones are refused at once", minimum=1
@@ -239,6 +248,7 @@ class LlmConfig(ServerConfig):
         self.check_server()
         if not self.video_pruning_rate < 1:
             raise ValueError("--video-pruning-rate must be below 1")
+        self._check_adapters()
         if not self.model:
             raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
         for address in self.encoders:
@@ -267,6 +277,14 @@ class LlmConfig(ServerConfig):
         if self.encoder_token and self.encoder_token_file:
             raise ValueError("give --encoder-token or --encoder-token-file, not both")
         self.link()
+
+    def _check_adapters(self) -> None:
+        if self.lora_modules and not self.lora_dir:
+            raise ValueError("--lora-modules needs --lora-dir, the folder below which adapters may be read")
+        if any(not all(each.partition("=")[::2]) for each in self.lora_modules):
+            raise ValueError("--lora-modules is name=folder, comma-separated")
+        if self.lora_dir and self.compile:
+            raise ValueError("--lora-dir and --compile exclude each other: what adapters add is not compiled")
 
     def meeting(self, environ: Mapping[str, str] = os.environ) -> Meeting:
         """Where and with how many hosts the ranks meet, from the options or the variables that launchers set.

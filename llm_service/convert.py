@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
 from llm_service.request import (
     ChatPrompt,
+    LoadedAdapter,
     MediaItem,
     Message,
     Request,
@@ -48,7 +49,7 @@ _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 class RequestReader:
     """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings, and
-    `modalities` what the model takes."""
+    `modalities` what the model takes; `adapter` gives the one of a name, None for no such."""
 
     def __init__(
         self,
@@ -57,18 +58,21 @@ class RequestReader:
         vocab_size: int,
         defaults: dict[str, Any],
         modalities: Collection[Modality] = VISION,
+        adapter: Callable[[str], LoadedAdapter | None] = lambda _: None,
     ) -> None:
         self._config = config
         self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
         """How many items of each modality one request may hold."""
         self._model = model
+        self._adapter = adapter
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
 
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
         """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
         Raises the error that says what is wrong and where."""
-        if message.model and message.model != self._model:
+        adapter = self._adapter(message.model)
+        if message.model and message.model != self._model and adapter is None:
             raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
         media: list[MediaItem] = []
         prompt: ChatPrompt | TextPrompt | TokenPrompt
@@ -101,6 +105,7 @@ class RequestReader:
             peer=peer,
             resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
             max_handovers=self._max_handovers(message),
+            adapter=adapter,
         )
 
     def _max_handovers(self, message: llm_pb2.GenerateRequest) -> int:

@@ -16,6 +16,7 @@ from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
+from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
@@ -74,6 +75,15 @@ class Meters:
         self._metrics.read(lambda: _engine(engine))
         self._metrics.read(lambda: _requests(admission))
         self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
+
+    def watch_adapters(self, adapters: Adapters) -> None:
+        """Has every scrape read what is under way with each adapter."""
+
+        def read() -> Iterator[Metric]:
+            each: dict[tuple[str, ...], float] = {(adapter.name,): adapter.in_flight for adapter in adapters.all}
+            yield gauge("adapter_requests", "requests under way with a LoRA adapter", each, ["adapter"])
+
+        self._metrics.read(read)
 
 
 class RequestMeter:
@@ -144,6 +154,7 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield total("generation_tokens", "tokens generated", state.generated_tokens)
     yield total("engine_steps", "steps of the engine", state.steps)
     yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
+    yield total("adapter_fills", "times that a LoRA adapter was put into a slot", state.adapter_fills)
     yield total("spec_decode_num_draft_tokens", "drafts that steps verified", state.draft_tokens)
     yield total("spec_decode_num_accepted_tokens", "drafts that were right", state.accepted_draft_tokens)
 

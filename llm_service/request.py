@@ -125,6 +125,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """A LoRA adapter that requests may name; `number` is the engine's name for it, and `digest` what it is. `unloaded`:
+    it has no name any more, and is kept for the requests that have begun."""
+
+    name: str
+    number: int
+    digest: bytes
+    rank: int
+    in_flight: int = 0
+    unloaded: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
     """What exists of a choice: its output so far; `finished`: nothing more is to be generated or sent of it."""
@@ -152,6 +165,12 @@ class Request:
     peer: str = ""
     resume: tuple[ResumedChoice, ...] = ()
     max_handovers: int = 0
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def prefix_space(self) -> str:
+        """Requests of different ones share no prefix: the salt, with the adapter that computes keys and values."""
+        return self.salt if self.adapter is None else f"{self.salt}\0{self.adapter.digest.hex()}"
 
 
 @dataclass(frozen=True, slots=True)

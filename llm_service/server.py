@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
@@ -22,6 +23,7 @@ from llm_service.encoders.replica import LinkSettings
 from llm_service.engine.front import EngineFront
 from llm_service.engine.keeper import MODULE
 from llm_service.engine.mirrors import Mirrors
+from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.generator import Generator
 from llm_service.generation.prefixes import Prefixes
@@ -61,6 +63,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
     vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
+    modules = list(config.lora_modules)[::-1]  # those that are still to be loaded
 
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
@@ -77,7 +80,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         engine = EngineFront(
             settings,
             encoder_cache.buffer.fd,
-            frame.report,
+            lambda ready: frame.report(ready and not modules),
             start_seconds=config.start_seconds,
             step_seconds=config.step_seconds,
             handover_seconds=config.handover_seconds,
@@ -111,11 +114,13 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.watch_requests(lambda: frame.inflight_bytes)
         compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters)
-        running.push_async_callback(_prove_idle, generator, encoder_cache)
+        adapters = Adapters(engine, model, config.max_loaded_loras, enabled=bool(config.lora_dir))
+        generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
+        running.push_async_callback(_prove_idle, generator, encoder_cache, adapters)
         meters.watch(admission, engine, encoder_cache, receiver, pool)
+        meters.watch_adapters(adapters)
         defaults = checkpoint.json("generation_config.json")
-        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities)
+        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities, adapters.find)
         components = Components(
             config,
             model,
@@ -125,6 +130,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             requests,
             prompts,
             generator,
+            adapters,
             engine,
             encoder_cache,
             receiver,
@@ -146,12 +152,17 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             return
         stopped.cancel()
         await starting
+        while modules:
+            name, _, path = modules[-1].partition("=")
+            await adapters.load(name, path)
+            modules.pop()
+        frame.report(engine.ready is not None)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
 
 
-async def _prove_idle(generator: Generator, encoder_cache: EncoderCache) -> None:
+async def _prove_idle(generator: Generator, encoder_cache: EncoderCache, adapters: Adapters) -> None:
     """Says so where something is still held when every request is over: that is a defect, and the service ends anyway.
 
     Nothing is said where the grace time ended before the last request did.
@@ -162,6 +173,7 @@ async def _prove_idle(generator: Generator, encoder_cache: EncoderCache) -> None
     try:
         encoder_cache.check_integrity(idle=True)
         generator.sessions.check_integrity()
+        adapters.check_integrity()
     except AssertionError as error:
         _log.error("something is still held at the end", cause=str(error))
 
@@ -255,5 +267,9 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         row_levels=served.levels,
         row_mirror=config.row_mirror,
         log_level=config.log_level,
+        lora_dir=config.lora_dir and str(Path(config.lora_dir).resolve()),
+        max_loras=config.max_loras if config.lora_dir else 0,
+        max_lora_rank=config.max_lora_rank,
+        base_names=tuple({checkpoint.name, config.served_model_name} - {""}),
         library=served.library,
     )

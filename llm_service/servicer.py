@@ -17,6 +17,7 @@ from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
+from llm_service.generation.adapters import Adapters
 from llm_service.generation.events import Begun, Delta, Ended, PromptScores
 from llm_service.generation.generator import Generator
 from llm_service.models.served import Weights
@@ -24,7 +25,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import MediaItem, Request
+from llm_service.request import LoadedAdapter, MediaItem, Request
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -59,6 +60,7 @@ class Components:
     requests: RequestReader
     prompts: PromptBuilder
     generator: Generator
+    adapters: Adapters
     engine: EngineFront
     encoder_cache: EncoderCache
     receiver: RowReceiver
@@ -159,6 +161,7 @@ class LlmServicer(LlmServiceServicer):
             modalities=[MODALITIES[modality] for modality in components.requests.max_items],
             tool_format=_tool_format(components.prompts.template),
             weights=_weights(ready.weights) if ready else None,
+            adapters=map(_adapter, components.adapters.all),
         )
 
     async def GetLoad(
@@ -202,6 +205,7 @@ class LlmServicer(LlmServiceServicer):
             state_snapshots=state.state_snapshots,
             draft_tokens=state.draft_tokens,
             accepted_draft_tokens=state.accepted_draft_tokens,
+            adapter_fills=state.adapter_fills,
             sessions=len(components.generator.sessions),
             cancelled_requests=outcomes["cancelled"],
             stage_totals=[
@@ -221,6 +225,23 @@ class LlmServicer(LlmServiceServicer):
                 for replica in components.pool.replicas
             ],
         )
+
+    async def LoadAdapter(
+        self,
+        request: llm_pb2.LoadAdapterRequest,
+        context: Context[llm_pb2.LoadAdapterRequest, llm_pb2.LoadAdapterResponse],
+    ) -> llm_pb2.LoadAdapterResponse:
+        """Loads a LoRA adapter."""
+        adapter = await self._components.adapters.load(request.name, request.path)
+        return llm_pb2.LoadAdapterResponse(adapter=_adapter(adapter))
+
+    async def UnloadAdapter(
+        self,
+        request: llm_pb2.UnloadAdapterRequest,
+        context: Context[llm_pb2.UnloadAdapterRequest, llm_pb2.UnloadAdapterResponse],
+    ) -> llm_pb2.UnloadAdapterResponse:
+        """Takes a LoRA adapter's name away."""
+        return llm_pb2.UnloadAdapterResponse(adapter=_adapter(self._components.adapters.unload(request.name)))
 
     async def FlushCache(
         self,
@@ -258,6 +279,10 @@ def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
     if template.writes_xml_calls:
         return llm_pb2.TOOL_FORMAT_XML
     return llm_pb2.TOOL_FORMAT_JSON if template.writes_json_calls else llm_pb2.TOOL_FORMAT_UNSPECIFIED
+
+
+def _adapter(adapter: LoadedAdapter) -> llm_pb2.Adapter:
+    return llm_pb2.Adapter(name=adapter.name, rank=adapter.rank, in_flight=adapter.in_flight)
 
 
 def _weights(weights: Weights) -> llm_pb2.Weights:

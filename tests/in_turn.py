@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from llm_service.plan import MirrorOrder, Pulled, StepPlan, StepResult
+from llm_service.plan import AdapterOrder, Drop, MirrorOrder, Pulled, StepPlan, StepResult
 
 
 def filled(plan: StepPlan, chosen: Sequence[int]) -> StepPlan:
@@ -41,6 +41,15 @@ class InTurn:
     def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
         self._run = run
         self._chosen: list[int] = []
+        self.adapters: dict[int, bytes] = {}
+
+    def adapt(self, order: AdapterOrder) -> None:
+        """Keeps what an adapter is."""
+        if isinstance(order, Drop):
+            del self.adapters[order.number]
+        else:
+            assert order.number not in self.adapters
+            self.adapters[order.number] = order.adapter.digest
 
     def launch(self, plan: StepPlan) -> Known:
         began = time.perf_counter()

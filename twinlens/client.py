@@ -128,6 +128,17 @@ class LlmClient(_Client):
         """Its queues and counters."""
         return self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest())
 
+    def load_adapter(self, name: str, path: str) -> v1.Adapter:
+        """Has it read a LoRA adapter from a folder below its --lora-dir; requests may name it as their model."""
+        request = v1.LoadAdapterRequest(name=name, path=path)
+        response = self._unary(self._stub.LoadAdapter, request)
+        return response.adapter
+
+    def unload_adapter(self, name: str) -> v1.Adapter:
+        """Takes an adapter's name away; requests that have begun with it end as they would."""
+        response = self._unary(self._stub.UnloadAdapter, v1.UnloadAdapterRequest(name=name))
+        return response.adapter
+
     def flush_cache(self) -> v1.LlmServiceFlushCacheResponse:
         """Makes it forget cached KV blocks and rows that no request uses."""
         return self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest())

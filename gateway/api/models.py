@@ -21,14 +21,19 @@ class Models:
         self._services = services
 
     async def list(self, request: Request) -> Response:
-        """All models that are served."""
+        """All models that are served, and the LoRA adapters over them."""
         context_of(request, "models")
-        return json_answer({"object": "list", "data": [_model(info) for info in self._services.models.values()]})
+        models = [_model(info) for info in self._services.models.values()]
+        adapters = [_adapter(name, info) for name, info in self._services.adapters.items()]
+        return json_answer({"object": "list", "data": [*models, *adapters]})
 
     async def one(self, request: Request) -> Response:
         """One of them."""
         context_of(request, "models")
-        info = self._services.models.get(request.path_params["name"])
+        name = request.path_params["name"]
+        if (base := self._services.adapters.get(name)) is not None:
+            return json_answer(_adapter(name, base))
+        info = self._services.models.get(name)
         if info is None:
             raise NotFound(
                 "no model of that name is served; /v1/models lists those that are",
@@ -46,3 +51,8 @@ def _model(info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         "owned_by": "twinlens",
         "max_model_len": info.context_tokens,
     }
+
+
+def _adapter(name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
+    """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
+    return {**_model(info), "id": name, "parent": info.model}

@@ -12,14 +12,17 @@ from common import log, tasks
 from common.checkpoint import CheckpointError
 from common.errors import Internal, Unavailable, from_code
 from common.processes import Child, ChildDied
+from llm_service.engine.adapter_orders import AdapterOrders
 from llm_service.engine.engine_request import EngineRequest, Event
 from llm_service.engine.handover import Handover, engine_lost
 from llm_service.engine.keeper import MODULE, Reserve, Watch
 from llm_service.engine.messages import (
     Abort,
+    AdapterRead,
     Add,
     Beat,
     Complete,
+    DropAdapter,
     EndSessions,
     Failed,
     Flush,
@@ -54,7 +57,8 @@ class EngineFront:
     One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
     is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
     itself, once a second, and `compiling` whether torch computes while its kernels are compiled. Requests wait for the
-    next engine for `handover_seconds` at most.
+    next engine for `handover_seconds` at most. `on_adapter_lost` is told the number of an adapter that a new engine
+    cannot have.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class EngineFront:
         self.latest = State()
         self.compiling = False
         self.mirrors = Mirrors(self._order)
+        self._adapters = AdapterOrders()
+        self._loaded: Ready | None = None
+        self.on_adapter_lost: Callable[[int], None] = lambda _: None
 
     async def start(self) -> Ready:
         """Starts the engine and waits until it can serve.
@@ -169,6 +176,20 @@ class EngineFront:
         if sessions and self._child is not None:
             self._child.send(EndSessions(sessions))
 
+    async def load_adapter(self, path: str) -> AdapterRead:
+        """Has the engine, and each one after it, read an adapter's folder; what came of it. Raises Unavailable while
+        it is down, or where it ends meanwhile."""
+        child = self._require()
+        message, answer = self._adapters.load(path)
+        child.send(message)
+        return await answer
+
+    def drop_adapter(self, number: int) -> None:
+        """Lets go of an adapter that no request has any more."""
+        message = self._adapters.drop(number)
+        if self._child is not None:
+            self._child.send(message)
+
     def _order(self, order: MirrorOrder) -> None:
         if self._child is not None:
             self._child.send(order)
@@ -236,6 +257,8 @@ class EngineFront:
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
+        self._loaded = None
+        self._adapters.engine_ended(engine_lost())
         self.latest, self.compiling = State(), False
         if was_ready:
             self._on_ready(False)
@@ -273,28 +296,52 @@ class EngineFront:
                     answer.set_result(message)
             case Beat(state):
                 self.latest, self.compiling = state, message.compiling
-            case Ready() | Unable() | PullEnded():
+            case Ready() | Unable() | PullEnded() | AdapterRead():
                 self._take_news(message)
 
     def _tell(self, id: int, event: Event) -> None:
         if (request := self._handover.get(id)) and self._handover.heard(request, event):
             self._send_waiting()
 
-    def _take_news(self, message: Ready | Unable | PullEnded) -> None:
-        """Whether the engine can serve; what came of an order for the mirrors."""
+    def _take_news(self, message: Ready | Unable | PullEnded | AdapterRead) -> None:
+        """Whether the engine can serve; what came of an order for the mirrors, or for adapters."""
         if isinstance(message, PullEnded):
             self.mirrors.ended(message)
             return
+        if isinstance(message, AdapterRead):
+            self._take_adapter(message)
+            return
         first = self._first if self._first is not None and not self._first.done() else None
         if isinstance(message, Ready):
-            self.ready = message
-            self._reserve.prepare()
-            self.mirrors.opened(message.reachable)
-            if first is not None:
-                first.set_result(message)
-            self._on_ready(True)
-            self._send_waiting()
+            assert self._child is not None
+            self._loaded = message
+            for order in self._adapters.again():
+                self._child.send(order)
+            self._begin_serving()
         elif first is not None:
             first.set_exception(CheckpointError(message.why))
         else:
             _log.error("the engine cannot serve any more", cause=message.why)
+
+    def _take_adapter(self, message: AdapterRead) -> None:
+        if not self._adapters.heard(message):
+            _log.error("an adapter is lost", cause=message.error)
+            for request in self._handover:
+                if request.add.adapter == message.id:
+                    self._handover.give_up(request, Unavailable("the adapter is lost", reason="ADAPTER_LOST"))
+            self.on_adapter_lost(message.id)
+        elif not message.error and not self._adapters.keeps(message.id) and self._child is not None:
+            self._child.send(DropAdapter(message.id))  # it was let go of meanwhile
+        self._begin_serving()
+
+    def _begin_serving(self) -> None:
+        """Once the model is loaded, and the adapters that the engine before had."""
+        if self.ready is not None or self._loaded is None or not self._adapters.complete:
+            return
+        self.ready, first = self._loaded, self._first
+        self._reserve.prepare()
+        self.mirrors.opened(self.ready.reachable)
+        if first is not None and not first.done():
+            first.set_result(self.ready)
+        self._on_ready(True)
+        self._send_waiting()

@@ -105,7 +105,7 @@ class Handover:
             if request.over:
                 self.let_go(request.id)
             elif not request.max_handovers or request.deaths > request.max_handovers:
-                self._give_up(request, engine_lost())
+                self.give_up(request, engine_lost())
             else:
                 self._limit(request, self._seconds_left())
         return len(self._requests)
@@ -113,7 +113,7 @@ class Handover:
     def close(self) -> None:
         """There will be no other engine."""
         for request in self:
-            self._give_up(request, engine_lost())
+            self.give_up(request, engine_lost())
 
     def _seconds_left(self) -> float:
         """How much longer it is waited for an engine, where one has ended."""
@@ -136,9 +136,10 @@ class Handover:
         if limits:
             left, error = min(limits, key=lambda limit: limit[0])
             loop = asyncio.get_running_loop()
-            request.timer = loop.call_later(max(0.0, left), self._give_up, request, error)
+            request.timer = loop.call_later(max(0.0, left), self.give_up, request, error)
 
-    def _give_up(self, request: EngineRequest, error: TwinlensError) -> None:
+    def give_up(self, request: EngineRequest, error: TwinlensError) -> None:
+        """Ends a request that no engine has."""
         request.fail(error)
         self.let_go(request.id)
 

@@ -21,6 +21,7 @@ from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Add, Complete, ItemRows, Prefilled, Resumed, Scored, Started
+from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
 from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
@@ -130,6 +131,7 @@ class Generator:
         admission: Admission,
         sessions: Sessions,
         meters: Meters,
+        adapters: Adapters,
     ) -> None:
         self._prompts = prompts
         self._receiver = receiver
@@ -137,6 +139,7 @@ class Generator:
         self._prefixes = prefixes
         self._compiler = compiler
         self._meters = meters
+        self._adapters = adapters
         self.admission = admission
         self.sessions = sessions
         self._open: dict[str, list[Job]] = {}
@@ -160,6 +163,8 @@ class Generator:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
         admission = self._enter()
+        if request.adapter is not None:
+            self._adapters.begin(request.adapter)
         meter = self._meters.request()
         job = Job(asyncio.current_task(), admission, request.salt)
         self._open.setdefault(request.id, []).append(job)
@@ -181,6 +186,8 @@ class Generator:
             raise aborted() from None
         finally:
             admission.leave()
+            if request.adapter is not None:
+                self._adapters.end(request.adapter)
             meter.end(outcome, job.stages.seconds)
             self.outcomes[outcome] += 1
             self.stage_totals.update(job.stages.seconds)
@@ -217,7 +224,7 @@ class Generator:
                 return
             job.admission.measure(len(layout.ids))
             scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
-            items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.salt))
+            items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.prefix_space))
             self._check_length(layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
             request = self._behind_reasoning(request, layout)
@@ -307,6 +314,8 @@ class Generator:
             deadline=request.deadline,
             session=session,
             resume=resume,
+            adapter=request.adapter.number if request.adapter else 0,
+            adapter_digest=request.adapter.digest if request.adapter else b"",
         )
 
     async def _follow(
@@ -338,7 +347,7 @@ class Generator:
                     case list() as tokens if choice := choices.get(tokens[0].choice):
                         if choice.tokens == len(choice.resumed):
                             stages.mark("first_token")
-                            self._prefixes.remember(layout, request.salt)
+                            self._prefixes.remember(layout, request.prefix_space)
                         delta, ended = choice.add(tokens)
                         yield delta
                         if ended and not tokens[-1].ended:

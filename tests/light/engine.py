@@ -7,13 +7,16 @@ import hashlib
 import json
 import time
 from array import array
+from functools import partial
 
 import numpy as np
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.wire import DType
+from llm_service.engine.core import ReadAdapter
 from llm_service.engine.process import Loaded, serve
+from llm_service.models.adapter_folder import Adaptable, read, stem_of
 from llm_service.models.config import TextConfig
 from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
@@ -42,7 +45,20 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     row_bytes = settings.row_levels * config.hidden_size * itemsize
     arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
     executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint), step_seconds)
-    return Loaded(InTurn(executor.run), blocks, row_bytes, devices=["cpu"], reachable=[])
+    in_turn = InTurn(executor.run)
+    executor.adapters = in_turn.adapters
+    reader = adapter_reader(settings)
+    return Loaded(in_turn, blocks, row_bytes, devices=["cpu"], reachable=[], read_adapter=reader)
+
+
+def adapter_reader(settings: EngineSettings) -> ReadAdapter | None:
+    """The real one, for shapes that are the checkpoint's."""
+    if not settings.max_loras:
+        return None
+    tensors = Checkpoint.resolve(settings.model).tensors.items()
+    shapes = {stem_of(name.removesuffix(".weight")): info.shape for name, info in tensors if len(info.shape) == 2}
+    adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)  # type: ignore[arg-type]
+    return partial(read, settings.lora_dir, adaptable=adaptable)
 
 
 def _special(checkpoint: Checkpoint) -> list[int]:
@@ -69,6 +85,8 @@ class Hashes:
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
+        self._adapter_slots: dict[int, int] = {}
+        self.adapters: dict[int, bytes] = {}
         self._tables = BlockTables()
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -91,12 +109,15 @@ class Hashes:
         rows = self._rows(plan)
         states: list[int] = []
         self._tables.append(plan.appended)
-        for chunk in plan.chunks:
+        self._adapter_slots |= {slot: int.from_bytes(self.adapters[number][:8]) for slot, number in plan.filled}
+        for number, chunk in enumerate(plan.chunks):
+            slot = plan.adapters[number] if plan.adapters else -1
+            adapter = self._adapter_slots[slot] if slot >= 0 else 0
             blocks = self._tables.numbers[chunk.row].tolist()
             state = self._slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0
             for index in range(chunk.context, chunk.context + chunk.count):
                 at = len(states)
-                state = hash((state, tokens[at], *positions[at], rows.get(at, -1)))
+                state = hash((state, tokens[at], *positions[at], rows.get(at, -1)) + ((adapter,) if adapter else ()))
                 self._slots[self._slot(blocks, index)] = state
                 states.append(state)
         return states

@@ -65,6 +65,16 @@ class LlmServiceStub(object):
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadRequest.SerializeToString,
                 response_deserializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/twinlens.v1.LlmService/LoadAdapter',
+                request_serializer=twinlens_dot_v1_dot_llm__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=twinlens_dot_v1_dot_llm__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/twinlens.v1.LlmService/UnloadAdapter',
+                request_serializer=twinlens_dot_v1_dot_llm__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=twinlens_dot_v1_dot_llm__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/twinlens.v1.LlmService/FlushCache',
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceFlushCacheRequest.SerializeToString,
@@ -118,6 +128,20 @@ class LlmServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from a folder of the service's host; requests may name it as their `model` from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes a LoRA adapter's name away at once; requests that have begun with it end as they would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Forgets cached KV blocks and embedding rows that no request uses.
         """
@@ -157,6 +181,16 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadRequest.FromString,
                     response_serializer=twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=twinlens_dot_v1_dot_llm__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=twinlens_dot_v1_dot_llm__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=twinlens_dot_v1_dot_llm__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=twinlens_dot_v1_dot_llm__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -327,6 +361,60 @@ class LlmService(object):
             '/twinlens.v1.LlmService/GetLoad',
             twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadRequest.SerializeToString,
             twinlens_dot_v1_dot_llm__pb2.LlmServiceGetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinlens.v1.LlmService/LoadAdapter',
+            twinlens_dot_v1_dot_llm__pb2.LoadAdapterRequest.SerializeToString,
+            twinlens_dot_v1_dot_llm__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinlens.v1.LlmService/UnloadAdapter',
+            twinlens_dot_v1_dot_llm__pb2.UnloadAdapterRequest.SerializeToString,
+            twinlens_dot_v1_dot_llm__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

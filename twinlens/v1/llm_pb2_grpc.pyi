@@ -121,6 +121,38 @@ _LlmServiceGetLoadType = typing_extensions.TypeVar(
     ],
 )
 
+_LlmServiceLoadAdapterType = typing_extensions.TypeVar(
+    '_LlmServiceLoadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.LoadAdapterRequest,
+        twinlens.v1.llm_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.LoadAdapterRequest,
+        twinlens.v1.llm_pb2.LoadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.LoadAdapterRequest,
+        twinlens.v1.llm_pb2.LoadAdapterResponse,
+    ],
+)
+
+_LlmServiceUnloadAdapterType = typing_extensions.TypeVar(
+    '_LlmServiceUnloadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.UnloadAdapterRequest,
+        twinlens.v1.llm_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.UnloadAdapterRequest,
+        twinlens.v1.llm_pb2.UnloadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.UnloadAdapterRequest,
+        twinlens.v1.llm_pb2.UnloadAdapterResponse,
+    ],
+)
+
 _LlmServiceFlushCacheType = typing_extensions.TypeVar(
     '_LlmServiceFlushCacheType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +169,7 @@ _LlmServiceFlushCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceDetokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceFlushCacheType]):
+class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceDetokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceLoadAdapterType, _LlmServiceUnloadAdapterType, _LlmServiceFlushCacheType]):
     """Generates text about text, pictures, videos and clips."""
 
     @typing.overload
@@ -165,6 +197,14 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.LlmServiceGetLoadRequest,
             twinlens.v1.llm_pb2.LlmServiceGetLoadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.LoadAdapterRequest,
+            twinlens.v1.llm_pb2.LoadAdapterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.UnloadAdapterRequest,
+            twinlens.v1.llm_pb2.UnloadAdapterResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.LlmServiceFlushCacheRequest,
@@ -199,6 +239,14 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
             twinlens.v1.llm_pb2.LlmServiceGetLoadResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.LoadAdapterRequest,
+            twinlens.v1.llm_pb2.LoadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            twinlens.v1.llm_pb2.UnloadAdapterRequest,
+            twinlens.v1.llm_pb2.UnloadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.LlmServiceFlushCacheRequest,
             twinlens.v1.llm_pb2.LlmServiceFlushCacheResponse,
         ],
@@ -221,6 +269,12 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceAbortTyp
 
     GetLoad: _LlmServiceGetLoadType
     """Reports queues, counters and caches."""
+
+    LoadAdapter: _LlmServiceLoadAdapterType
+    """Reads a LoRA adapter from a folder of the service's host; requests may name it as their `model` from then on."""
+
+    UnloadAdapter: _LlmServiceUnloadAdapterType
+    """Takes a LoRA adapter's name away at once; requests that have begun with it end as they would."""
 
     FlushCache: _LlmServiceFlushCacheType
     """Forgets cached KV blocks and embedding rows that no request uses."""
@@ -249,6 +303,14 @@ LlmServiceAsyncStub: typing_extensions.TypeAlias = LlmServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.LlmServiceGetLoadRequest,
         twinlens.v1.llm_pb2.LlmServiceGetLoadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.LoadAdapterRequest,
+        twinlens.v1.llm_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        twinlens.v1.llm_pb2.UnloadAdapterRequest,
+        twinlens.v1.llm_pb2.UnloadAdapterResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.LlmServiceFlushCacheRequest,
@@ -306,6 +368,22 @@ class LlmServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.llm_pb2.LlmServiceGetLoadResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.LlmServiceGetLoadResponse]]:
         """Reports queues, counters and caches."""
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: twinlens.v1.llm_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[twinlens.v1.llm_pb2.LoadAdapterResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.LoadAdapterResponse]]:
+        """Reads a LoRA adapter from a folder of the service's host; requests may name it as their `model` from then on."""
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: twinlens.v1.llm_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[twinlens.v1.llm_pb2.UnloadAdapterResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.UnloadAdapterResponse]]:
+        """Takes a LoRA adapter's name away at once; requests that have begun with it end as they would."""
 
     @abc.abstractmethod
     def FlushCache(

@@ -1,0 +1,108 @@
+"""The LoRA adapters that requests may name: loaded and unloaded while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from common import log
+from common.errors import Exhausted, InvalidInput, NotFound, Precondition
+from llm_service.engine.front import EngineFront
+from llm_service.request import LoadedAdapter
+
+_log = log.get("adapters")
+_LONGEST_NAME = 128
+
+
+class Adapters:
+    """Those of one service, whose model has the name `model`, `most` at once; `enabled`: there is a folder that they
+    may be read from.
+
+    An adapter is given up when it has been unloaded and no request is under way with it, so that none changes in the
+    middle of an answer.
+    """
+
+    def __init__(self, engine: EngineFront, model: str, most: int, *, enabled: bool) -> None:
+        self._engine = engine
+        self._model = model
+        self._most = most
+        self._enabled = enabled
+        self._named: dict[str, LoadedAdapter] = {}
+        self._unloaded: set[LoadedAdapter] = set()
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[LoadedAdapter]] = set()
+        engine.on_adapter_lost = self._lose
+
+    @property
+    def all(self) -> list[LoadedAdapter]:
+        """Those with a name."""
+        return list(self._named.values())
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        """The one of a name."""
+        return self._named.get(name)
+
+    async def load(self, name: str, path: str) -> LoadedAdapter:
+        """Reads an adapter's folder and gives it a name; one after the other. A caller who leaves does not end it.
+        Raises TwinlensError, and nothing has changed."""
+        task = asyncio.create_task(self._load(name, path))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _load(self, name: str, path: str) -> LoadedAdapter:
+        async with self._loading:
+            self._check(name)
+            read = await self._engine.load_adapter(path)
+            if read.error:
+                raise InvalidInput(f"the adapter cannot be loaded: {read.error}", reason="BAD_ADAPTER", field="path")
+            adapter = self._named[name] = LoadedAdapter(name, read.id, read.digest, read.rank)
+            _log.info("an adapter is loaded", adapter=name, rank=read.rank)
+            return adapter
+
+    def _check(self, name: str) -> None:
+        if not self._enabled:
+            raise Precondition("adapters are not served: there is no --lora-dir", reason="ADAPTERS_OFF")
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable() or name == self._model:
+            raise InvalidInput("this is no name for an adapter", reason="BAD_NAME", field="name")
+        if name in self._named:
+            raise Precondition("an adapter of that name is loaded", reason="ADAPTER_EXISTS", field="name")
+        if len(self._named) + len(self._unloaded) >= self._most:
+            raise Exhausted("too many adapters are loaded", reason="TOO_MANY_ADAPTERS")
+
+    def unload(self, name: str) -> LoadedAdapter:
+        """Takes an adapter's name away. Raises NotFound where there is no such."""
+        adapter = self._named.pop(name, None)
+        if adapter is None:
+            raise NotFound("no adapter of that name is loaded", reason="UNKNOWN_ADAPTER", field="name")
+        adapter.unloaded = True
+        self._unloaded.add(adapter)
+        self._give_up_idle([adapter])
+        _log.info("an adapter is unloaded", adapter=name, in_flight=adapter.in_flight)
+        return adapter
+
+    def begin(self, adapter: LoadedAdapter) -> None:
+        """A request is under way with it."""
+        adapter.in_flight += 1
+
+    def end(self, adapter: LoadedAdapter) -> None:
+        """That request is over, and the engine has been told so."""
+        adapter.in_flight -= 1
+        self._give_up_idle([adapter])
+
+    def _give_up_idle(self, adapters: Iterable[LoadedAdapter]) -> None:
+        for adapter in adapters:
+            if adapter.unloaded and not adapter.in_flight and adapter in self._unloaded:
+                self._unloaded.remove(adapter)
+                self._engine.drop_adapter(adapter.number)
+
+    def _lose(self, number: int) -> None:
+        """A new engine cannot have it: its folder is not what it was."""
+        for adapter in [each for each in self.all if each.number == number]:
+            del self._named[adapter.name]
+        self._unloaded = {each for each in self._unloaded if each.number != number}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a request is under way with one though all are over."""
+        assert not self._unloaded, "an adapter that was unloaded is still kept"
+        assert not any(adapter.in_flight for adapter in self.all), "an adapter is held by nobody"

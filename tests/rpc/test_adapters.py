@@ -1,0 +1,171 @@
+"""LoRA adapters of a running service: loaded and unloaded, chosen by a request's model, kept over an engine's death."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import httpx2 as httpx
+import pytest
+
+from tests.adapters import make_adapter
+from tests.launch import Service, gateway, llm_server, send, stopped
+from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, refusal, tokens
+from tests.waiting import until
+from twinlens import LlmClient, TwinlensError, user
+
+PROMPT = user("Tell me at some length about two red circles.")
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for number in range(4):
+        make_adapter(checkpoints("qwen3_vl"), root / str(number), seed=number)
+    (root / "bad").mkdir()
+    return root
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints: Callable[..., Path], folder: Path) -> Iterator[Service]:
+    with llm_server(
+        checkpoints("qwen3_vl"),
+        **{**LLM_FLAGS, "lora_dir": folder, "lora_modules": "zero=0", "max_loras": 2, "max_loaded_loras": 4},
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(llm: Service) -> Iterator[LlmClient]:
+    with LlmClient(llm.address) as calls:
+        yield calls
+
+
+@pytest.fixture(autouse=True)
+def _as_it_began(client: LlmClient) -> Iterator[None]:
+    """One adapter, loaded at the start, before and after each test."""
+    yield
+    for adapter in client.get_info().adapters:
+        if adapter.name != "zero":
+            client.unload_adapter(adapter.name)
+    until(lambda: idle(client), "nothing is held")
+
+
+def refused(client: LlmClient, name: str, path: str) -> TwinlensError:
+    before = list(client.get_info().adapters)
+    with pytest.raises(TwinlensError) as error:
+        client.load_adapter(name, path)
+    assert list(client.get_info().adapters) == before, "nothing has changed"
+    return error.value
+
+
+def test_the_model_of_a_request_chooses(client: LlmClient) -> None:
+    base = tokens(client, asked(PROMPT))
+    assert tokens(client, asked(PROMPT, model=client.get_info().model)) == base
+    zero = tokens(client, asked(PROMPT, model="zero"))
+    assert zero != base
+    loaded = client.load_adapter("one", "1")
+    assert (loaded.name, loaded.rank, loaded.in_flight) == ("one", 4, 0)
+    assert [adapter.name for adapter in client.get_info().adapters] == ["zero", "one"]
+    one = tokens(client, asked(PROMPT, model="one"))
+    assert len({tuple(each) for each in (base, zero, one)}) == 3
+    client.load_adapter("again", "1")
+    assert tokens(client, asked(PROMPT, model="again")) == one
+    found = answer(client, asked(PROMPT, model="again")).choices[0].usage
+    assert found.cached_tokens > 0, "the same adapter under another name has the same keys and values"
+    unknown = refusal(client, asked(PROMPT, model="two"))
+    assert (unknown.code, unknown.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL")
+
+
+def test_more_adapters_than_slots_take_turns(client: LlmClient) -> None:
+    alone = {}
+    for number in (1, 2, 3):
+        client.load_adapter(str(number), str(number))
+        alone[str(number)] = tokens(client, asked(PROMPT, greedy(24), model=str(number)))
+    fills = client.get_load().adapter_fills
+    streams = {name: client.generate(asked(PROMPT, greedy(24), model=name)) for name in alone}
+    said = {name: [t for event in stream for t in event.delta.token_ids] for name, stream in streams.items()}
+    assert said == alone
+    assert client.get_load().adapter_fills > fills
+
+
+def test_what_is_refused_changes_nothing(client: LlmClient) -> None:
+    bad = grpc.StatusCode.INVALID_ARGUMENT
+    for name, path, code, reason in (
+        ("one", "nowhere", bad, "BAD_ADAPTER"),
+        ("one", "../outside", bad, "BAD_ADAPTER"),
+        ("one", "bad", bad, "BAD_ADAPTER"),
+        ("", "1", bad, "BAD_NAME"),
+        ("x" * 129, "1", bad, "BAD_NAME"),
+        (client.get_info().model, "1", bad, "BAD_NAME"),
+        ("zero", "1", grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_EXISTS"),
+    ):
+        error = refused(client, name, path)
+        assert (error.code, error.reason) == (code, reason), (name, path)
+    for number in (1, 2, 3):
+        client.load_adapter(str(number), str(number))
+    assert refused(client, "more", "1").reason == "TOO_MANY_ADAPTERS"
+    with pytest.raises(TwinlensError) as error:
+        client.unload_adapter("nobody")
+    assert (error.value.code, error.value.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER")
+
+
+def test_an_answer_that_has_begun_ends_with_the_adapter_that_is_unloaded(client: LlmClient, llm: Service) -> None:
+    client.load_adapter("one", "1")
+    whole = tokens(client, asked(PROMPT, greedy(64), model="one"))
+    (engine,) = llm.children("llm_service.engine")
+    with client.generate(asked(PROMPT, greedy(64), model="one")) as stream:
+        events = iter(stream)
+        assert next(events).HasField("started")
+        with stopped(engine):
+            assert client.unload_adapter("one").in_flight == 1
+            assert refusal(client, asked(PROMPT, model="one")).reason == "UNKNOWN_MODEL"
+        assert [token for event in events for token in event.delta.token_ids] == whole
+    client.load_adapter("one", "2")
+    assert tokens(client, asked(PROMPT, greedy(64), model="one")) != whole, "the name is another adapter's now"
+
+
+def test_an_engine_that_ends_is_followed_by_one_with_the_same_adapters(client: LlmClient, llm: Service) -> None:
+    client.load_adapter("one", "1")
+    whole = tokens(client, asked(PROMPT, greedy(48), model="one"))
+    with client.generate(asked(PROMPT, greedy(48), model="one")) as stream:
+        events = iter(stream)
+        assert next(events).HasField("started")
+        send(*llm.children("llm_service.engine"), signal.SIGKILL)
+        assert [token for event in events for token in event.delta.token_ids] == whole
+
+
+def test_an_adapter_whose_folder_has_changed_is_lost_with_the_engine(
+    client: LlmClient, llm: Service, folder: Path, checkpoints: Callable[..., Path]
+) -> None:
+    make_adapter(checkpoints("qwen3_vl"), folder / "changing", seed=7)
+    client.load_adapter("changing", "changing")
+    make_adapter(checkpoints("qwen3_vl"), folder / "changing", seed=8)
+    send(*llm.children("llm_service.engine"), signal.SIGKILL)
+    until(lambda: [each.name for each in client.get_info().adapters] == ["zero"], "what is lost has no name")
+    assert refusal(client, asked(PROMPT, model="changing")).reason == "UNKNOWN_MODEL"
+    assert len(tokens(client, asked(PROMPT, model="zero"))) == 8
+
+
+def test_the_gateway_lists_adapters_and_sends_requests_to_them(client: LlmClient, llm: Service) -> None:
+    with gateway(llm.address) as front, httpx.Client(base_url=f"http://{front.address}") as http:
+        until(lambda: len(http.get("/v1/models").json()["data"]) == 2, "both are listed")
+        base, zero = http.get("/v1/models").json()["data"]
+        assert (zero["id"], zero["parent"]) == ("zero", base["id"])
+        assert http.get("/v1/models/zero").json() == zero
+
+        def said(model: str) -> str:
+            body = {"model": model, "prompt": "Two red circles.", "max_tokens": 8, "temperature": 0}
+            response = http.post("/v1/completions", json=body).json()
+            assert response["model"] == model
+            return response["choices"][0]["text"]
+
+        assert said("zero") != said(base["id"])
+        assert http.post("/v1/completions", json={"model": "none", "prompt": "x"}).status_code == 404
+
+
+def test_without_a_folder_there_are_none(checkpoints: Callable[..., Path]) -> None:
+    with llm_server(checkpoints("qwen3_vl"), **LLM_FLAGS) as plain, LlmClient(plain.address) as calls:
+        assert refused(calls, "one", "1").reason == "ADAPTERS_OFF"
