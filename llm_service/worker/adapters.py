@@ -37,7 +37,7 @@ def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
     return {name: (len(linear.places(part)), linear.inputs) for name, linear, part in found}
 
 
-class Adapters:
+class RankAdapters:
     """`slots` for adapters of `rank` at most. What is loaded is on the host, as long as it is in no slot."""
 
     def __init__(self, decoder: Decoder, slots: int, rank: int) -> None:

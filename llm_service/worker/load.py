@@ -28,7 +28,7 @@ from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import EngineSettings
-from llm_service.worker.adapters import Adapters, shapes_of
+from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
 from llm_service.worker.graphs import CaptureBounds
@@ -70,11 +70,11 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
-    adapters: Adapters | None = None
+    adapters: RankAdapters | None = None
     if settings.max_loras:
         if not isinstance(decoder, Decoder):
             raise CheckpointError("--lora-dir is not for a model that the library computes")
-        adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank)
+        adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))

@@ -20,7 +20,7 @@ from llm_service.models.generic import LibraryDecoder
 from llm_service.models.served import Weights
 from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
-from llm_service.worker.adapters import Adapters
+from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
@@ -71,7 +71,7 @@ class ModelRunner:
         self._tables = DeviceTables(caches.block_size, decoder.device)
         self.changeover: Changeover | None = None
         self.weights = Weights()
-        self.adapters: Adapters | None = None
+        self.adapters: RankAdapters | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 

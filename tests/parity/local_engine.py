@@ -33,7 +33,7 @@ from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
-from llm_service.worker.adapters import Adapters, shapes_of
+from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -164,7 +164,7 @@ class LocalEngine:
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             shapes = shapes_of(TextConfig.of(checkpoint.config))
-            self.runner.adapters = Adapters(decoder, max_loras or len(adapters), 8)
+            self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8)
             for number, folder in enumerate(adapters, 1):
                 adapter = read(str(folder.parent), folder.name, Adaptable(shapes, 8))
                 self.runner.adapt(Install(number, adapter))
@@ -196,7 +196,7 @@ class LocalEngine:
         self._ids = 0
 
     def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0) -> int:
-        """Puts a prompt's rows into the arena and its request into the scheduler; its id. Adapters are numbered
+        """Puts a prompt's rows into the arena and its request into the scheduler; its id. RankAdapters are numbered
         from 1 on."""
         items = []
         for span in prompt.layout.spans:

@@ -52,7 +52,10 @@ def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(
     assert error.retry_after is not None
 
 
-@pytest.mark.parametrize("method", ["Generate", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache"])
+METHODS = ["Generate", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache", "LoadAdapter", "UnloadAdapter"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("token", [None, "", "open", TOKEN + " "])
 def test_no_rpc_answers_without_the_token(narrow: Service, method: str, token: str | None) -> None:
     assert method in llm_pb2.DESCRIPTOR.services_by_name["LlmService"].methods_by_name

@@ -31,6 +31,7 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
+from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.choices import together
 from llm_service.generation.events import Begun, Delta
@@ -105,6 +106,7 @@ def generator(
         Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
         meters or Meters(Metrics("test")),
+        Adapters(engine, "", 1, enabled=False),
     )
 
 
