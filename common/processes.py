@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -107,8 +107,11 @@ class ChildProcess:
     """A program that inherits these descriptors. Not the event loop starts it, nor waits for it: uvloop would run
     Python between fork and exec, beside gRPC's threads."""
 
+    popen: Callable[..., Any] = subprocess.Popen
+    """What starts it. Those who start many services in a row have something faster."""
+
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
-        self._started = subprocess.Popen(
+        self._started: subprocess.Popen[bytes] = self.popen(
             command, stdin=subprocess.DEVNULL, stderr=stderr_capture.descriptor(), pass_fds=fds, env=environ
         )
         self._ended = tasks.in_daemon_thread(self._started.wait)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tests.forkserver import TITLE, Forked, forkserver
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ class Service:
     """A running service: where it serves, its process, the file that its log goes to, and its metrics' address."""
 
     address: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     log: Path
     metrics: str = ""
 
@@ -51,25 +52,18 @@ class Service:
 
 @contextlib.contextmanager
 def launch(
-    module: str, *flags: str, environ: dict[str, str] | None = None, exit_code: int | None = 0
+    module: str, *flags: str, environ: dict[str, str] | None = None, exit_code: int | None = 0, fork: bool = True
 ) -> Iterator[Service]:
     """Runs `python -m module FLAGS` for the length of the block, from its `ready` line to SIGTERM.
 
     Asserts that it ends with `exit_code` (None: any), that no process of its is left, nothing in /dev/shm that one of
     them had mapped, and nothing held at its end by its own account. A service that ends before it is ready raises
-    RuntimeError with its log.
+    RuntimeError with its log. Where `fork` allows it, `tests.forkserver` saves a light service its imports.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
-            )
+            process = _start(module, flags, {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}, errors, fork)
         assert process.stdout is not None
         known: set[int] = set()
         try:
@@ -97,17 +91,37 @@ def launch(
             process.stdout.close()
 
 
+def _start(
+    module: str, flags: tuple[str, ...], environ: dict[str, str], errors: IO[str], fork: bool
+) -> subprocess.Popen[str] | Forked:
+    server = forkserver() if fork else None
+    return (server and server.start(module, flags, environ, errors.fileno())) or subprocess.Popen(
+        [sys.executable, "-m", module, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=environ,
+    )
+
+
 def _living(processes: set[int]) -> dict[int, str]:
     return {pid: line for pid in processes if (line := command_line(pid))}
 
 
 @contextlib.contextmanager
 def encoder_server(
-    model: Path, *, light: bool = True, exit_code: int | None = 0, module: str = "", **flags: object
+    model: Path,
+    *,
+    light: bool = True,
+    exit_code: int | None = 0,
+    module: str = "",
+    fork: bool = True,
+    **flags: object,
 ) -> Iterator[Service]:
     """An encoder on a free port, as the `module`; `store_bytes="8MiB"` becomes `--store-bytes=8MiB`."""
     given = _flags(**{"model": model, "listen": "127.0.0.1:0", **flags})
-    with launch(module or _ENCODER[light], *given, exit_code=exit_code) as service:
+    with launch(module or _ENCODER[light], *given, exit_code=exit_code, fork=fork) as service:
         yield service
 
 
@@ -141,11 +155,10 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gateway(*llms: str, exit_code: int | None = 0, **flags: object) -> Iterator[Service]:
+def gateway(*llms: str, exit_code: int | None = 0, fork: bool = True, **flags: object) -> Iterator[Service]:
     """A gateway on a free port, with the LLM services at these addresses."""
-    with launch(
-        "gateway", *_flags(**{"listen": "127.0.0.1:0", "llm": ",".join(llms), **flags}), exit_code=exit_code
-    ) as service:
+    given = _flags(**{"listen": "127.0.0.1:0", "llm": ",".join(llms), **flags})
+    with launch("gateway", *given, exit_code=exit_code, fork=fork) as service:
         yield service
 
 
@@ -160,18 +173,18 @@ def command_line(pid: int) -> str:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Every living process below `pid`: its command line by its id."""
+    """Every living process below `pid`: its command line by its id. One of the forkserver's own is none of these."""
     found: dict[int, str] = {}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in map(int, task.read_text().split()):
-                if line := command_line(child):
+                if (line := command_line(child)) and line != TITLE:
                     found[child] = line
                 found |= descendants(child)
     return found
 
 
-def _ready(stdout: IO[str], process: subprocess.Popen[str], log: Path) -> dict[str, str]:
+def _ready(stdout: IO[str], process: subprocess.Popen[str] | Forked, log: Path) -> dict[str, str]:
     """The addresses that the `ready` line names."""
     for line in stdout:
         if line.startswith(_READY):

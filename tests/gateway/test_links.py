@@ -144,7 +144,7 @@ def another_service() -> Iterator[str]:
 def test_an_address_without_an_llm_service_is_logged_with_its_cause(
     listening: Callable[[], AbstractContextManager[str]], cause: str
 ) -> None:
-    with listening() as address, gateway(address) as service:
+    with listening() as address, gateway(address, fork=False) as service:
 
         def lines() -> list[dict[str, str]]:
             logged = [json.loads(line) for line in service.log.read_text("utf-8").splitlines()]

@@ -155,7 +155,7 @@ def test_load_is_what_services_said_last(door: Scripted) -> None:
 
 
 def test_a_service_that_cannot_be_used_has_no_load() -> None:
-    with gateway("127.0.0.1:1") as running:
+    with gateway("127.0.0.1:1", fork=False) as running:
         until(lambda: json.loads(Door(running).get("/v1/twinlens/load").body)["services"], "its address is known")
         (service,) = json.loads(Door(running).get("/v1/twinlens/load").body)["services"]
     assert (service["address"], service["usable"], service["load"]) == ("127.0.0.1:1", False, None)

@@ -97,7 +97,7 @@ def site(kind: str, folder: Path) -> Iterator[Site]:
     llm.play = play
     with ExitStack() as stack:
         address = stack.enter_context(serving(llm=llm))
-        doors = [Door(stack.enter_context(gateway(address, exit_code=None))) for _ in range(2)]
+        doors = [Door(stack.enter_context(gateway(address, exit_code=None, fork=False))) for _ in range(2)]
         for door in doors:
             until(lambda door=door: door.get("/health/ready").status == 200, "a gateway is ready")
         in_front = stack.enter_context(proxy(kind, [door.gateway.address for door in doors], folder))

@@ -46,7 +46,10 @@ def test_a_killed_decode_process_costs_no_error(strict):
 
 
 def test_where_no_decode_process_can_be_started_callers_and_probes_are_told_until_one_can(checkpoints):
-    with encoder_server(checkpoints("qwen2_vl"), decode_processes=1) as service, Client(service) as client:
+    with (
+        encoder_server(checkpoints("qwen2_vl"), decode_processes=1, fork=False) as service,
+        Client(service) as client,
+    ):
         data = new_picture()
         kept = client.one(image(data))
         health = health_pb2_grpc.HealthStub(client.channel)

@@ -133,7 +133,7 @@ def test_a_clip_over_http_and_by_the_command_line_has_the_same_answer(both, tmp_
         "temperature": 0,
         "ignore_eos": True,
     }
-    with gateway(both.llm.address) as door:
+    with gateway(both.llm.address, fork=False) as door:
         until(lambda: asked_over_http(door.address, "GET", "/health/ready")[0] == 200, "the gateway is ready")
         status, reply = asked_over_http(door.address, "POST", "/v1/chat/completions", json.dumps(body))
     assert status == 200

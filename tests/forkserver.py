@@ -1,0 +1,266 @@
+"""Processes of light services without their imports, which are most of what a start costs: one process has imported
+everything, and forks for each service; a fork of the service's, which did not go on, forks for its children.
+
+What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
+(`CLONE_PARENT`), and its environment, command line, standard streams and inherited descriptors are those asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import json
+import os
+import platform
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TITLE = "forkserver"
+"""The command line of a process that only forks."""
+
+_SERVICES = ("tests.light.encoder", "tests.light.llm", "gateway")
+_CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
+_IMPORTS = (
+    *("encoder_service.__main__", "encoder_service.server", "encoder_service.media.image"),
+    *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
+    *("llm_service.__main__", "llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
+    *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
+    *("gateway.server", "common.tracing", "tests.in_turn", "common.request_budget", "uvloop"),
+)
+_TAKEN_AT_THE_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "NUMBA_", "GRPC_", "MALLOC_", "GLIBC_", "CUDA_", "OPENBLAS_")
+"""How variables begin that a process looks at before it is asked anything: where they differ, none is forked."""
+
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+_CLONE_PARENT = 0x8000
+_PR_SET_PDEATHSIG = 1
+_LONGEST = 1 << 17
+_MOST_DESCRIPTORS = 16
+_ARGUMENTS_AT = 47  # arg_start and arg_end in /proc/PID/stat, from 0
+
+
+class Forked:
+    """A process that was forked for us: what of `subprocess.Popen` the tests and `ChildProcess` use."""
+
+    def __init__(self, pid: int, stdout: IO[str] | None = None) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:  # as long as nobody has asked how it ended, its number is nobody else's
+            ended = os.pidfd_open(self.pid) if self.returncode is None else None
+        if ended is not None:
+            waiting = select.poll()
+            waiting.register(ended, select.POLLIN)
+            waiting.poll(None if timeout is None else 1000 * timeout)
+            os.close(ended)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forkserver:
+    """One that has imported everything; ends with this process."""
+
+    def __init__(self) -> None:
+        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Its last argument is room for the command lines of what it forks.
+        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), " " * 8192]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=self._environ
+        )
+        theirs.close()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+    def start(self, module: str, flags: Sequence[str], environ: Mapping[str, str], stderr: int) -> Forked | None:
+        """A service, whose standard output is read by us; None for what has to be started in another way."""
+        if module not in _SERVICES or not _alike(environ, self._environ):
+            return None
+        read, write = os.pipe()
+        try:
+            pid = _ask(self._control, [module, *flags], environ, {1: write, 2: stderr})
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        return Forked(pid, os.fdopen(read))
+
+
+@functools.cache
+def forkserver() -> Forkserver | None:
+    """The one of this process, started at the first call; None where the system has not what it takes."""
+    return Forkserver() if _CLONE and hasattr(os, "pidfd_open") else None
+
+
+def _alike(environ: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return all(
+        environ.get(name) == other.get(name) for name in {*environ, *other} if name.startswith(_TAKEN_AT_THE_START)
+    )
+
+
+def _ask(control: socket.socket, command: Sequence[str], environ: Mapping[str, str], fds: Mapping[int, int]) -> int:
+    """Has a process forked, our child, with our descriptors under these numbers; returns its id."""
+    order = json.dumps([list(command), dict(environ), list(fds)]).encode()
+    assert len(order) <= _LONGEST
+    socket.send_fds(control, [order], list(fds.values()))
+    return int(control.recv(_LONGEST))
+
+
+def _popen(
+    control: socket.socket,
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stderr: int,
+    pass_fds: Sequence[int],
+    env: Mapping[str, str],
+) -> Any:
+    """In a service: starts a child process, as `subprocess.Popen` does."""
+    if command[2] not in _CHILDREN:
+        return subprocess.Popen(command, stdin=stdin, stderr=stderr, pass_fds=pass_fds, env=env)
+    pid = _ask(control, command[2:], env, {1: 1, 2: stderr, **{fd: fd for fd in pass_fds}})
+    return Forked(pid)
+
+
+def _serve(control: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """Forks for each order, until nobody is left to give one. Returns in what was forked: what that is to run."""
+    while True:
+        order, fds, _, _ = socket.recv_fds(control, _LONGEST, _MOST_DESCRIPTORS)
+        if not order:
+            os._exit(0)
+        if pid := _fork_for_parent():
+            for fd in fds:
+                os.close(fd)
+            control.send(str(pid).encode())
+            continue
+        control.close()
+        command, environ, numbers = json.loads(order)
+        _place(fds, numbers)
+        return command, environ
+
+
+def _fork_for_parent() -> int:
+    """`os.fork`, but for whose child it is: our parent's. We have one thread, so no lock is held by another."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = int(_syscall(_CLONE, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid:
+        python.PyOS_AfterFork_Parent()
+    else:
+        python.PyOS_AfterFork_Child()
+    if pid < 0:
+        raise OSError("no process can be forked")
+    return pid
+
+
+def _syscall(*arguments: Any) -> Any:
+    call = ctypes.PyDLL(None).syscall  # which keeps the interpreter's lock
+    call.restype = ctypes.c_long
+    return call(*map(ctypes.c_long, arguments))
+
+
+def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Descriptors that were received get the numbers that they are to have."""
+    above = max([*fds, *numbers]) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _become(command: list[str], environ: Mapping[str, str]) -> None:
+    """Takes over a process's command line and environment, as if it had been started with them."""
+    _entitle("\0".join([sys.executable, "-m", *command]))
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = command
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _entitle(title: str) -> None:
+    """Writes over the command line that the kernel shows."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(fields[_ARGUMENTS_AT - 2 + n]) for n in range(2))
+    ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _fork_for_children() -> None:
+    """In a service, before it has any thread: leaves a fork behind, which then forks for each child of the service."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    service = os.getpid()
+    if os.fork():
+        from common.processes import ChildProcess
+
+        theirs.close()
+        ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
+        return
+    ours.close()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != service:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _entitle(TITLE)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+    _become(*_serve(theirs))
+
+
+def main(control: int) -> None:
+    """Serves, and is what it has forked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever reads a test's output has interrupted that
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for module in _IMPORTS:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"
+    _become(*_serve(socket.socket(fileno=control)))
+    if sys.argv[0] in _SERVICES and sys.argv[0] != "gateway":
+        _fork_for_children()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""What the forkserver forks is like what `python -m` starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests import forkserver
+from tests.launch import Service, command_line, encoder_server, launch
+
+
+@pytest.fixture(params=[True, False], ids=["forked", "started"])
+def service(request: pytest.FixtureRequest, checkpoint: Path):
+    with encoder_server(checkpoint, decode_processes=1, fork=request.param) as running:
+        assert isinstance(running.process, forkserver.Forked) == request.param
+        yield running
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _shown(service: Service) -> list[str]:
+    """The command lines of its processes, without the numbers that are another each time."""
+    lines = [command_line(service.pid), *service.descendants().values()]
+    return sorted(re.sub(r"\d+", "N", line.partition(" ")[2]) for line in lines)
+
+
+def test_its_processes_have_their_command_lines_and_their_parents(service: Service, checkpoint: Path) -> None:
+    flags = f"--model={checkpoint} --listen=127.0.0.1:0 --decode-processes=1"
+    encoder = re.sub(r"\d+", "N", f"-m tests.light.encoder {flags}")
+    assert _shown(service) == ["-m encoder_service.media N N", encoder, "-m tests.light.worker N N N"]
+    assert _parent(service.pid) == os.getpid()
+    assert {_parent(pid) for pid in service.descendants()} == {service.pid}
+
+
+def test_its_processes_hold_no_descriptor_of_ours(service: Service) -> None:
+    [decoder] = service.children("encoder_service.media")
+    ours = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    theirs = {path.name: str(path.readlink()) for path in Path(f"/proc/{decoder}/fd").iterdir()}
+    assert theirs["0"] == os.devnull
+    assert not {link for link in theirs.values() if link.startswith("socket:")} & ours
+    assert len(theirs) == 7, "standard streams, two copies of one, the link, the arena"
+
+
+def test_its_processes_end_with_it(checkpoint: Path) -> None:
+    with encoder_server(checkpoint, decode_processes=1, exit_code=-signal.SIGKILL) as service:
+        assert isinstance(service.process, forkserver.Forked)
+        service.process.kill()  # the end of the block waits for the others
+        assert service.process.wait(60) == -signal.SIGKILL
+
+
+def test_what_a_process_reads_before_it_is_asked_is_not_forked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch("gateway", "--listen=127.0.0.1:0", "--llm=127.0.0.1:1") as plain:
+        assert isinstance(plain.process, forkserver.Forked)
+    monkeypatch.setenv("GRPC_VERBOSITY", "error")
+    with launch("gateway", "--listen=127.0.0.1:0", "--llm=127.0.0.1:1") as other:
+        assert not isinstance(other.process, forkserver.Forked)
+        assert b"GRPC_VERBOSITY=error" in Path(f"/proc/{other.pid}/environ").read_bytes()
