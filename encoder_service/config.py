@@ -39,6 +39,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     graph_bytes: int = option(4 << 30, "GPU memory that these may hold in one worker", parse=size, minimum=0)
     workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64)
     threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
+    core_share: bool = option(
+        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+    )
     decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
     decode_seconds: float = option(
         20.0,
@@ -79,7 +82,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
     batch_items: int = option(64, "items that are packed into one pass", minimum=1)
     pass_seconds: float = option(
-        0.0,
+        0.25,
         "longest that a pass of several items or frame groups should take, by the pace of late; 0: any time",
         minimum=0.0,
     )

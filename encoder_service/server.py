@@ -226,6 +226,7 @@ def _worker_settings(
             pool_bytes=config.device_pool_bytes,
             log_level=config.log_level,
             library=library,
+            core_share=config.core_share,
         )
         for index in range(config.workers)
     ]

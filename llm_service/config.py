@@ -134,6 +134,9 @@ class LlmConfig(ServerConfig):
     keep_media_whole: bool = option(
         False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
     )
+    core_share: bool = option(
+        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+    )
     decode_slowdown: float = option(
         0.0,
         "a running answer's tokens come at most so many times as far apart as alone while prompts are computed; 0: any",

@@ -254,6 +254,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         max_running=running,
         max_step_tokens=step_tokens,
         decode_slowdown=config.decode_slowdown,
+        core_share=config.core_share,
         prefix_cache=config.prefix_cache,
         keep_media_whole=config.keep_media_whole,
         early_prefill_tokens=config.early_prefill_tokens,

@@ -37,6 +37,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_running: int
     max_step_tokens: int
     decode_slowdown: float
+    core_share: bool
     prefix_cache: bool
     keep_media_whole: bool
     early_prefill_tokens: int

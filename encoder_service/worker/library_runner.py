@@ -61,6 +61,10 @@ class LibraryRunner(Runner):
         assert settings.library is not None, "this is for models that the library computes"
         return OneByOne(LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device))
 
+    def blocks(self) -> tuple[()]:
+        """Nothing is known of its parts."""
+        return ()
+
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
         """Runs a small picture, or a second of silence where the model knows no pictures, through everything once: the

@@ -14,7 +14,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
     `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `library`: what it
-    said of a model that it computes.
+    said of a model that it computes. With `core_share` a worker with all cores divides them with other processes.
     """
 
     folder: str
@@ -30,6 +30,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     pool_bytes: int = 0
     log_level: str = "info"
     library: LibraryModel | None = None
+    core_share: bool = False
 
 
 class Piece(msgspec.Struct):

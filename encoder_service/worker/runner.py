@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.core_share import CoreShare
 from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row_sum
 from common.gpu import CudaCapture, gpu_seconds, use_gpu
 from common.media.item import Grid, Modality, Options
@@ -105,6 +106,7 @@ class Runner:
         self._pool = self._make_pool(settings.pool_bytes, row_numbers) if settings.pool_bytes else None
         self._graphed: GraphedTower | None = None
         self._staged = self.load(settings)
+        self._share_of_cores = self._divide_cores(settings)
         self._way_out = way_out or exit_of(self.device)
         self._last_end = 0.0
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -140,6 +142,19 @@ class Runner:
         attention = self._tower.backend.name if isinstance(self._tower, AttendingTower) else "its own"
         return WorkerReady(attention, self._graphed.budgets if self._graphed else [], self.pool_made())
 
+    def _divide_cores(self, settings: WorkerSettings) -> CoreShare | None:
+        if self.device.type != "cpu" or not settings.core_share:
+            return None
+        share = CoreShare.of_this_host(torch.get_num_threads(), torch.set_num_threads)
+        if share is not None:
+            share.between(self.blocks())
+        return share
+
+    def blocks(self) -> Iterable[torch.nn.Module]:
+        """What the tower computes one after the other, if it is built so."""
+        found: Iterable[torch.nn.Module] = getattr(self._tower, "blocks", ())
+        return found
+
     def pool_made(self) -> PoolMade | None:
         """The pool, for those who may read there."""
         return PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
@@ -168,7 +183,8 @@ class Runner:
     def compute(self, prepared: PreparedBatch) -> BegunBatch:
         """Begins the tower's pass, and what is to be known of its rows; waits for neither."""
         began, replays = time.perf_counter(), self._graphed.replays if self._graphed else 0
-        rows = self._staged.run(prepared.patches, prepared.ready).contiguous()
+        with self._share_of_cores.computing() if self._share_of_cores is not None else nullcontext():
+            rows = self._staged.run(prepared.patches, prepared.ready).contiguous()
         finite = rows.isfinite().flatten(1).all(dim=1)
         sums = self._share(rows, prepared.batch.pieces)
         replayed = self._graphed is not None and self._graphed.replays > replays

@@ -12,6 +12,7 @@ from common import log
 from common.allocator import give_back
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
+from common.core_share import CoreShare
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
@@ -59,10 +60,12 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     here = group.size // settings.nodes
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     ours = device.type == "cpu" and settings.kernels != "torch"
+    use: Callable[[int], None] = torch.set_num_threads
     if ours:
         from llm_service.layers.cpu.jit import use_threads  # numba takes its time
 
-        use_threads(torch.get_num_threads())
+        use = use_threads
+        use(torch.get_num_threads())
     elif device.type == "cpu":
         selection.leave_to_torch()
     checkpoint = Checkpoint.resolve(settings.model)
@@ -118,6 +121,10 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         )
         runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
+    if settings.core_share and device.type == "cpu" and group.size == 1:
+        runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
+        if runner.share is not None and isinstance(decoder, Decoder):
+            runner.share.between(decoder.layers)
     return runner
 
 

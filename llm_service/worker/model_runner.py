@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.core_share import CoreShare
 from common.gpu import Capture
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
@@ -60,7 +62,8 @@ class Launched:
 
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
-    kernels and is to go on with ours."""
+    kernels and is to go on with ours, and a `share` of cores where other processes may
+    compute on them."""
 
     def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
@@ -72,6 +75,7 @@ class ModelRunner:
         self.changeover: Changeover | None = None
         self.weights = Weights()
         self.adapters: RankAdapters | None = None
+        self.share: CoreShare | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 
@@ -126,8 +130,9 @@ class ModelRunner:
         plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
         device, but for scores, and where torch computes attention or draws."""
         began = time.perf_counter()
-        logits, scores = self._forward(plan)
-        drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
+        with self.share.computing() if self.share is not None else nullcontext():
+            logits, scores = self._forward(plan)
+            drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
         if drawn is not None:
             self._chosen = drawn.tokens
         return Launched(drawn, scores, self._decoder.device, began=began, replayed=self._replayed)

@@ -21,6 +21,8 @@ Array = np.ndarray[Any, Any]
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
+_THREADS: int = numba.get_num_threads()
+"""The most that numba has, before anything has told it to use fewer."""
 
 
 def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: ModuleType | None = None) -> Any:
@@ -139,5 +141,5 @@ def use_threads(count: int) -> None:
     """
     import torch  # whoever only compiles needs none of it
 
-    numba.set_num_threads(min(count, numba.get_num_threads()))
+    numba.set_num_threads(min(count, _THREADS))
     torch.set_num_threads(count)
