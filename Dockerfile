@@ -3,17 +3,37 @@
 # What pip installs is decided by its own settings: build arguments for an index, or a pip.conf mounted at
 # /etc/pip.conf. The default torch is whichever those settings offer for this platform.
 ARG PYTHON_IMAGE=python:3.11-slim
+# For GPUs `gcc libc6-dev`: Triton builds its kernels with a C compiler when a service starts.
+ARG PACKAGES=
 
-FROM ${PYTHON_IMAGE} AS build
+# The dependencies change more rarely than the sources: they are a layer of their own, here and where the image is pulled.
+FROM ${PYTHON_IMAGE} AS dependencies
 ARG PIP_EXTRA_INDEX_URL=
 ARG TORCH=torch
+# Requirements of the extra `gpu`, for example "flash-linear-attention" and the address of a wheel of flash-attn.
+ARG GPU_REQUIREMENTS=
+ARG PACKAGES
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/twinlens
 WORKDIR /src
-# The dependencies change more rarely than the sources, so they are a layer of their own.
 COPY pyproject.toml constraints.txt ./
 RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
- && /opt/twinlens/bin/pip install --constraint constraints.txt "${TORCH}" --group services --group gateway --group tracing
+ && /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt "${TORCH}" \
+    --group services --group gateway --group tracing \
+ && if [ -n "${GPU_REQUIREMENTS}" ]; then \
+      /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt --no-build-isolation ${GPU_REQUIREMENTS}; fi
+# What the services never open: tests, and headers where there is no compiler that could read them.
+RUN cd /opt/twinlens/lib/python3*/site-packages \
+ && rm -rf torch/test torch/bin/protoc* torch/bin/test_* torch/bin/*_test numba/tests networkx/*/tests networkx/*/*/tests \
+ && find sympy numpy -type d -name tests -prune -exec rm -rf {} + \
+ && if [ -z "${PACKAGES}" ]; then rm -rf torch/include; fi \
+ && find . -name __pycache__ -type d -prune -exec rm -rf {} +
+# Bytecode of what the services load, and of nothing else: where it is missing, as where the image is read-only, each
+# process would compile these modules again.
+COPY deploy/image/loaded.py ./
+RUN /opt/twinlens/bin/python loaded.py && /opt/twinlens/bin/pip uninstall --yes pip
+
+FROM dependencies AS build
 COPY README.md LICENSE ./
 COPY proto proto
 COPY wheels wheels
@@ -22,11 +42,15 @@ COPY common common
 COPY encoder_service encoder_service
 COPY llm_service llm_service
 COPY gateway gateway
-RUN /opt/twinlens/bin/pip install --no-deps . ./wheels/services
+# With the pip of another environment; the image has none. And what is in the image besides Debian's packages, of which
+# it has a list of its own, as CycloneDX.
+RUN python3 -m venv /opt/tools && /opt/tools/bin/pip install 'pip>=25.1' cyclonedx-bom \
+ && /opt/tools/bin/pip --python /opt/twinlens/bin/python install --no-deps --prefix /opt/own . ./wheels/services \
+ && cp -r /opt/own/. /opt/twinlens \
+ && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /opt/own/sbom.cdx.json /opt/twinlens/bin/python
 
 FROM ${PYTHON_IMAGE}
-# For GPUs `--build-arg PACKAGES="gcc libc6-dev"`: Triton builds its kernels with a C compiler when a service starts.
-ARG PACKAGES=
+ARG PACKAGES
 RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} \
  && rm -rf /var/lib/apt/lists/*; fi
 # The cache folder, that of local sockets and that of compiled kernels are there, and the user's, so that volumes over
@@ -34,11 +58,22 @@ RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-i
 # nothing else can, unless NUMBA_CACHE_DIR names a volume.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
  && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local /srv/kernels
-COPY --from=build /opt/twinlens /opt/twinlens
+COPY --from=dependencies /opt/twinlens /opt/twinlens
 # The embedded checkpoint; another is mounted over it or named with --model.
 COPY models /srv/models
+COPY --from=build /opt/own /opt/twinlens
 ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/tmp/numba
 USER twinlens
 WORKDIR /srv
 EXPOSE 7001 7002 8000
 CMD ["twinlens", "--help"]
+# Last, since they change with every commit: `make dist` gives the first two.
+ARG VERSION=
+ARG REVISION=
+ARG SOURCE=
+LABEL org.opencontainers.image.title="Twinlens" \
+      org.opencontainers.image.description="Serves vision-language models as two gRPC services and an HTTP gateway" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"

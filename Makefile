@@ -8,6 +8,8 @@ ENCODERS ?= 1
 TP ?= 1
 OUT ?= build/tables
 IMAGES ?=
+SOURCE ?= $(shell git config --get remote.origin.url)
+BUILD ?=
 LOAD_SECONDS ?= 600
 ENVIRONMENT ?=
 ARGS ?=
@@ -24,7 +26,7 @@ STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal demo-model dist clean
+.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -133,13 +135,18 @@ gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
 gpu-rehearsal: $(STAMP)  ## each part of the first day on a GPU, on a CPU: small shapes, figures that mean nothing
 	for part in 1 2 3 4; do $(BIN)/python -m benchmarks.gpu_day $$part build/gpu_day --tiny || exit 1; done
 
+rolling-trial: $(STAMP)  ## compose.yaml scaled and upgraded under load, no request may fail; wants the image, docker or podman
+	$(BIN)/python -m tools.rolling_trial $(ARGS)
+
 demo-model: $(STAMP)  ## train models/demo again
 	$(BIN)/python -m tools.demo_model $(ARGS)
 
 dist: $(STAMP)  ## a release: wheels of client and services in dist/, with IMAGES=docker (or podman) the image by its version
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./wheels/services
-	$(if $(IMAGES),$(IMAGES) build --tag twinlens:$$($(BIN)/python -c 'import twinlens; print(twinlens.__version__)') .)
+	$(if $(IMAGES),version=$$($(BIN)/python -c 'import twinlens; print(twinlens.__version__)'); $(IMAGES) build \
+		--build-arg VERSION=$$version --build-arg REVISION=$$(git rev-parse HEAD) --build-arg SOURCE='$(SOURCE)' \
+		$(BUILD) --tag twinlens:$$version .)
 	@ls dist
 
 clean:  ## remove what can be made again

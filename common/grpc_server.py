@@ -21,6 +21,7 @@ from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
 from common.request_budget import UNREAD, RequestBudget, max_large_bytes
+from common.tls_files import Certificates, TlsFiles
 from twinlens import credentials
 
 _log = log.get("server")
@@ -243,6 +244,18 @@ class GrpcServer:
         config = self._config
         if not config.tls_cert:
             return None
-        chain = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
-        roots = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
-        return grpc.ssl_server_credentials([chain], roots, require_client_auth=roots is not None)
+        files = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+        def replaced() -> grpc.ServerCertificateConfiguration | None:
+            """Asked at each handshake; None goes on with what it was told last."""
+            return _certificates(certificates) if (certificates := files.changed()) else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            _certificates(files.read()),
+            replaced,  # type: ignore[arg-type]  # None is what gRPC documents for it
+            require_client_authentication=bool(config.tls_client_ca),
+        )
+
+
+def _certificates(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(certificates.key, certificates.cert)], certificates.roots)

@@ -15,9 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from common import log, stderr_capture, tracing
+from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.errors import Unavailable
+from common.tls_files import TlsFiles
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.load import Load
@@ -42,6 +43,8 @@ _HANDSHAKE_SECONDS = 2.0
 """For the TLS of connections that came at the very moment when the gateway stops listening."""
 _LAST_SECONDS = 0.5
 """What a proxy sent on an idle connection, before it learned that the gateway stops, comes within this time."""
+_CERTIFICATE_SECONDS = 1.0
+"""From one look at the certificate's files to the next."""
 _ENDING_SECONDS = 5.0
 """For requests that are ended after the grace time to say so."""
 
@@ -95,6 +98,7 @@ async def serve(config: GatewayConfig) -> None:
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         await running.enter_async_context(services.watched())
+        await services.first_look()
         await server.serve([_listen(config.listen)])
 
 
@@ -146,6 +150,8 @@ class _Server(uvicorn.Server):
         self._middleware = middleware
         self._host = config.listen.rpartition(":")[0]
         self._grace = config.grace_seconds
+        self._files = TlsFiles(config.tls_cert, config.tls_key) if config.tls_cert else None
+        self._renewing: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -163,6 +169,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and says so on standard output."""
+        if self._files:
+            self._files.read()
+            self._renewing = tasks.start(self._renew(self._files), "renew certificates")
         await super().startup(sockets)
         assert sockets is not None
         address = f"{self._host}:{sockets[0].getsockname()[1]}"
@@ -180,8 +189,17 @@ class _Server(uvicorn.Server):
         await self._stop_listening(sockets or ())
         hanging_up = asyncio.create_task(self._hang_up())
         await super().shutdown(sockets)
+        if self._renewing:
+            self._renewing.cancel()
         hanging_up.cancel()
         ending.cancel()
+
+    async def _renew(self, files: TlsFiles) -> None:
+        """Has connections from now on be shown the certificate that the files hold now."""
+        while True:
+            await asyncio.sleep(_CERTIFICATE_SECONDS)
+            if files.changed() and self.config.ssl:
+                self.config.ssl.load_cert_chain(str(self.config.ssl_certfile), str(self.config.ssl_keyfile))
 
     async def _hang_up(self) -> None:
         """Closes idle connections, once no request is left and what was on its way has come."""

@@ -4,8 +4,9 @@ request goes to."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _log = log.get("services")
 _WATCH_SECONDS = 1.0
 """From one look at a service to the next."""
+_FIRST_SECONDS = 5.0
+"""The longest that a gateway waits, before it serves, for what services say to its first question."""
 _ANSWER_SECONDS = 5.0
 """The longest that a service may take to say what it is; and for any other short call."""
 _LAST_SECONDS = 600.0
@@ -126,6 +129,8 @@ class LlmServices:
         self._security = security
         self._resolver = Resolver(addresses)
         self._known: dict[str, LlmService] = {}
+        self._listed = asyncio.Event()
+        self._since: dict[str, int] = {}
 
     def _open(self, address: str, name: str) -> LlmService:
         channel = open_channel(address, self._security, name=name)
@@ -159,6 +164,10 @@ class LlmServices:
         infos = [service.info for service in self.services if service.info is not None]
         return {adapter.name: info for info in infos for adapter in info.adapters}
 
+    def since(self, model: str) -> int:
+        """When a service that is known here first had this model, in seconds since 1970; now, where none has yet."""
+        return self._since.setdefault(model, int(time.time()))
+
     def name(self, model: str | None) -> str:
         """What an answer calls the model: as it was asked for, or whichever is served."""
         return model or next(iter(self.models), "")
@@ -175,6 +184,24 @@ class LlmServices:
             for address in list(self._known):
                 await self._close(self._known.pop(address), None)
 
+    async def first_look(self) -> None:
+        """Returns when a service can be used, or all that are on the lists now were asked, or did not answer in time.
+
+        Whoever serves before that refuses its first callers for services that are there.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_SECONDS):
+                await self._listed.wait()
+                asked = [asyncio.ensure_future(service.look(self.metadata)) for service in self.services]
+                try:
+                    for answered in asyncio.as_completed(asked):
+                        await answered
+                        if self.usable:
+                            return
+                finally:
+                    for each in asked:
+                        each.cancel()
+
     async def _keep_resolving(self) -> None:
         """Looks names and lists up again and again. A service that is on none of them any more gets no new request."""
         leaving: set[asyncio.Task[None]] = set()
@@ -185,6 +212,7 @@ class LlmServices:
                     self._known[address] = self._open(address, wanted[address])
                 except OSError as error:  # certificates cannot be read just now
                     _log.error("an LLM service cannot be spoken to", address=address, cause=str(error))
+            self._listed.set()
             for address in self._known.keys() - wanted.keys():
                 closing = tasks.start(self._close(self._known.pop(address), _LAST_SECONDS), f"close {address}")
                 leaving.add(closing)
@@ -201,6 +229,8 @@ class LlmServices:
     async def _watch(self, service: LlmService) -> None:
         while True:
             await service.look(self.metadata)
+            if service.info is not None:
+                self.since(service.info.model)
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def tokenize(

@@ -18,6 +18,7 @@ from gateway.config import GatewayConfig
 from llm_service import server as llm_server
 from llm_service.config import LlmConfig
 from tests.launch import ROOT
+from tools.rolling_trial import __main__ as rolling_trial
 
 KINDS: dict[str, tuple[type[Any], str]] = {
     "encoder_service": (EncoderConfig, encoder_server.SERVICE),
@@ -56,6 +57,37 @@ def test_what_the_image_is_made_of_is_let_into_the_build() -> None:
 
 
 each_composed = pytest.mark.parametrize("name", ["encoder", "llm"])
+
+
+def test_every_service_can_have_replicas() -> None:
+    """Those that publish a port take a free one for each where theirs is set to nothing."""
+    for name, variable in (("encoder", "ENCODERS"), ("llm", "LLM_SERVICES"), ("gateway", "GATEWAYS")):
+        service = COMPOSE["services"][name]
+        assert service["scale"] == f"${{{variable}:-1}}"
+        assert "depends_on" not in service  # podman removes nothing that another container depends on
+        assert all(re.fullmatch(r"127\.0\.0\.1:\$\{\w+_PORT-\d+\}:\d+", port) for port in service.get("ports", ()))
+
+
+def test_what_is_said_for_gpus_is_said_of_services_and_arguments_that_there_are() -> None:
+    gpu = yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())
+    for name, service in gpu["services"].items():
+        folder = service["environment"]["TRITON_CACHE_DIR"]
+        volumes = [volume.split(":") for volume in COMPOSE["services"][name]["volumes"]]
+        assert any(folder.startswith(f"{target}/") for _, target, *mode in volumes if not mode)
+        for argument in service["build"]["args"]:
+            assert re.search(rf"^ARG {argument}\b", DOCKERFILE, re.MULTILINE)
+
+
+def test_the_trial_asks_for_metrics_that_there_are() -> None:
+    """And for replicas by the variables and the labels that compose.yaml has."""
+    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for service, (number, metric) in rolling_trial.METRICS.items():
+        assert metric.removeprefix("twinlens_gateway_").removeprefix("twinlens_llm_") in text
+        assert f":{number}" in " ".join(COMPOSE["services"][service]["command"])
+    assert {f"${{{name}:-1}}" for name in rolling_trial.SCALES.values()} == {
+        COMPOSE["services"][service]["scale"] for service in rolling_trial.SCALES
+    }
+    assert f"{rolling_trial.STOP_SECONDS}s" == COMPOSE["services"]["llm"]["stop_grace_period"]
 
 
 class TestCompose:

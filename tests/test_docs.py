@@ -29,7 +29,10 @@ OPTIONS = {
     service: {f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(kind)}
     for service, kind in SERVICES.items()
 }
-OF_OTHERS = {"--help", *(f"--{name}" for name in ("build", "build-arg", "network", "remove-orphans", "scale"))}
+OF_OTHERS = {
+    "--help",
+    *(f"--{name}" for name in ("build", "build-arg", "network", "no-recreate", "remove-orphans", "scale")),
+}
 OF_OTHERS |= {"--from-file", "--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
 OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
 OF_OTHERS |= {"--no-build-isolation"}

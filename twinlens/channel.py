@@ -34,6 +34,9 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     # The transport's own ping timeout, a minute by default, decides when a silent peer is given up.
     ("grpc.http2.ping_timeout_ms", 5_000),
+    # A name's addresses are asked for again once a connection is gone, but not within half a minute of the last time,
+    # in which all that were known may have been replaced.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.service_config", _SERVICE_CONFIG),
     ("grpc.primary_user_agent", f"twinlens/{__version__}"),
 ]

@@ -23,8 +23,8 @@ class Models:
     async def list(self, request: Request) -> Response:
         """All models that are served, and the LoRA adapters over them."""
         context_of(request, "models")
-        models = [_model(info) for info in self._services.models.values()]
-        adapters = [_adapter(name, info) for name, info in self._services.adapters.items()]
+        models = [self._model(info) for info in self._services.models.values()]
+        adapters = [self._adapter(name, info) for name, info in self._services.adapters.items()]
         return json_answer({"object": "list", "data": [*models, *adapters]})
 
     async def one(self, request: Request) -> Response:
@@ -32,7 +32,7 @@ class Models:
         context_of(request, "models")
         name = request.path_params["name"]
         if (base := self._services.adapters.get(name)) is not None:
-            return json_answer(_adapter(name, base))
+            return json_answer(self._adapter(name, base))
         info = self._services.models.get(name)
         if info is None:
             raise NotFound(
@@ -40,19 +40,17 @@ class Models:
                 reason="UNKNOWN_MODEL",
                 field="model",
             )
-        return json_answer(_model(info))
+        return json_answer(self._model(info))
 
+    def _model(self, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": self._services.since(info.model),
+            "owned_by": "twinlens",
+            "max_model_len": info.context_tokens,
+        }
 
-def _model(info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
-    return {
-        "id": info.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "twinlens",
-        "max_model_len": info.context_tokens,
-    }
-
-
-def _adapter(name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
-    """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
-    return {**_model(info), "id": name, "parent": info.model}
+    def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
+        """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
+        return {**self._model(info), "id": name, "parent": info.model}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -49,6 +50,36 @@ def test_tls_to_callers_and_to_llm_services(tmp_path: Path) -> None:
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x"}])
         assert answer.choices[0].message.content == "".join(WORDS)
         assert llm.metadata["authorization"] == "Bearer inner"
+
+
+def test_a_certificate_that_is_replaced_is_shown_to_callers(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def issue() -> None:
+        issued = authority.issue_cert("127.0.0.1")
+        issued.private_key_pem.write_to_path(str(key))
+        cert.write_bytes(issued.cert_chain_pems[0].bytes())
+
+    issue()
+    with gateway("127.0.0.1:1", tls_cert=cert, tls_key=key) as door:
+        host, _, port = door.address.rpartition(":")
+
+        def shown() -> str:
+            return ssl.get_server_certificate((host, int(port))).replace("\n", "")
+
+        assert shown() == cert.read_text().replace("\n", "")
+        issue()
+        until(lambda: shown() == cert.read_text().replace("\n", ""), "the new one is shown")
+
+
+def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
+    began = int(time.time())
+    with serving(llm=FakeLlm()) as address, gateway(address) as door, httpx2.Client() as http:
+        assert http.get(f"http://{door.address}/health/ready").status_code == 200  # at the first question
+        (model,) = http.get(f"http://{door.address}/v1/models").json()["data"]
+        assert began <= model["created"] <= time.time()
+        assert http.get(f"http://{door.address}/v1/models/{model['id']}").json() == model
 
 
 @pytest.mark.parametrize(

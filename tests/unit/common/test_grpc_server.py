@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc_channel import from_rpc_error
@@ -102,3 +105,47 @@ async def test_a_call_that_outlives_the_grace_time_is_told_why_it_ends(capsys: p
     said = capsys.readouterr().out
     assert (said.count("outcome=CALL_ENDED"), said.count("CANCELLED")) == (2, 0)
     assert "ending calls" in said
+
+
+def fingerprint(address: str) -> str:
+    """The certificate that a server shows now."""
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+async def test_a_certificate_that_is_replaced_is_shown_from_then_on(tmp_path: Path) -> None:
+    """A connection that is there goes on; one that comes later is shown the new certificate, by another authority."""
+    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+
+    def issue() -> bytes:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        cert.write_bytes(issued.cert_chain_pems[0].bytes())
+        issued.private_key_pem.write_to_path(str(key))
+        authority.cert_pem.write_to_path(str(ca))
+        return authority.cert_pem.bytes()
+
+    def channel(roots: bytes) -> grpc.aio.Channel:
+        shown = grpc.ssl_channel_credentials(roots, key.read_bytes(), cert.read_bytes())
+        return grpc.aio.secure_channel(frame.address, shown, options=[("grpc.use_local_subchannel_pool", 1)])
+
+    old = issue()
+    config = ServerConfig(grace_seconds=0, tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(ca))
+    frame = GrpcServer(config, [NAME])
+    await frame.bind()
+    try:
+        async with channel(old) as before:
+            asked = health_pb2_grpc.HealthStub(before)
+            await asked.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            shown_to_strangers = await asyncio.to_thread(fingerprint, frame.address)
+            new = issue()
+            async with channel(new) as after:
+                await health_pb2_grpc.HealthStub(after).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            await asked.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            assert await asyncio.to_thread(fingerprint, frame.address) != shown_to_strangers
+            async with channel(old) as late:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await health_pb2_grpc.HealthStub(late).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await frame.drain()

@@ -1,0 +1,1 @@
+"""A compose deployment that grows, shrinks and is replaced under load, without an error."""

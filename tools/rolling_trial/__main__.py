@@ -1,0 +1,274 @@
+"""`make rolling-trial`: compose.yaml with replicas, under load, scaled and upgraded. Ends with 1 if a request failed.
+
+Two encoders, two LLM services and two gateways are brought up as a project of its own; callers ask all the time
+(tools/rolling_trial/load.py). Encoders go from 2 to 1, 3 and 1; then every replica of everything is replaced by one of
+another image, encoders first, gateways last. The image is there: `docker compose build`, or `podman build`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = "twinlens-trial"
+SCALES = {"encoder": "ENCODERS", "llm": "LLM_SERVICES", "gateway": "GATEWAYS"}
+STOP_SECONDS = 40
+READY_SECONDS = 300.0
+"""For a replica to serve, and for the others to know it."""
+_SCRAPE = (
+    "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:{}/metrics', timeout=10).read().decode())"
+)
+METRICS = {
+    "llm": (9400, "twinlens_llm_encoders_usable"),
+    "gateway": (8000, "twinlens_gateway_llm_services_usable"),
+}
+
+
+class TrialError(Exception):
+    """Something other than a request went wrong."""
+
+
+@dataclass
+class Deployment:
+    """The compose project: we stop its containers by name, and compose makes those that are missing."""
+
+    engine: str
+    compose: list[str]
+    image: str
+    scale: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SCALES, 2))
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """What a command of the engine says."""
+        done = subprocess.run([self.engine, *command], capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise TrialError(f"{self.engine} {shlex.join(command)}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def composed(self, *command: str) -> None:
+        """Runs compose on the project, with ports that it finds."""
+        counts = {SCALES[service]: str(count) for service, count in self.scale.items()}
+        environment = {**os.environ, **counts, "IMAGE": self.image, "LLM_PORT": "", "GATEWAY_PORT": ""}
+        environment["MODEL"] = "models/demo"
+        done = subprocess.run(
+            [*self.compose, "-p", PROJECT, "-f", str(ROOT / "compose.yaml"), *command],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise TrialError(f"{shlex.join(self.compose)} {shlex.join(command)}: {done.stderr.strip()[-2000:]}")
+
+    def replicas(self, service: str) -> list[str]:
+        """Names of containers that are there, in the order of their numbers."""
+        label = "com.docker.compose"
+        filters = [f"--filter=label={label}.project={PROJECT}", f"--filter=label={label}.service={service}"]
+        names = self.run("ps", "--all", "--format", "{{.Names}}", *filters).split()
+        return sorted(names, key=lambda name: int("".join(filter(str.isdigit, name)) or 0))
+
+    def up(self) -> None:
+        """Makes what is missing, and waits until everything serves and is known to those who need it."""
+        self.composed("up", "--detach", "--no-build", "--no-recreate")
+        self.settled()
+
+    def settled(self) -> None:
+        """Waits until every replica is healthy and sees as many others as there are."""
+        for name in (name for service in SCALES for name in self.replicas(service)):
+            _until(partial(self._healthy, name), f"{name} serves")
+        for service, behind in (("llm", "encoder"), ("gateway", "llm")):
+            for name in self.replicas(service):
+                _until(
+                    partial(self._sees, name, service, self.scale[behind]),
+                    f"{name} sees {self.scale[behind]} of {behind}",
+                )
+
+    def remove(self, name: str) -> None:
+        """SIGTERM, as long to drain as compose.yaml gives, and gone. TrialError where it did not end by itself."""
+        self.run("stop", "--time", str(STOP_SECONDS), name)
+        code = self.run("inspect", "--format", "{{.State.ExitCode}}", name)
+        if code != "0":
+            raise TrialError(f"{name} ended with {code}: {self.run('logs', '--tail', '20', name)}")
+        self.run("rm", name)
+
+    def to(self, service: str, count: int) -> None:
+        """Scales a service."""
+        self.scale[service] = count
+        for name in self.replicas(service)[count:]:
+            self.remove(name)
+        self.up()
+
+    def replace(self, service: str) -> None:
+        """One replica after the other makes room for one of the present image."""
+        wanted = self.run("image", "inspect", "--format", "{{.Id}}", self.image)
+        for name in self.replicas(service):
+            self.remove(name)
+            self.up()
+        for name in self.replicas(service):
+            if self.run("inspect", "--format", "{{.Image}}", name) != wanted:
+                raise TrialError(f"{name} is not of the image {self.image}")
+
+    def down(self) -> None:
+        """Takes everything down, volumes too."""
+        self.composed("down", "--volumes", "--timeout", "10")
+
+    def _healthy(self, name: str) -> bool:
+        """What compose.yaml's health check says, asked by us: not every engine asks by itself."""
+        if self.run("inspect", "--format", "{{.State.Running}}", name) != "true":
+            raise TrialError(f"{name} ended: {self.run('logs', '--tail', '20', name)}")
+        kind, *command = json.loads(self.run("inspect", "--format", "{{json .Config.Healthcheck.Test}}", name))
+        if kind == "CMD-SHELL":
+            command = ["sh", "-c", *command]
+        asked = subprocess.run([self.engine, "exec", name, *command], capture_output=True, check=False)
+        return asked.returncode == 0
+
+    def _sees(self, name: str, service: str, others: int) -> bool:
+        port, metric = METRICS[service]
+        page = self.run("exec", name, "python", "-c", _SCRAPE.format(port))
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        if float(values.get("twinlens_llm_kernels_compiling", 0)):
+            return False  # answers are compared: ours and torch's kernels differ in the last digits
+        return float(values[metric]) == others
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + READY_SECONDS
+    while not holds():
+        if time.monotonic() > end:
+            raise TrialError(f"never: {what}")
+        time.sleep(0.5)
+
+
+@dataclass
+class Answers:
+    """What became of requests, since it was last asked."""
+
+    lines: list[dict[str, object]] = field(default_factory=list)
+    failures: int = 0
+
+    def read(self, load: subprocess.Popen[str]) -> None:
+        """Takes the load's lines until it ends."""
+        assert load.stdout
+        for line in load.stdout:
+            self.lines.append(json.loads(line))
+
+    def go_on(self) -> None:
+        """Waits until 20 more are answered."""
+        enough = len(self.lines) + 20
+        _until(lambda: len(self.lines) >= enough, "requests are answered")
+
+    def tell(self, phase: str, began: float) -> None:
+        """A line about a phase, and one for each failure in it."""
+        lines, self.lines = self.lines, []
+        for way in ("http", "grpc"):
+            of = [line for line in lines if line["way"] == way]
+            failed = [line for line in of if line["failure"]]
+            self.failures += len(failed)
+            slowest = max((float(str(line["seconds"])) for line in of), default=0.0)
+            again = sum(int(str(line["again"])) for line in of)
+            print(
+                f"{phase:28} {time.monotonic() - began:5.0f} s  {way}: {len(of):4} answered, {len(failed)} failed,"
+                f" {again} sent again, slowest {slowest:.1f} s",
+                flush=True,
+            )
+            for line in failed[:5]:
+                print(f"    {line['failure']}", flush=True)
+
+
+@contextmanager
+def loaded(deployment: Deployment, answers: Answers) -> Iterator[None]:
+    """Callers ask for the length of the block. TrialError where they stopped by themselves."""
+    mounted = f"{ROOT / 'tools/rolling_trial/load.py'}:/srv/load.py:ro"
+    command = [deployment.engine, "run", "--rm", "--interactive", "--network", f"{PROJECT}_default"]
+    load = subprocess.Popen(
+        [*command, "--volume", mounted, deployment.image, "python", "/srv/load.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    reader = threading.Thread(target=answers.read, args=(load,))
+    reader.start()
+    try:
+        yield
+        if load.poll() is not None:
+            raise TrialError(f"the load ended by itself, with {load.returncode}")
+    finally:
+        assert load.stdin
+        load.stdin.close()
+        reader.join()
+        load.wait()
+
+
+def trial(deployment: Deployment, upgrade: str) -> int:
+    """Runs it; returns how many requests failed."""
+    deployment.up()
+    answers = Answers()
+    with loaded(deployment, answers):
+        answers.go_on()
+        steps: list[tuple[str, str, int]] = [
+            ("encoders 2 → 1", "encoder", 1),
+            ("encoders 1 → 3", "encoder", 3),
+            ("encoders 3 → 1", "encoder", 1),
+            ("encoders 1 → 2", "encoder", 2),
+            *((f"every {service} replaced", service, 0) for service in SCALES),
+        ]
+        answers.tell("as it was started", time.monotonic())
+        for phase, service, count in steps:
+            began = time.monotonic()
+            if count:
+                deployment.to(service, count)
+            else:
+                deployment.image = upgrade
+                deployment.replace(service)
+            answers.go_on()
+            answers.tell(phase, began)
+    answers.tell("what was under way", time.monotonic())
+    return answers.failures
+
+
+def main() -> int:
+    """Finds an engine and its compose, runs the trial, and takes everything down."""
+    parser = argparse.ArgumentParser(prog="python -m tools.rolling_trial", description=__doc__)
+    engines = [name for name in ("docker", "podman") if shutil.which(name)]
+    parser.add_argument("--engine", default=engines[0] if engines else "", help="docker or podman")
+    parser.add_argument("--compose", default="", help="'docker compose', or podman-compose")
+    parser.add_argument("--image", default="twinlens")
+    given = parser.parse_args()
+    compose = shlex.split(given.compose) or (["docker", "compose"] if given.engine == "docker" else ["podman-compose"])
+    if not given.engine or not shutil.which(compose[0]):
+        print("rolling-trial: there is neither docker compose nor podman with podman-compose here; nothing was tried")
+        return 0
+    deployment = Deployment(given.engine, compose, given.image)
+    upgrade = f"{PROJECT}:next"
+    failures = 0
+    try:
+        made = f"FROM {given.image}\nLABEL twinlens.trial=next\n"
+        subprocess.run(
+            [given.engine, "build", "--tag", upgrade, "-"], input=made, text=True, check=True, capture_output=True
+        )
+        failures = trial(deployment, upgrade)
+    except TrialError as error:
+        print(f"rolling-trial: {error}", file=sys.stderr)
+        return 1
+    finally:
+        deployment.down()
+        deployment.run("rmi", upgrade, check=False)
+    print(f"rolling-trial: {failures} requests failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
