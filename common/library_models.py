@@ -49,15 +49,16 @@ def library() -> Any:
 
 
 def config_of(folder: Path) -> Any:
-    """The checkpoint's configuration, every default filled in. Raises CheckpointError where the library knows no such
-    model."""
+    """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. Raises
+    CheckpointError where the library knows no such model."""
     kind = Checkpoint(folder).config.get("model_type", "?")
     if kind not in library().CONFIG_MAPPING:
         raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
     try:
-        return library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        found = library().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"the library cannot read the configuration of {kind}: {_first_line(error)}") from error
+    return getattr(found, "thinker_config", found)
 
 
 def class_of(config: Any) -> Any:

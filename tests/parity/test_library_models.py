@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from common import library_models
@@ -237,6 +240,30 @@ def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
     assert sum(part.rows for part in whole) == 250
     with pytest.raises(ValueError, match="does not take all of so long a sound"):
         processor.replacement(Sound(np.zeros(160_001, np.float32)))
+
+
+def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
+    """As Qwen2.5-Omni is published: one part of its configuration, and of its tensors, writes."""
+    thinker, whole = make("qwen2_5_omni_thinker", tmp_path / "thinker"), tmp_path / "whole"
+    shutil.copytree(thinker, whole)
+    config = json.loads((thinker / "config.json").read_text())
+    del config["dtype"]
+    saved = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": config}
+    (whole / "config.json").write_text(json.dumps(saved))
+    tensors = load_file(whole / "model.safetensors")
+    other = {"talker.model.norm.weight": torch.ones(8)}
+    save_file({**{f"thinker.{name}": each for name, each in tensors.items()}, **other}, whole / "model.safetensors")
+    alone, spoken = Served.of(thinker), Served.of(whole)
+    assert spoken.found == alone.found
+    parts = ["Hear ", tones(4, 0.7), " and see ", picture(4, 90, 60), "!"]
+    prompts = [served.prompt(parts) for served in (alone, spoken)]
+    assert prompts[0].layout == prompts[1].layout
+    for one, other_rows in zip(prompts[0].rows, prompts[1].rows, strict=True):
+        assert torch.equal(one, other_rows)
+    answers = [
+        each.engine().run([prompt], GREEDY)[0].tokens for each, prompt in zip((alone, spoken), prompts, strict=True)
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_sounds_are_left_out_where_a_model_tells_modalities_apart_in_its_text(tmp_path: Path) -> None:
