@@ -22,29 +22,29 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_models import check, class_of, library
+from common.library_models import check, class_of, library, row_token
 from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models.trial import drawn_prompt, try_config
 from tools.launcher import NotStartedError
-from tools.models.compare import TWO, VIDEO, Differs, through_services
+from tools.models.compare import SOUND, TWO, VIDEO, Differs, through_services
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
 _PAGE = """\
 # Models
 
-All {total} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, as
-`python -m tools.models docs/MODELS.md` found them (`make models`). {counts}.
+All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, and
+{hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`). {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
 - **library**: computed by transformers, over our scheduler and paged cache ([generic.md](design/generic.md)).
   *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
   float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different
-  size between texts, and a video where *videos* says so; each prompt at once, in steps of 16 tokens (of 80, where rows
-  of a picture see each other and are more), beside the others, and from the prefix cache. *Compared in one process*:
-  the same without the wires between (`tests/parity/library_side.py`). Of the rest a small model's logits were the
-  library's own, in chunks, packed with another prompt; a checkpoint shows the rest at start.
+  size between texts, and videos and sounds where the row says so; each prompt at once, in steps of 16 tokens (of 80,
+  where rows of a picture see each other and are more), beside the others, and from the prefix cache. *Compared in one
+  process*: the same without the wires between (`tests/parity/library_side.py`). Of the rest a small model's logits were
+  the library's own, in chunks, packed with another prompt; a checkpoint shows the rest at start.
 - **refused**: the services say why, and do not start.
 - **unknown**: the default configuration alone makes no small model; a checkpoint is tried at start.
 
@@ -78,13 +78,15 @@ _SPANS = {
 
 
 def kinds() -> list[str]:
-    """All that the library has, in its order."""
-    return [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
+    """All that the library has for pictures and text, in its order, and those for sounds and text that there is a
+    recipe for."""
+    seeing = [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
+    return [*seeing, *sorted(RECIPES.keys() - seeing)]
 
 
 def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
     """One for each kind, those with a recipe compared so."""
-    configurations = {made.model_type: made for made in library().AutoModelForImageTextToText._model_mapping}
+    configurations = {kind: library().CONFIG_MAPPING[kind] for kind in asked}
     for kind in asked:
         if kind in FAMILIES:
             yield Row(kind, "native")
@@ -103,7 +105,7 @@ def _tried(kind: str, made: Any, compared: Comparison) -> Row:
     try:
         check(config)
         vocabulary = config.get_text_config(decoder=True).vocab_size
-        if config.image_token_id >= vocabulary:  # as defaults have it, which belong to no checkpoint
+        if row_token(config) >= vocabulary:  # as defaults have it, which belong to no checkpoint
             config.image_token_id = vocabulary - 1
         found = try_config(config, lambda: drawn_prompt(config))
     except CheckpointError as error:
@@ -136,7 +138,8 @@ def in_process(kind: str, checkpoint: Path) -> list[str]:
 
 
 def _notes(names: set[str]) -> list[str]:
-    return ["one picture in a prompt"] * (TWO not in names) + ["videos"] * (VIDEO in names)
+    one = ["one picture in a prompt"] * (TWO not in names and "one picture" in names)
+    return one + ["videos"] * (VIDEO in names) + ["sounds"] * (SOUND in names)
 
 
 Comparison = Callable[[str, Path], list[str]]
@@ -162,7 +165,14 @@ def page(found: Sequence[Row]) -> str:
     compared = sum("compared" in row.note for row in found)
     told = ", ".join(f"{counts[how]} {how}" for how in ("native", "library", "refused", "unknown"))
     told = told.replace(" library", f" library ({compared} of them compared)")
-    return _PAGE.format(total=len(found), release=version("transformers"), counts=told, rows="\n".join(map(str, found)))
+    seeing = len(library().AutoModelForImageTextToText._model_mapping)
+    return _PAGE.format(
+        seeing=seeing,
+        hearing=len(found) - seeing,
+        release=version("transformers"),
+        counts=told,
+        rows="\n".join(map(str, found)),
+    )
 
 
 def main() -> None:
