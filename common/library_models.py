@@ -235,7 +235,11 @@ _LARGEST = 4.0
 def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
     """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
     N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
-    part = _without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        part = _without(class_of(config), strip).from_pretrained(
+            None, config=config, state_dict={}, dtype=torch.float32
+        )
     generator = torch.Generator().manual_seed(0)
     tables = {id(each.weight) for each in part.modules() if isinstance(each, nn.Embedding)}
     with torch.no_grad():
@@ -311,10 +315,12 @@ def describe(folder: Path) -> LibraryModel:
 
 
 _BLANK_FRAMES, _BLANK_SIDES = 64, (48, 64)
+_FEW_FRAMES, _LARGE_SIDES = 8, (160, 224)
 
 
 def takes_videos(config: Any, processor: Any) -> bool:
-    """Whether the processor says what stands for a video, and the model has a tower for it."""
+    """Whether the processor says what stands for a video of a size, whatever it shows, and the model has a tower for
+    it."""
     if not isinstance(getattr(processor, "video_token", None), str) or not getattr(processor, "video_processor", None):
         return False
     try:
@@ -322,6 +328,12 @@ def takes_videos(config: Any, processor: Any) -> bool:
         frames = np.zeros((len(numbers), *_BLANK_SIDES, 3), np.uint8)
         text = replaced(processor, "video", Clip(frames, numbers, _BLANK_FRAMES, _BLANK_RATE).given())
         row_tokens(config, processor, "video", text)
+        black = np.zeros((_FEW_FRAMES, *_LARGE_SIDES, 3), np.uint8)
+        noise = np.random.default_rng(0).integers(0, 256, black.shape, dtype=np.uint8)
+        clips = [Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE) for frames in (black, noise)]
+        one, other = (replaced(processor, "video", clip.given()) for clip in clips)
+        if one != other:  # what it shows decides how many rows it has, as in VideoLLaMA 3
+            return False
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return hasattr(base_of(config), "get_video_features")

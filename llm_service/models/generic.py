@@ -226,10 +226,14 @@ _MEDIA = "image_token_id", "video_token_id", "audio_token_id"
 _MARKS = "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"
 
 
-def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:
-    """int64: those of the tokens that a configuration states."""
+def media_tokens(config: Any, names: Sequence[str] = (*_MEDIA, *_MARKS)) -> list[int]:
+    """Those of the tokens of media, and of marks around them, that a configuration states."""
     found = [getattr(config, name, None) for name in names]
-    return torch.tensor([each for each in found if each is not None], dtype=torch.int64, device=device)
+    return [each for each in found if each is not None]
+
+
+def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:
+    return torch.tensor(media_tokens(config, names), dtype=torch.int64, device=device)
 
 
 class _Given(nn.Module):

@@ -36,7 +36,7 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.models.decoder import Deepstack
-from llm_service.models.generic import LibraryDecoder, text_alone
+from llm_service.models.generic import LibraryDecoder, media_tokens, text_alone
 
 _log = log.get("trial")
 _BLOCK = 16
@@ -199,9 +199,11 @@ class _Said:
 
 
 def _generated(model: Any, prompt: TrialPrompt) -> _Said:
-    """Greedy tokens as the library says them, one by one, over its own cache; of text alone."""
+    """Greedy tokens as the library says them, one by one, over its own cache; of text alone. No token of a medium is
+    among them, as no trained model says one: they are not looked up as text is."""
     text = prompt.ids[: prompt.runs[0][0]] if prompt.runs else prompt.ids
-    settings = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER, "do_sample": False}
+    settings["suppress_tokens"] = media_tokens(model.config) or None
     made = model.generate(text.unsqueeze(0), **settings, output_logits=True, return_dict_in_generate=True)
     logits = torch.cat(made.logits).float()
     none = torch.empty(0, dtype=torch.int64)

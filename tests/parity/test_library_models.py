@@ -138,6 +138,11 @@ def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_
         library_models.describe(make("idefics2", tmp_path))
 
 
+def test_videos_are_left_out_where_what_they_show_decides_how_many_rows_they_have(tmp_path: Path) -> None:
+    """As in VideoLLaMA 3, which drops what does not change: nobody could lay a prompt out before it is decoded."""
+    assert list(library_models.describe(make("video_llama_3", tmp_path)).placeholders) == ["image"]
+
+
 def test_frames_of_a_video_are_the_processor_s_own_choice(tmp_path: Path) -> None:
     processor = ItemProcessor(make("glm4v", tmp_path))
     whole = library_models.processor_of(tmp_path)
