@@ -255,6 +255,19 @@ RECIPES: dict[str, Recipe] = {
         ("<imgpad>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"),
         image="<imgpad>",
     ),
+    "pp_chart2table": Recipe(
+        whole(
+            "pp_chart2table",
+            vision_config=part("pp_chart2table_vision", {**_SAM, "image_size": 1024}),
+            text_config=QWEN2,
+            image_token_index="<imgpad>",
+            image_seq_length=256,
+            tie_word_embeddings=False,
+        ),
+        processor("PPChart2TableProcessor", "PPChart2TableImageProcessorPil"),
+        ("<imgpad>", "<img>", "</img>"),
+        image="<imgpad>",
+    ),
     "janus": Recipe(
         whole(
             "janus",

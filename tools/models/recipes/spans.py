@@ -37,6 +37,28 @@ RECIPES: dict[str, Recipe] = {
         ("<soft>", "<end>"),
         named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
     ),
+    "shieldgemma2": Recipe(
+        whole(
+            "shieldgemma2",
+            vision_config=SIGLIP,
+            text_config=part(
+                "gemma3_text",
+                {**TEXT, "num_hidden_layers": 4},
+                sliding_window=24,
+                sliding_window_pattern=2,
+                query_pre_attn_scalar=16,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+            ),
+            mm_tokens_per_image=16,
+            image_token_index="<soft>",
+            boi_token_index="<image>",
+            eoi_token_index="<end>",
+            tie_word_embeddings=False,
+        ),
+        processor("ShieldGemma2Processor", "Gemma3ImageProcessorPil", settings={"size": SQUARE}, image_seq_length=16),
+        ("<soft>", "<end>"),
+        named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
+    ),
     "gemma4": Recipe(
         whole(
             "gemma4",
