@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.devices import default_dtype
 from llm_service.layers.cpu.jit import use_threads
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
@@ -43,16 +44,19 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
     parser.add_argument("--steps", type=int, default=10, help="of which the least is shown")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both; by default the services' own")
     given = parser.parse_args()
     folder = chosen_model(given)
+    dtype: torch.dtype = getattr(torch, given.dtype or default_dtype("cpu", Checkpoint(folder)))
+    print(f"computed in {str(dtype).removeprefix('torch.')}\n")
     torch.set_num_threads(1)
     use_threads(1)
     contexts = torch.randint(5, _WORDS, (max(_BATCHES), given.context), dtype=torch.int32)
-    peer = [_least(step, given.steps) for step in _peer(folder, contexts)]
+    peer = [_least(step, given.steps) for step in _peer(folder, contexts, dtype)]
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
     print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
     for attention, weights in (("torch", ""), ("numba", ""), ("numba", "int8")):
-        ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights)]
+        ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights, dtype)]
         cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
         print(f"| {attention}{', int8 weights' if weights else ''} | " + " | ".join(cells) + " |")
 
@@ -67,13 +71,15 @@ def _least(step: Callable[[], object], steps: int) -> float:
     return best
 
 
-def _ours(folder: Path, contexts: Tensor, attention: str, weights: str) -> Iterator[Callable[[], object]]:
+def _ours(
+    folder: Path, contexts: Tensor, attention: str, weights: str, dtype: torch.dtype
+) -> Iterator[Callable[[], object]]:
     """Blocks of the sequences alternate, as they do when sequences have grown side by side."""
-    decoder = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weights)
+    decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
     context = contexts.shape[1]
     each = -(-(context + 1) // _BLOCK)
-    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, torch.float32, _CPU, attention=attention)
-    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, torch.float32)
+    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, decoder.dtype, _CPU, attention=attention)
+    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
     runner = ModelRunner(decoder, arena, caches)
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
@@ -96,9 +102,9 @@ def _prompt(ids: Tensor, table: list[int]) -> StepPlan:
     )
 
 
-def _peer(folder: Path, contexts: Tensor) -> Iterator[Callable[[], object]]:
+def _peer(folder: Path, contexts: Tensor, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Its cache grows by each step; steps are few."""
-    model = reference.model(folder)
+    model = reference.model(folder, dtype)
     for batch in _BATCHES:
         with torch.inference_mode():
             cache = model(input_ids=contexts[:batch].long(), use_cache=True).past_key_values
