@@ -24,13 +24,16 @@ from common.media.item import Key, Modality
 from encoder_service.models.generic import flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.layers.attention import general_backend
+from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models import generic
+from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message
+from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
 from tools.models.compare import PROMPTS, SOUND, Reference, picture, tones
@@ -111,6 +114,14 @@ def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None
         try_config(config, lambda: drawn_prompt(config))
 
 
+def test_a_prompt_all_of_whose_tokens_see_each_other_is_refused() -> None:
+    """As PaliGemma's: no chunk of it could be computed before the last token is there."""
+    config = library_models.library().CONFIG_MAPPING["paligemma"]()
+    config.get_text_config().vocab_size, config.image_token_id = 64, 63
+    with pytest.raises(CheckpointError, match="paligemma gives other logits in chunks than of a whole prompt"):
+        try_config(config, lambda: drawn_prompt(config))
+
+
 def test_quantised_weights_are_refused_by_name() -> None:
     config = config_of_recipe("llava_next")
     config.quantization_config = {"quant_method": "awq", "bits": 4}
@@ -136,6 +147,39 @@ def test_positions_on_four_axes_are_refused() -> None:
 def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Idefics2Processor does not say what stands for a picture"):
         library_models.describe(make("idefics2", tmp_path))
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in 16 bits, as models are published."""
+    return make("llava", tmp_path_factory.mktemp("llava"), dtype=torch.bfloat16)
+
+
+def test_weights_in_16_bits_give_the_library_s_tokens_in_float32(halved: Path) -> None:
+    assert {str(each.dtype) for each in load_file(halved / "model.safetensors").values()} == {"torch.bfloat16"}
+    assert "one picture" in compare(halved)
+
+
+def test_in_16_bits_logits_are_as_near_to_float32_s_as_the_library_s(halved: Path) -> None:
+    ids = torch.arange(60) % 50 + 40
+    whole = library_models.class_of(library_models.config_of(halved))
+    with torch.inference_mode():
+        exact, theirs = (
+            whole.from_pretrained(halved, dtype=dtype)(input_ids=ids.unsqueeze(0)).logits[0].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        cpu = torch.device("cpu")
+        found = library_models.describe(halved)
+        decoder = load_library_decoder(Checkpoint(halved), found, torch.bfloat16, cpu)
+        caches = Caches(decoder.mixers(), 8, 16, decoder.dtype, cpu, attention=decoder.backend)
+        batches = caches.batches([PagedChunk(0, len(ids), [0, 1, 2, 3])], [0])
+        positions = torch.arange(len(ids)).expand(3, -1)
+        embedded = decoder.embed_tokens(ids)
+        hidden = decoder(embedded, positions, caches.layers, batches, None, token_ids=ids)
+        assert embedded.dtype == hidden.dtype == torch.bfloat16
+        ours = decoder.logits(hidden)
+    mine, other = ((each - exact).norm(dim=1).median() for each in (ours, theirs))
+    assert 0 < mine <= 1.2 * other
 
 
 def test_videos_are_left_out_where_what_they_show_decides_how_many_rows_they_have(tmp_path: Path) -> None:
