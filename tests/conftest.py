@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common.devices import cuda_device_count
+from common.processes import ChildProcess
 from tests import triton_interpreter
+from tests.forkserver import forkserver
 
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
 # other processes spin against each other. The services that tests start inherit it.
@@ -75,3 +77,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 def checkpoint(checkpoints: Callable[..., Path]) -> Path:
     """A tiny Qwen3-VL, for tests to which the family does not matter."""
     return checkpoints("qwen3_vl")
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes of the test itself are forked, as those of light services are."""
+    if server := forkserver():
+        monkeypatch.setattr(ChildProcess, "popen", server.popen)

@@ -1,5 +1,6 @@
-"""Processes of light services without their imports, which are most of what a start costs: one process has imported
-everything, and forks for each service; a fork of the service's, which did not go on, forks for its children.
+"""Processes of services without their imports, which are most of what a start costs: one process has imported
+everything but torch, and forks for each service; a fork of the service's, which did not go on, forks for its children,
+as far as they need no torch either.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
 (`CLONE_PARENT`), and its environment, command line, standard streams and inherited descriptors are those asked for.
@@ -31,12 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
 """The command line of a process that only forks."""
 
-_SERVICES = ("tests.light.encoder", "tests.light.llm", "gateway")
+_SERVICES = ("encoder_service", "llm_service", "tests.light.encoder", "tests.light.llm", "gateway")
 _CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
 _IMPORTS = (
-    *("encoder_service.__main__", "encoder_service.server", "encoder_service.media.image"),
+    *("encoder_service.server", "common.allocator", "encoder_service.media.image"),
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
-    *("llm_service.__main__", "llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
+    *("llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
     *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
     *("gateway.server", "common.tracing", "tests.in_turn", "common.request_budget", "uvloop"),
 )
@@ -123,6 +124,10 @@ class Forkserver:
             os.close(write)
         return Forked(pid, os.fdopen(read))
 
+    def popen(self, command: Sequence[str], **given: Any) -> Any:
+        """Starts a child process of this one, in place of `subprocess.Popen`."""
+        return _popen(self._control, command, **given)
+
 
 @functools.cache
 def forkserver() -> Forkserver | None:
@@ -153,7 +158,7 @@ def _popen(
     pass_fds: Sequence[int],
     env: Mapping[str, str],
 ) -> Any:
-    """In a service: starts a child process, as `subprocess.Popen` does."""
+    """Starts a child process, as `subprocess.Popen` does."""
     if command[2] not in _CHILDREN:
         return subprocess.Popen(command, stdin=stdin, stderr=stderr, pass_fds=pass_fds, env=env)
     pid = _ask(control, command[2:], env, {1: 1, 2: stderr, **{fd: fd for fd in pass_fds}})

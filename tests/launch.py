@@ -58,7 +58,7 @@ def launch(
 
     Asserts that it ends with `exit_code` (None: any), that no process of its is left, nothing in /dev/shm that one of
     them had mapped, and nothing held at its end by its own account. A service that ends before it is ready raises
-    RuntimeError with its log. Where `fork` allows it, `tests.forkserver` saves a light service its imports.
+    RuntimeError with its log. Where `fork` allows it, `tests.forkserver` saves it most imports.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -127,11 +127,11 @@ def encoder_server(
 
 @contextlib.contextmanager
 def llm_server(
-    model: Path, *encoders: str, light: bool = True, exit_code: int | None = 0, **flags: object
+    model: Path, *encoders: str, light: bool = True, exit_code: int | None = 0, fork: bool = True, **flags: object
 ) -> Iterator[Service]:
     """An LLM service on a free port, with the encoders at these addresses."""
     given = _flags(**{"model": model, "listen": "127.0.0.1:0", "encoders": ",".join(encoders), **flags})
-    with launch(_LLM[light], *given, exit_code=exit_code) as service:
+    with launch(_LLM[light], *given, exit_code=exit_code, fork=fork) as service:
         yield service
 
 

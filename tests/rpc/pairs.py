@@ -109,12 +109,17 @@ def usable(client: LlmClient, count: int) -> bool:
 
 @contextmanager
 def pair(
-    checkpoint: Path, *, light: bool = True, encoder_flags: Mapping[str, object] | None = None, **llm_flags: object
+    checkpoint: Path,
+    *,
+    light: bool = True,
+    fork: bool = True,
+    encoder_flags: Mapping[str, object] | None = None,
+    **llm_flags: object,
 ) -> Iterator[Pair]:
     """Both services for the length of the block; asserts that nothing is held at its end."""
     with (
-        encoder_server(checkpoint, light=light, **{**ENCODER_FLAGS, **(encoder_flags or {})}) as encoder,
-        llm_server(checkpoint, encoder.address, light=light, **{**LLM_FLAGS, **llm_flags}) as llm,
+        encoder_server(checkpoint, light=light, fork=fork, **{**ENCODER_FLAGS, **(encoder_flags or {})}) as encoder,
+        llm_server(checkpoint, encoder.address, light=light, fork=fork, **{**LLM_FLAGS, **llm_flags}) as llm,
         EncoderClient(encoder.address) as media,
         LlmClient(llm.address) as text,
     ):

@@ -24,7 +24,7 @@ SAMPLING = v1.SamplingParams(max_tokens=24, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Pair]:
-    with pair(TARGET, light=False) as both:
+    with pair(TARGET, light=False, fork=False) as both:
         yield both
 
 

@@ -21,7 +21,7 @@ def test_every_request_ends_once_with_its_own_answer_and_memory_stays(
 ) -> None:
     seconds = pytestconfig.getoption("soak_seconds")
     tight = {"kv_cache_bytes": CACHE, "row_cache_bytes": "4MiB", "max_running": 16}
-    with pair(checkpoints("qwen3_vl"), light=False, **tight) as both:
+    with pair(checkpoints("qwen3_vl"), light=False, fork=False, **tight) as both:
         report = Load(both, seconds).run()
         print(f"\n{sum(report.outcomes.values())} requests in {seconds:g} s: {dict(sorted(report.outcomes.items()))}")
         print("MiB of encoder and LLM service:", report.curve(12))

@@ -29,6 +29,8 @@ from tests.launch import command_line, descendants
 from tests.unit.encoder_service.engines import IMAGES, VIDEOS
 from tests.unit.encoder_service.fakes import turns
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
 STAGING = 96 << 20
 PIXELS_AT = 32 << 20

@@ -26,6 +26,8 @@ from tests.checkpoints import VOCABULARY
 from tests.launch import command_line
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 BLIND = StructureLimits(multiple=1 << 60, repeats=1 << 60, depth=1 << 60, compiled_bytes=1 << 40)
 """Under these everything is tried."""
 EXPLODING = Structure("json_schema", json.dumps({"type": "integer", "multipleOf": 99_999_989}))
