@@ -71,10 +71,10 @@ def build(
         begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
         end = begin + count
         rows.extend(_rows(sequence, count, at, row_bytes))
-        if count == 1 + len(drafts) and begin >= sequence.prompt_tokens:
+        if sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens):
             for place in range(begin, end):
                 positions.one(place + sequence.mrope_delta)
-            token_ids.append(sequence.tokens[begin])
+            token_ids.extend(sequence.tokens[begin : end - len(drafts)])
             token_ids.extend(drafts)
         else:
             positions.window(_positions(sequence, count))

@@ -33,8 +33,9 @@ class Block:
 class BlockTable:
     """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
     Likewise the `row` where workers keep the table, -1 for none, whose first `told` blocks they know. Identities cover
-    its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none. `reserved`
-    snapshots wait for their blocks' identities; `rolling` is the one that the next of an answer replaces."""
+    its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none; `spare`: the one
+    where the state is that was there before its drafts. `reserved` snapshots wait for their blocks' identities;
+    `rolling` is the one that the next of an answer replaces."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
@@ -42,6 +43,7 @@ class BlockTable:
     row: int = -1
     told: int = 0
     source: int = -1
+    spare: int = -1
     reserved: deque[Reserved] = field(default_factory=deque)
     rolling: bytes = b""
 
@@ -159,6 +161,7 @@ class BlockManager:
         self._by_identity: dict[bytes, int] = {}
         self._idle_named = 0
         self._rows = 0
+        self._spares = 0
         self._free_rows: list[int] = []
 
     @property
@@ -321,6 +324,7 @@ class BlockManager:
             table.row, table.told = -1, 0
         if table.slot >= 0:
             self._states.give_back(table.slot)
+            self._give_up_spare(table)
             table.slot = table.source = -1
         for reserved in table.reserved:
             self._states.cancel(reserved.ticket)
@@ -341,9 +345,37 @@ class BlockManager:
         next step computes."""
         pairs = [(table.source, table.slot) for table in tables if table.source >= 0]
         for table in tables:
+            if table.source >= 0 and table.source == table.spare:
+                self._give_up_spare(table)
             table.source = -1
         self._states.release()
         return pairs
+
+    def take_spare(self, table: BlockTable, most: int) -> bool:
+        """Has the next step keep a table's state as it is before its drafts, in a slot in which there may have been a
+        snapshot; where layers have states. False where `most` tables do that, or no slot can be had."""
+        if not self.state_slots:
+            return True
+        slot = self._states.take_spare() if self._spares < most else None
+        if slot is None:
+            return False
+        table.spare = slot
+        self._spares += 1
+        return True
+
+    def drafts_verified(self, table: BlockTable, *, right: bool) -> None:
+        """The state behind all drafts is that of the table's tokens; or else the next step begins with the one before
+        them."""
+        if right:
+            self._give_up_spare(table)
+        else:
+            table.source = table.spare
+
+    def _give_up_spare(self, table: BlockTable) -> None:
+        if table.spare >= 0:
+            self._states.give_back(table.spare)
+            self._spares -= 1
+            table.spare = -1
 
     def snapshot(self, table: BlockTable, index: int, identity: bytes | None) -> int | None:
         """The slot of a new snapshot, which gets the state behind block number `index` when the next step computes it;
@@ -396,6 +428,8 @@ class BlockManager:
         assert rows == list(range(self._rows)), "a row of a table is lost, or has two owners"
         assert all(table.told <= len(table.blocks) for table in tables), "workers know blocks that are not held"
         tickets = [each.ticket for table in tables for each in table.reserved]
-        self._states.check_integrity([table.slot for table in tables if table.slot >= 0], tickets)
+        slots = [slot for table in tables for slot in (table.slot, table.spare) if slot >= 0]
+        self._states.check_integrity(slots, tickets)
+        assert self._spares == sum(table.spare >= 0 for table in tables), "the count of spare slots is wrong"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity

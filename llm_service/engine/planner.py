@@ -93,6 +93,7 @@ class Planner:
         self._draft = draft
         self._max_media_tokens = limits.max_media_tokens
         self._keep_media_whole = limits.keep_media_whole or limits.whole_media
+        self._most_spares = blocks.state_slots - limits.max_running  # whoever may run finds a slot
 
     def choose(self) -> Schedule:
         """What the next step computes; its work is empty where nothing can be computed now."""
@@ -125,10 +126,11 @@ class Planner:
         for sequence in tuple(self._queues.running):
             if not sequence.running or sequence.at_max_length or sequence.drafts:
                 continue  # preempted by one before it, ended by what is under way, or it is not known how far it is
-            if sequence.pending > 1:
+            count = sequence.pending
+            if count > 1 and not sequence.rolled_back:
                 prefills.append(sequence)
-            elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, 1, schedule):
-                schedule.num_scheduled_tokens[sequence] = 1
+            elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, count, schedule):
+                schedule.num_scheduled_tokens[sequence] = count
         if self._limits.speculative_tokens:
             self._speculate(schedule)
         return prefills
@@ -136,15 +138,23 @@ class Planner:
     def _speculate(self, schedule: Schedule) -> None:
         """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft."""
         decodes = schedule.num_scheduled_tokens
-        room = min(self._limits.draft_rows, self._limits.max_step_tokens) - len(decodes)
+        limits = self._limits
+        room = min(limits.draft_rows, limits.max_step_tokens) - sum(decodes.values())
+        if self._blocks.state_slots:  # whatever is computed again in the next step fits it beside every decode
+            room = min(room, limits.max_step_tokens - limits.max_running)
         for sequence in decodes:
             most = min(room, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
+            if self._blocks.keeps_snapshots:  # a step of one token ends at each multiple, where the state is kept
+                begin, multiple = sequence.num_computed_tokens, self._blocks.snapshot_multiple
+                most = min(most, multiple - begin % multiple - 2)
             if most > 0 and sequence.takes_drafts:
                 sequence.propose(self._draft(sequence, most))
             count = len(sequence.drafts)
             if not count:
                 sequence.draft_length.verified(0, 0)
-            elif self._blocks.grow(sequence.table, sequence.num_computed_tokens + 1 + count):
+            elif self._blocks.grow(
+                sequence.table, sequence.num_computed_tokens + 1 + count
+            ) and self._blocks.take_spare(sequence.table, self._most_spares):
                 decodes[sequence] += count
                 room -= count
             else:

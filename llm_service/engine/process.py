@@ -84,8 +84,8 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     """Puts the loop together and tells the front how much there is room for."""
     checkpoint = Checkpoint.resolve(settings.model)
     model = ServedModel.of(checkpoint, settings.library)
-    if settings.speculative_tokens and loaded.state_slots:
-        raise CheckpointError("--speculative-tokens: states of this model's layers cannot go back behind a wrong draft")
+    if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
+        raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
     context = min(model.longest(settings.max_context), loaded.blocks * settings.block_size)
     stop_ids, wake = end_tokens(checkpoint), Wake()
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)

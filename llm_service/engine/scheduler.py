@@ -227,6 +227,7 @@ class Scheduler:
                 elif slot is not None:
                     copies.within.append((number, place - begin, slot))
         copies.before.extend(self.blocks.take_sources([sequence.table for sequence in work]))
+        copies.before.extend((each.table.slot, each.table.spare) for each in work if each.table.spare >= 0)
         return copies
 
     @staticmethod
@@ -269,6 +270,8 @@ class Scheduler:
                 continue
             drafts = len(sequence.drafts) if sequence.num_placeholders == len(sequence.drafts) + 1 else 0
             accepted = sequence.fill_placeholder(token)
+            if sequence.table.spare >= 0 and not sequence.drafts:
+                self.blocks.drafts_verified(sequence.table, right=not sequence.rolled_back)
             self.counters.generated_tokens += 1
             self.counters.accepted_draft_tokens += accepted
             ended = _finish_reason(sequence, token)

@@ -71,7 +71,8 @@ class Sequence:
     `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
     `placeholder_draw` of its step. `drafts` are tokens that the step under way verifies: there is one placeholder for
     each, and one behind them, and those behind the first wrong draft are never filled. `draft_masks` say what the
-    structure of the answer allows behind none, one, … of them. Only the methods change a
+    structure of the answer allows behind none, one, … of them. It is `rolled_back` where layers have states and one of
+    its drafts was wrong: the next step computes what is known from before these drafts on. Only the methods change a
     sequence, and of these none that answers a question.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
@@ -113,6 +114,7 @@ class Sequence:
     num_starts: int = 0
     num_scored_tokens: int = 0
     finished: bool = False
+    rolled_back: bool = False
     table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: list[bytes] = field(default_factory=list)
@@ -220,7 +222,7 @@ class Sequence:
     def takes_drafts(self) -> bool:
         """All of its tokens are known, and its prompt is computed. Before its least tokens a structure may leave
         nothing to be drawn, which is looked for behind what is known alone."""
-        computed = self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
+        computed = self.pending == 1 and self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
         return computed and (self.matcher is None or self.generated >= self.sampling.min_tokens)
 
     @property
@@ -298,7 +300,7 @@ class Sequence:
 
     def preempt(self) -> None:
         """It runs no longer, and holds no block: its KV is to be computed again."""
-        self.running, self.num_computed_tokens = False, 0
+        self.running, self.num_computed_tokens, self.rolled_back = False, 0, False
 
     def finish(self) -> None:
         """Nothing more is to be computed for it."""
@@ -335,6 +337,7 @@ class Sequence:
     def advance(self, count: int) -> None:
         """A step has been planned that computes the next `count` tokens, and scores what follows them in the prompt."""
         self.num_computed_tokens += count
+        self.rolled_back = False
         if self.num_scored_tokens < self.prompt_tokens:
             computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
             self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
@@ -379,8 +382,12 @@ class Sequence:
         self.draft_length.verified(len(self.drafts), right)
         if self.num_placeholders:
             del self.tokens[-self.num_placeholders :]
+        self.rolled_back = self.table.spare >= 0 and right < len(self.drafts)
         self.num_placeholders, self.drafts = 0, array("i")
-        self.num_computed_tokens = min(self.num_computed_tokens, len(self.tokens) - 1)
+        # A state holds all that was computed, wrong drafts as well; keys and values behind the right ones are written
+        # over.
+        valid = len(self.tokens) - 2 - right if self.rolled_back else len(self.tokens) - 1
+        self.num_computed_tokens = min(self.num_computed_tokens, valid)
         return False
 
     def identity(self, index: int, block_size: int) -> bytes:

@@ -71,8 +71,13 @@ class StateSlots:
         assert slot is not None, "more sequences than slots"
         return slot
 
+    def take_spare(self) -> int | None:
+        """One that is free, or that of the snapshot worth least; None where sequences, and snapshots in use, have
+        all."""
+        return self._free.pop() if self._free else self._give_up(self._snapshots.keys() - self._in_use)
+
     def give_back(self, slot: int) -> None:
-        """Its sequence runs no longer."""
+        """Its sequence runs no longer, or needs it no longer."""
         self._free.append(slot)
 
     def find(self, identity: bytes) -> int:
@@ -88,8 +93,7 @@ class StateSlots:
 
     def reserve(self) -> tuple[int, int] | None:
         """(ticket, slot) for a new snapshot; None where sequences, and snapshots in use, have all slots."""
-        slot = self._free.pop() if self._free else self._give_up(self._snapshots.keys() - self._in_use)
-        if slot is None:
+        if (slot := self.take_spare()) is None:
             return None
         ticket = next(self._tickets)
         self._reserved[ticket] = slot

@@ -22,6 +22,7 @@ from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
+from llm_service.engine.planner import Drafter, by_look_up
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
@@ -144,6 +145,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         speculative_tokens: int = 0,
+        draft: Drafter = by_look_up,
         adapters: Sequence[Path] = (),
         max_loras: int = 0,
     ) -> None:
@@ -188,6 +190,7 @@ class LocalEngine:
             ),
             frozenset({-1}),
             arena.row_bytes,
+            draft=draft,
         )
         self._depth = 2 if overlap else 1
         self._arena = arena

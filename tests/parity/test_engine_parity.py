@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from llm_service.engine.block_manager import BlockTable
+from llm_service.engine.sequence import Sequence
 from llm_service.request import SamplingParams
 from tests import reference
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
@@ -90,6 +92,31 @@ def test_drafts_change_no_token_and_take_fewer_steps_where_an_answer_repeats_its
             assert counters.steps < without.scheduler.counters.steps or given
         if "blocks" in given:
             assert counters.preemptions > 0, "the cache was not tight enough to prove anything"
+
+
+def test_states_go_back_to_before_drafts_of_which_one_was_wrong(checkpoints: Callable[..., Path]) -> None:
+    """Drafts are what will be said; of every second step's one is not."""
+    directory = checkpoints("qwen3_5")
+    prompts = [make_prompt(directory, parts) for parts in PARTS]
+    sampling = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0.0)
+    without = LocalEngine(directory)
+    said = [outcome.tokens for outcome in without.run(prompts, sampling)]
+    ids = list(range(1, len(prompts) + 1))
+
+    def foreseen(sequence: Sequence, count: int) -> array[int]:
+        drafts = array("i", said[ids.index(sequence.id)][sequence.generated :][:count])
+        wrong = sequence.generated % (2 * count)
+        if wrong < len(drafts):
+            drafts[wrong] ^= 1
+        return drafts
+
+    for given in ({}, {"step_tokens": 80, "blocks": 18, "prefix_cache": True}):
+        engine = LocalEngine(directory, speculative_tokens=4, draft=foreseen, **given)
+        assert [outcome.tokens for outcome in engine.run(prompts, sampling)] == said, given
+        counters = engine.scheduler.counters
+        assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+        assert given or counters.steps < without.scheduler.counters.steps
+        assert (counters.preemptions > 0) == ("blocks" in given)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -85,14 +85,14 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         speculative_tokens: int,
         **more: int,
     ) -> None:
-        """Sequences have states where there is a number of slots for snapshots, and then get no drafts."""
+        """Sequences have states where there is a number of slots for snapshots, and for states before drafts."""
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
             step_tokens=max_running + extra,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
-            speculative_tokens=speculative_tokens if spare_slots is None else 0,
+            speculative_tokens=speculative_tokens,
             **more,
         )
 
@@ -173,11 +173,14 @@ AnyOrderOfEvents.TestCase.settings = settings(
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
+_STATES = {"state_slots": 14, "state_chunk": 8}
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"state_slots": 14, "state_chunk": 8}, {"speculative_tokens": 4}],
-    ids=["", "with states", "with drafts"],
+    [{}, _STATES, {"speculative_tokens": 4}, {"speculative_tokens": 4, **_STATES}],
+    ids=["", "with states", "with drafts", "with both"],
 )
 def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
     more: dict[str, int], overlap: bool
