@@ -49,13 +49,15 @@ CacheSpec = PagedKV | SequenceState
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first.
-    The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it."""
+    The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it.
+    `context` tokens of the sequence are before them."""
 
     begin: int
     end: int
     slot: int
     fresh: bool
     copy: int = -1
+    context: int = 0
 
     @classmethod
     def of(
@@ -72,10 +74,11 @@ class Segment:
         for number, (chunk, slot) in enumerate(zip(chunks, slots, strict=True)):
             first, fresh = begin, chunk.context == 0
             for place, copy in sorted((place, copy) for owner, place, copy in passed if owner == number):
-                segments.append(cls(first, begin + place, slot, fresh, copy))
+                segments.append(cls(first, begin + place, slot, fresh, copy, chunk.context + first - begin))
                 first, fresh = begin + place, False
+            context = chunk.context + first - begin
             begin += chunk.count
-            segments.append(cls(first, begin, slot, fresh))
+            segments.append(cls(first, begin, slot, fresh, context=context))
         return segments
 
 

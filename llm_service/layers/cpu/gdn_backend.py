@@ -12,7 +12,7 @@ from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.cpu import gdn_step, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnShape, GdnWeights
-from llm_service.layers.gdn.torch_backend import Steps, TorchBackend, TorchBatch, split
+from llm_service.layers.gdn.torch_backend import FEW, Steps, TorchBackend, TorchBatch, split
 
 _CPU = torch.device("cpu")
 
@@ -30,31 +30,45 @@ class NumbaBackend:
 
     def batch(self, segments: Sequence[Segment]) -> GdnBatch:
         """See `GdnBackend`."""
-        runs, steps = split(segments)
-        if not steps or not selection.is_numba():
+        runs, rounds = split(segments, FEW)
+        if not rounds or not selection.is_numba():
             return self._plain.batch(segments)
-        return _Batch(self._shape, self._plain.batch(runs) if runs else None, Steps.of(steps, _CPU))
+        return _Batch(self._shape, self._plain.batch(runs) if runs else None, Steps.of(rounds, _CPU))
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """`runs` computes what comes before the steps."""
+    """`runs` computes what comes before the steps of all rounds."""
 
     shape: GdnShape
     runs: TorchBatch | None
-    steps: Steps
+    rounds: list[Steps]
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
         """See `GdnBatch`."""
         dtype = given.qkv.dtype
         out = torch.empty(given.z.shape) if self.runs is None else self.runs.run(given, weights, cache).float()
-        steps, (convolution, recurrent) = self.steps, cache.tensors
+        rows = [_array(each) for each in (given.qkv, given.z, given.a, given.b)]
+        for steps in self.rounds:
+            self._run_steps(steps, out, rows, weights, cache, dtype)
+        return out.to(dtype)
+
+    def _run_steps(
+        self,
+        steps: Steps,
+        out: Tensor,
+        given: Sequence[Array],
+        weights: GdnWeights,
+        cache: StateCache,
+        dtype: torch.dtype,
+    ) -> None:
+        convolution, recurrent = cache.tensors
         before, places = convolution, steps.slots
         if dtype != torch.float32:  # the kernel has no other type: it gets copies of those that it changes
             before, places = convolution[steps.slots].float(), torch.arange(len(steps.slots))
         gdn_step.step(
             out.numpy(),
-            [_array(each) for each in (given.qkv, given.z, given.a, given.b)],
+            given,
             (before.numpy(), recurrent.numpy()),
             (steps.rows.numpy(), torch.stack([places, steps.slots]).numpy(), steps.fresh.numpy()),
             [_array(each) for each in (weights.conv, weights.a_log, weights.dt_bias, weights.gain)],
@@ -63,7 +77,6 @@ class _Batch:
         )
         if before is not convolution:
             convolution[steps.slots] = before.to(dtype)
-        return out.to(dtype)
 
 
 def _array(x: Tensor) -> Array:

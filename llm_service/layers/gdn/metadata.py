@@ -90,7 +90,8 @@ def _packed(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
 
 def _arrays(segments: Sequence[Segment]) -> list[np.ndarray]:
     """Steps, runs and tiles of a step's segments, int32."""
-    parts, steps = split(segments)
+    parts, rounds = split(segments)
+    steps = rounds[0] if rounds else []
     runs: list[list[int]] = []
     tiles: list[tuple[int, int, int]] = []
     for part in parts:

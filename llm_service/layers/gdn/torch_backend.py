@@ -12,32 +12,40 @@ from torch.nn import functional
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
 
+FEW = 16
+"""Drafts that cost a CPU less one by one than as a chunk."""
 _EPS = 1e-6
 """Under the root of a head's length."""
 _FAINTEST = -60.0
 """e to this is 10^-26 of a number: out of sight of float32's digits, and of the eps of the norm behind."""
 
 
-def split(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """Runs, which are computed chunk by chunk, and steps of one token, which come after them. A run's last token is a
-    step where it would be alone in its chunk, as it is one where the sequence is cut before it. What has a copy is a
-    run of whole chunks.
+def split(segments: Sequence[Segment], few: int = 0) -> tuple[list[Segment], list[list[Segment]]]:
+    """Runs, which are computed chunk by chunk, and rounds of steps of one token each, which come after them, one round
+    after the other. A run's last token is a step where it would be alone in its chunk, as it is one where the sequence
+    is cut before it. What has a copy is a run of whole chunks. Up to `few` tokens that begin where no prompt is cut,
+    which are drafts, are steps as well: the bits are those of tokens that come one by one.
 
-    >>> runs, steps = split([Segment(0, 1, 7, fresh=False), Segment(1, 66, 3, fresh=True)])
-    >>> [(run.begin, run.end, run.slot) for run in runs], [(step.begin, step.slot, step.fresh) for step in steps]
+    >>> runs, rounds = split([Segment(0, 1, 7, fresh=False), Segment(1, 66, 3, fresh=True)])
+    >>> [(run.begin, run.end, run.slot) for run in runs], [(step.begin, step.slot, step.fresh) for step in rounds[0]]
     ([(1, 65, 3)], [(0, 7, False), (65, 3, False)])
+    >>> _, rounds = split([Segment(0, 1, 7, fresh=False), Segment(1, 4, 3, fresh=False, context=70)], 16)
+    >>> [[(step.begin, step.slot) for step in steps] for steps in rounds]
+    [[(0, 7), (1, 3)], [(2, 3)], [(3, 3)]]
     """
     runs: list[Segment] = []
-    steps: list[Segment] = []
+    rounds: list[list[Segment]] = []
     for segment in segments:
         count = segment.end - segment.begin
-        alone = count % CHUNK == 1
-        last = segment.end - alone
-        if last > segment.begin:
-            runs.append(replace(segment, end=last))
-        if alone:
-            steps.append(Segment(last, segment.end, segment.slot, segment.fresh and count == 1))
-    return runs, steps
+        drafts = count <= few and segment.context % CHUNK > 0
+        first = segment.begin if drafts else segment.end - (count % CHUNK == 1)
+        if first > segment.begin:
+            runs.append(replace(segment, end=first))
+        for number, row in enumerate(range(first, segment.end)):
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(Segment(row, row + 1, segment.slot, segment.fresh and row == segment.begin))
+    return runs, rounds
 
 
 class TorchBackend:
@@ -51,8 +59,8 @@ class TorchBackend:
 
     def batch(self, segments: Sequence[Segment]) -> TorchBatch:
         """See `GdnBackend`."""
-        runs, steps = split(segments)
-        return TorchBatch(self._shape, tuple(runs), Steps.of(steps, self._device))
+        runs, rounds = split(segments, FEW)
+        return TorchBatch(self._shape, tuple(runs), Steps.of(rounds, self._device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +73,14 @@ class Steps:
     fresh: Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> Steps:
-        """Of segments of one token."""
-        numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
-        rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3).t().contiguous().to(device)
-        return cls(rows, slots, fresh.bool())
+    def of(cls, rounds: Sequence[Sequence[Segment]], device: torch.device) -> list[Steps]:
+        """Of rounds of segments of one token."""
+        found: list[Steps] = []
+        for segments in rounds:
+            numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
+            rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).t().contiguous().to(device)
+            found.append(cls(rows, slots, fresh.bool()))
+        return found
 
     def read(self, pool: Tensor) -> Tensor:
         """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no
@@ -84,7 +95,7 @@ class TorchBatch:
 
     shape: GdnShape
     runs: tuple[Segment, ...]
-    steps: Steps
+    rounds: list[Steps]
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
         """See `GdnBatch`."""
@@ -92,8 +103,8 @@ class TorchBatch:
         g, beta = (each.unflatten(1, (-1, self.shape.group)) for each in gates(given.a, given.b, weights))
         for run in self.runs:
             self._run_chunks(run, out, given.qkv, g, beta, weights, cache)
-        if len(self.steps.rows):
-            self._run_steps(out, given.qkv, g, beta, weights, cache)
+        for steps in self.rounds:
+            self._run_steps(steps, out, given.qkv, g, beta, weights, cache)
         return gated_norm(out, given.z, weights.gain, weights.eps)
 
     def _run_chunks(
@@ -111,9 +122,9 @@ class TorchBatch:
         cache.write(run, [before, state.flatten(0, 1)])
 
     def _run_steps(
-        self, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: GdnWeights, cache: StateCache
+        self, steps: Steps, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: GdnWeights, cache: StateCache
     ) -> None:
-        steps, (convolution, recurrent) = self.steps, cache.tensors
+        convolution, recurrent = cache.tensors
         mixed, after = convolve_steps(qkv[steps.rows], steps.read(convolution), weights.conv)
         convolution[steps.slots] = after
         query, key, value = heads(self.shape, mixed.float())

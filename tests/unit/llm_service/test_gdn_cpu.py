@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -47,6 +51,27 @@ def test_a_sequence_has_the_same_bits_whoever_is_beside_it() -> None:
             own = backend.batch([Segment(0, 1, each.slot, fresh)])
             row = own.run(case.part(each.begin, each.end), case.weights, alone)
             assert torch.equal(row[0], out[each.begin])
+    assert all(torch.equal(one, other) for one, other in zip(alone.tensors, beside.tensors, strict=True))
+
+
+@pytest.mark.parametrize("make", [NumbaBackend, partial(TorchBackend, device=torch.device("cpu"))])
+def test_drafts_have_the_bits_of_tokens_that_come_one_by_one(make: Callable[[GdnShape], GdnBackend]) -> None:
+    """Of two sequences, beside one that has none."""
+    case, counts = Case.drawn(SHAPES[0], 9, torch.float32), (3, 1, 5)
+    backend, alone, beside = make(SHAPES[0]), case.states(3), case.states(3)
+    for pools in zip(alone.tensors, beside.tensors, strict=True):
+        for each in pools:
+            each.fill_(0.5)
+    begins = list(itertools.accumulate(counts, initial=0))
+    segments = [
+        Segment(begin, begin + count, slot, fresh=False, context=70)
+        for slot, (begin, count) in enumerate(zip(begins, counts, strict=False))
+    ]
+    out = backend.batch(segments).run(case.given, case.weights, beside)
+    for each in segments:
+        for row in range(each.begin, each.end):
+            own = backend.batch([Segment(0, 1, each.slot, fresh=False)])
+            assert torch.equal(own.run(case.part(row, row + 1), case.weights, alone)[0], out[row])
     assert all(torch.equal(one, other) for one, other in zip(alone.tensors, beside.tensors, strict=True))
 
 
