@@ -184,7 +184,10 @@ def test_nothing_is_said_to_be_unimplemented_and_nothing_is(qwen3: Pair) -> None
                 call = channel.unary_stream(f"/twinlens.v1.{service}/{method.name}")(b"", timeout=30)
                 with contextlib.suppress(grpc.RpcError):
                     list(call)
-                assert call.code() in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), method.name
+                taken = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+                if "Adapter" in method.name:  # the service has no folder of them
+                    taken |= {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND}
+                assert call.code() in taken, method.name
 
 
 PICTURE = pictures.encoded(pictures.noise(320, 256, 77))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import ROOT, Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, refusal, tokens
-from tests.scrape import scrape
+from tests.scrape import families, scrape
 from tests.waiting import until
 from twinlens import LlmClient, user
 
@@ -139,8 +139,8 @@ def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) 
 
 def test_operations_md_names_every_metric_and_no_other(service: Service, client: LlmClient) -> None:
     tokens(client, asked(user("hello")))
-    ours = {name.partition("{")[0] for name in samples(service) if name in scraped(service)}
-    found = {re.sub("_(bucket|sum|count|created)$", "", name) for name in ours}
+    ours = {name.removeprefix(PREFIX) for name in families(service.metrics) if name.startswith(PREFIX)}
+    found = {name.removesuffix("_created") for name in ours}
     table = (ROOT / "docs/OPERATIONS.md").read_text().partition("| `twinlens_llm_…` | |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = {name for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
@@ -149,8 +149,3 @@ def test_operations_md_names_every_metric_and_no_other(service: Service, client:
 
 def _plain(name: str) -> str:
     return name.removesuffix("_total")
-
-
-def scraped(service: Service) -> set[str]:
-    """What is our own, and not of Python or the process."""
-    return {name.removeprefix(PREFIX) for name in scrape(service.metrics) if name.startswith(PREFIX)}
