@@ -35,7 +35,8 @@ _PAGE = """\
 # Models
 
 All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, and
-{hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`). {counts}.
+{hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`).
+{counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
 - **library**: computed by transformers, over our scheduler and paged cache ([generic.md](design/generic.md)).
