@@ -3,6 +3,7 @@
 python -m tools.plan measure --llm 127.0.0.1:7002 costs.json
 python -m tools.plan ask --device cpu=costs.json:1 --rate 20 --first-token 1 --between-tokens 0.05
 python -m tools.plan scale --device cpu=costs.json --phases 300:5,600:30,900:5
+python -m tools.plan targets --device cpu=costs.json --phases 300:5,600:30,900:5
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools.plan.autoscaler import Autoscaler, Targets
+from tools.plan.autoscaler import PERIOD, Autoscaler, Targets
 from tools.plan.costs import Costs
 from tools.plan.measure import Pair, measure
 from tools.plan.simulation import Cluster, percentile
@@ -115,6 +116,39 @@ def tried(kind: Device, workload: Workload, rate: float, encoders: int, llms: in
     return Plan(name, kind.price * count, *seen(cluster, workload))
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What targets of autoscalers come to: replicas that were paid for, in hours, and what slow requests see, in s."""
+
+    targets: Targets
+    encoder_hours: float
+    llm_hours: float
+    first_token: float
+    between_tokens: float
+
+
+def outcome(costs: Costs, workload: Workload, load: list[tuple[float, float]], targets: Targets) -> Outcome:
+    """Plays a load of phases from one replica of each on."""
+    cluster = Cluster.split(costs, workload, 1, 1)
+    scaler = Autoscaler(cluster, targets)
+    scaler.play(arrivals(workload, load))
+    hours = PERIOD / 3600
+    return Outcome(
+        targets,
+        sum(look.encoders for look in scaler.looks) * hours,
+        sum(look.llms for look in scaler.looks) * hours,
+        *seen(cluster, workload),
+    )
+
+
+def compared(costs: Costs, workload: Workload, load: list[tuple[float, float]]) -> list[Outcome]:
+    """What each target of the chart comes to with the other ones as they are: encoders' first."""
+    shares = [Targets(busy_workers=share) for share in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    backlogs = [Targets(backlog_seconds=seconds) for seconds in (0.5, 1.0, 4.0, 8.0)]
+    counts = [Targets(sequences=count) for count in (4.0, 8.0, 32.0, 64.0)]
+    return [outcome(costs, workload, load, targets) for targets in (*shares, *backlogs, *counts)]
+
+
 def picture(patches: int, pixels: int, draw: np.random.Generator) -> v1.Media:
     """A new picture of so many patches of `pixels` to a side."""
     side = round(math.sqrt(patches)) * pixels
@@ -137,7 +171,8 @@ def main() -> None:
     measures.add_argument("--small", type=int, default=64, help="patches of a small picture")
     measures.add_argument("--large", type=int, default=784, help="patches of a large one")
     asks, scales = commands.add_parser("ask", help="how many"), commands.add_parser("scale", help="what autoscalers do")
-    for command in (asks, scales):
+    compares = commands.add_parser("targets", help="what other targets of the autoscalers would cost, and give")
+    for command in (asks, scales, compares):
         command.add_argument("--device", type=device, action="append", required=True, metavar="NAME=FILE[:PRICE]")
         command.add_argument("--patches", type=int, default=784, help="of a picture")
         command.add_argument("--pictures", type=int, default=1, help="in a request")
@@ -147,7 +182,8 @@ def main() -> None:
     asks.add_argument("--rate", type=float, required=True, help="requests a second")
     asks.add_argument("--first-token", type=float, required=True, help="seconds, of 95 requests in 100")
     asks.add_argument("--between-tokens", type=float, required=True, help="seconds, of 95 requests in 100")
-    scales.add_argument("--phases", type=phases, required=True, help="SECONDS:RATE,SECONDS:RATE")
+    for command in (scales, compares):
+        command.add_argument("--phases", type=phases, required=True, help="SECONDS:RATE,SECONDS:RATE")
     scales.add_argument("--busy-workers", type=float, default=DEFAULTS.busy_workers)
     scales.add_argument("--backlog-seconds", type=float, default=DEFAULTS.backlog_seconds)
     scales.add_argument("--sequences", type=float, default=DEFAULTS.sequences)
@@ -170,6 +206,16 @@ def main() -> None:
         print(f"{'price':>8}  {'first token':>12}  {'between':>9}  what")
         for plan in plans:
             print(f"{plan.price:8.1f}  {plan.first_token:10.3f} s  {plan.between_tokens:7.4f} s  {plan.devices}")
+        return
+    if given.command == "targets":
+        print("busy workers  backlog, s  sequences  encoder hours  LLM hours  first token, s  between tokens, s")
+        for each in compared(given.device[0].costs, workload, given.phases):
+            targets = each.targets
+            print(
+                f"{targets.busy_workers:12.1f}  {targets.backlog_seconds:10.1f}  {targets.sequences:9.0f}"
+                f"  {each.encoder_hours:13.2f}  {each.llm_hours:9.2f}"
+                f"  {each.first_token:14.3f}  {each.between_tokens:17.4f}"
+            )
         return
     cluster = Cluster.split(given.device[0].costs, workload, 1, 1)
     scaler = Autoscaler(cluster, Targets(given.busy_workers, given.backlog_seconds, given.sequences))

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launch import ROOT
 from tests.rpc.pairs import pair
+from tools.plan.__main__ import compared
 from tools.plan.autoscaler import STABLE, Autoscaler, Targets
 from tools.plan.costs import Costs
 from tools.plan.simulation import Clock, Cluster, percentile
@@ -96,6 +97,22 @@ def test_the_autoscaler_follows_the_load_up_at_once_and_down_after_ten_minutes()
     assert grown.encoders >= math.ceil(20 * 0.1 / 0.5 * 0.9)
     assert at[900.0 + STABLE - 60].encoders >= grown.encoders - 1
     assert scaler.looks[-1].encoders == 1
+
+
+def test_targets_that_want_more_of_a_replica_cost_less_and_answer_later() -> None:
+    """Of each target, from the eager to the frugal one, with the other ones as the chart has them."""
+    asked = Workload(patches=20, pictures=1, prompt_tokens=5, answer_tokens=20)
+    found = compared(COSTS, asked, [(60, 0.5), (240, 4.0)])
+    kinds = [
+        (lambda each: each.targets.busy_workers, lambda each: each.encoder_hours),
+        (lambda each: each.targets.backlog_seconds, lambda each: each.encoder_hours),
+        (lambda each: each.targets.sequences, lambda each: each.llm_hours),
+    ]
+    for target, hours in kinds:
+        eager, *_, frugal = sorted(found, key=target)
+        assert target(eager) < target(frugal)
+        assert hours(eager) > hours(frugal)
+        assert eager.first_token <= frugal.first_token
 
 
 def test_a_percentile_is_a_value_that_was_seen() -> None:
