@@ -1,8 +1,8 @@
 """A model that tests can foresee: its KV cache holds hashes of what was computed.
 
-A slot holds a hash of everything up to its token: tokens, positions and media rows. A token is chosen from that hash,
-so what a request says is a function of its prompt alone, which `expected` gives without any cache or batch. A block
-that is shared, evicted or rewritten wrongly, a row that is read too early, or a chunk at the wrong place changes it.
+A slot holds a hash of everything up to its token: tokens, positions, media rows, the adapter. A token is chosen from
+that hash, so what a request says is a function of its prompt and adapter alone, which `expected` gives without any
+cache or batch. A block that is shared, evicted or rewritten wrongly, a row that is read too early, or a chunk at the wrong place changes it.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Order:
     priority: int = 0
     deadline: float | None = None
     session: int = 0
+    adapter: int = 0
 
     def rows_at(self) -> dict[int, int]:
         """The arena row at each media position."""
@@ -88,6 +89,7 @@ class HashExecutor:
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
+    adapters: dict[int, int] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
@@ -100,15 +102,19 @@ class HashExecutor:
             before = self.tables[each.row] if each.begin else []
             assert len(before) == each.begin, "a table goes on where it ended"
             self.tables[each.row] = [*before, *array("i", each.blocks)]
+        for slot, adapter in plan.filled:
+            self.adapters[slot] = adapter
         for number, chunk in enumerate(plan.chunks):
             blocks = self.tables[chunk.row]
+            slot = plan.adapters[number] if plan.adapters else -1
+            adapter = self.adapters[slot] if slot >= 0 else 0
             assert len(blocks) * self.block_size >= chunk.context + chunk.count
             before = self.slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0
             assert not (plan.slots and chunk.context) or self.states[plan.slots[number]] == before, "another's state"
             for n in range(chunk.count):
                 at, index = len(hashes), chunk.context + n
                 assert {line[at] for line in positions} == {index}
-                before = _extend(before, tokens[at], rows.pop(at, -1))
+                before = _extend(before, tokens[at], rows.pop(at, -1), adapter)
                 self.slots[self._slot(blocks, index)] = before
                 hashes.append(before)
                 self.states |= {slot: before for owner, count, slot in plan.passed if (owner, count) == (number, n + 1)}
@@ -139,8 +145,8 @@ class HashExecutor:
         return out
 
 
-def _extend(before: int, token: int, row: int) -> int:
-    return hash((before, token, row))
+def _extend(before: int, token: int, row: int, adapter: int) -> int:
+    return hash((before, token, row, adapter))
 
 
 def _likely(value: int, token: int) -> TokenLogprobs:
@@ -196,7 +202,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
     sampling, rows = order.sampling, order.rows_at()
     value = 0
     for index, token in enumerate(order.prompt):
-        value = _extend(value, token, rows.get(index, -1))
+        value = _extend(value, token, rows.get(index, -1), order.adapter)
     matcher = Alternating() if sampling.grammar else None
     ends = (() if sampling.ignore_eos else (EOS,)) + sampling.stop_token_ids
     out: list[int] = []
@@ -219,7 +225,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
             return out, "structure"
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
-        value = _extend(value, token, -1)
+        value = _extend(value, token, -1, order.adapter)
 
 
 def expected_scores(order: Order) -> list[TokenLogprobs]:
@@ -228,5 +234,5 @@ def expected_scores(order: Order) -> list[TokenLogprobs]:
     for index, token in enumerate(order.prompt):
         if index:
             out.append(_likely(value, token))
-        value = _extend(value, token, rows.get(index, -1))
+        value = _extend(value, token, rows.get(index, -1), order.adapter)
     return out

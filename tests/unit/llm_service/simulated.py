@@ -46,6 +46,7 @@ def order(
     salt: str = "",
     priority: int = 0,
     session: int = 0,
+    adapter: int = 0,
     **sampling: object,
 ) -> Order:
     """A greedy request for 4 tokens, unless said otherwise; media places become placeholders."""
@@ -54,7 +55,9 @@ def order(
         for start, _, count in picture.placed():
             ids[start : start + count] = [PAD] * count
     chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, session=session)
+    return Order(
+        tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, session=session, adapter=adapter
+    )
 
 
 def simulation(
@@ -112,6 +115,7 @@ class Simulation:
         state_chunk: int = 1,
         speculative_tokens: int = 0,
         decode_slowdown: float = 0.0,
+        max_loras: int = 2,
         takes: Callable[[int, int], float] = lambda decodes, tokens: 0.01,
     ) -> None:
         self.limits = Limits(
@@ -123,6 +127,7 @@ class Simulation:
             whole_media=whole_media,
             speculative_tokens=speculative_tokens,
             decode_slowdown=decode_slowdown,
+            max_loras=max_loras,
         )
         self._takes = takes
         self.now = 0.0
@@ -175,6 +180,7 @@ class Simulation:
         self.executor.slots.clear()
         self.executor.states.clear()
         self.executor.tables.clear()
+        self.executor.adapters.clear()
         self._under_way.clear()
         self._chosen = []
         for id, outcome in self.outcomes.items():
@@ -207,6 +213,8 @@ class Simulation:
                 priority=order.priority,
                 deadline=order.deadline,
                 session=order.session,
+                adapter=order.adapter,
+                adapter_digest=b"adapter %d" % order.adapter if order.adapter else b"",
                 resume=[
                     Resumed(choice, array("i", tokens).tobytes(), bool(outcome.ended[choice]))
                     for choice, tokens in enumerate(outcome.tokens)
@@ -340,6 +348,11 @@ class Simulation:
         assert len(step.work) <= self.limits.max_running
         assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
         assert self.scheduler.state().running <= self.limits.max_running
+        adapters = [sequence.adapter for sequence, _ in step.work]
+        assert len({*adapters} - {0}) <= self.limits.max_loras
+        assert bool(step.plan.adapters) == any(adapters), "who has no adapter hears of none"
+        assert [slot >= 0 for slot in step.plan.adapters] == [each > 0 for each in adapters if step.plan.adapters]
+        self.scheduler.adapter_slots.check_integrity()
 
     def _take(self, token: Token) -> None:
         outcome = self.outcomes[token.id]

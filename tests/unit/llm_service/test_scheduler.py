@@ -50,7 +50,8 @@ def orders(draw: st.DrawFn, context: int) -> Order:
     }
     asked = order(ids, pictures, salt=draw(st.sampled_from(["", "", "x"])), priority=draw(st.integers(-1, 1)))
     deadline = draw(st.sampled_from([None, None, None, 5.0, 20.0]))
-    return replace(asked, sampling=SamplingParams(**sampling), deadline=deadline)
+    adapter = draw(st.sampled_from([0, 0, 1, 2, 3]))
+    return replace(asked, sampling=SamplingParams(**sampling), deadline=deadline, adapter=adapter)
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
@@ -74,6 +75,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         state_chunk=st.sampled_from([1, 3, 4]),
         speculative_tokens=st.sampled_from([0, 0, 1, 4]),
         decode_slowdown=st.sampled_from([0.0, 2.5]),
+        max_loras=st.integers(1, 2),
     )
     def begin(
         self,
@@ -146,6 +148,11 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def the_engine_dies(self) -> None:
         self.engine.die()
 
+    @rule(adapter=st.integers(1, 3))
+    def unload(self, adapter: int) -> None:
+        if adapter not in (self.engine.outcomes[id].order.adapter for id in self.open_requests()):
+            self.engine.scheduler.adapter_slots.forget(adapter)
+
     @rule()
     def forget_cached(self) -> None:
         self.engine.scheduler.blocks.flush()
@@ -179,8 +186,8 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "more",
-    [{}, _STATES, {"speculative_tokens": 4}, {"speculative_tokens": 4, **_STATES}],
-    ids=["", "with states", "with drafts", "with both"],
+    [{}, _STATES, {"speculative_tokens": 4}, {"speculative_tokens": 4, **_STATES}, {"max_loras": 3}],
+    ids=["", "with states", "with drafts", "with both", "with adapters"],
 )
 def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
     more: dict[str, int], overlap: bool
@@ -196,6 +203,7 @@ def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
             priority=rng.randrange(2),
             max_tokens=rng.randrange(1, 10),
             n=rng.choice([1, 1, 1, 2]),
+            adapter=rng.randrange(8) if "max_loras" in more else 0,
         )
         waiting.append(engine.submit(asked))
         if len(waiting) > 30:
@@ -204,6 +212,8 @@ def test_thousands_of_requests_through_a_tight_cache_all_say_what_they_must(
     engine.drain(check=False)
     assert engine.scheduler.counters.preemptions > 0, "the cache was not tight"
     assert engine.scheduler.counters.prefix_hit_tokens > 0, "nothing was shared"
+    if "max_loras" in more:
+        assert engine.scheduler.state().adapter_fills > 8, "slots were never filled anew"
     if "speculative_tokens" in more:
         counters = engine.scheduler.counters
         assert 0 < counters.accepted_draft_tokens < counters.draft_tokens, "drafts were right, and others wrong"
@@ -244,3 +254,45 @@ def test_ten_thousand_requests_end_once_each_and_nothing_is_left(overlap: bool) 
     )
     assert min(ends["failed"], ends["aborted"], ends["ended"]) > 10, ends
     assert engine.scheduler.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whoever_waits_for_a_slot_is_not_overtaken_by_those_with_adapters_but_by_those_without(overlap: bool) -> None:
+    engine = simulation(blocks=256, max_running=8, step_tokens=64, max_loras=1, overlap=overlap)
+    first = engine.submit(order(text(8), adapter=1, max_tokens=20))
+    engine.step()
+    second = engine.submit(order(text(9, 1), adapter=2, max_tokens=4))
+    engine.step()
+    for _ in range(30):  # whoever has the adapter that is in the slot would keep it there for ever
+        engine.submit(order(text(8, 2), adapter=1, max_tokens=20))
+    plain = engine.submit(order(text(8, 3), max_tokens=4))
+    while not engine.outcomes[second].over:
+        engine.step()
+    assert engine.outcomes[first].over
+    assert engine.outcomes[plain].over, "it needs no slot"
+    assert sum(outcome.started for outcome in engine.outcomes.values()) == 3, "the others wait their turn"
+    engine.drain()
+
+
+def test_who_only_waits_for_rows_gives_its_slot_up() -> None:
+    engine = simulation(blocks=64, max_running=4, step_tokens=64, max_loras=1)
+    late = engine.submit(order(text(20), [Picture(1, 10, 6)], adapter=1))
+    engine.step()
+    assert engine.outcomes[late].started, "its first tokens are computed"
+    other = engine.submit(order(text(8, 1), adapter=2))
+    while not engine.outcomes[other].over:
+        assert engine.step() is not None, "it waits for ever"
+    engine.drain()
+
+
+def test_prompts_of_two_adapters_share_no_block_and_those_of_one_do() -> None:
+    engine = simulation(blocks=64, max_running=1, step_tokens=64, max_loras=2)
+    cached = []
+    for adapter in (0, 1, 2, 1, 0):
+        id = engine.submit(order(text(24), adapter=adapter))
+        while not engine.outcomes[id].over:
+            engine.step()
+        cached.append(engine.outcomes[id].cached)
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] == cached[4] > 0
+    engine.drain()
