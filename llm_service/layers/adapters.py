@@ -12,7 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.layers.cpu import selection
 from llm_service.layers.linear import PackedLinear
+
+_LONG = 4
+"""Rows from which on two products by torch are faster than our kernel, which reads an adapter anew for each."""
 
 Pair = tuple[Tensor, Tensor]
 """This rank's share of A [r, inputs] and of B [outputs of a part, r], the scale in it."""
@@ -38,12 +42,35 @@ def adapted_runs(slots: np.ndarray) -> list[AdaptedRun]:
     return [AdaptedRun(int(slots[begin]), int(begin), int(end)) for begin, end in parts if slots[begin] >= 0]
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """The rows of a batch that adapters add to: `long` runs, whose rows share what is read of an adapter, and the slot
+    of each row of the others, int64 [n], -1 for the rest; None where there are no others."""
+
+    long: list[AdaptedRun]
+    few: np.ndarray | None
+
+    @classmethod
+    def of(cls, slots: np.ndarray, least: int) -> AdaptedRows:
+        """A run of `least` rows or more is a long one."""
+        runs = adapted_runs(slots)
+        long = [run for run in runs if run.end - run.begin >= least]
+        if len(long) == len(runs):
+            return cls(long, None)
+        few = slots.astype(np.int64)
+        for run in long:
+            few[run.begin : run.end] = -1
+        return cls(long, few)
+
+
 @dataclass(slots=True)
 class AdapterRows:
     """What all layers read of a step: which rows go through which slot. A step's last layer may compute some of the
-    rows alone, which are told apart by how many they are."""
+    rows alone, which are told apart by how many they are. With `kernel` there is one for few rows, while numba's are
+    selected."""
 
-    _by_count: dict[int, list[AdaptedRun]] = field(default_factory=dict)
+    kernel: bool = False
+    _by_count: dict[int, AdaptedRows] = field(default_factory=dict)
 
     @property
     def any(self) -> bool:
@@ -57,10 +84,11 @@ class AdapterRows:
     def use(self, slots: np.ndarray, places: np.ndarray) -> None:
         """The slot of each row of the next step, int [n], -1 for none; `places` [m] are those that are wanted of its
         last layer, in order: all of them where m is n."""
-        self._by_count = {len(places): adapted_runs(slots[places]), len(slots): adapted_runs(slots)}
+        least = _LONG if self.kernel and selection.is_numba() else 1
+        self._by_count = {len(each): AdaptedRows.of(each, least) for each in (slots[places], slots)}
 
-    def of(self, count: int) -> list[AdaptedRun]:
-        """The runs of a batch of so many rows."""
+    def of(self, count: int) -> AdaptedRows:
+        """Those of a batch of so many rows."""
         return self._by_count[count]
 
 
@@ -74,9 +102,12 @@ class LinearAdapters:
         self._linear = linear
         self.a = like.new_zeros(slots, len(linear.parts), rank, linear.inputs)
         self.b = like.new_zeros(slots, rank, linear.outputs)
-        self._ranks = [[0] * len(linear.parts) for _ in range(slots)]
+        self._ranks = np.zeros((slots, len(linear.parts)), np.int64)
         self._places = [linear.places(part) for part in linear.parts]
         self._runs = [_runs(places) for places in self._places]
+        table = [(number, *run) for number, runs in enumerate(self._runs) for run in runs]
+        self._arrays = (self.a.numpy(), self.b.numpy()) if rows.kernel else None
+        self._table = np.array(table, np.int64)
 
     @property
     def active(self) -> bool:
@@ -87,19 +118,25 @@ class LinearAdapters:
         """Fills a slot with what an adapter has for the parts of this layer; those that are not there stay as the base
         has them."""
         for number, part in enumerate(self._linear.parts):
-            self._ranks[slot][number] = 0
+            self._ranks[slot, number] = 0
             if part in pairs:
                 a, b = pairs[part]
-                rank = self._ranks[slot][number] = a.shape[0]
+                rank = self._ranks[slot, number] = a.shape[0]
                 self.a[slot, number, :rank].copy_(a)
                 self.b[slot, :rank, self._places[number].to(self.b.device)] = b.T.to(self.b)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """See `AddsToRows`."""
-        for run in self.rows.of(x.shape[0]):
-            ranks = self._ranks[run.slot]
+        rows = self.rows.of(x.shape[0])
+        for run in rows.long:
+            ranks = self._ranks[run.slot].tolist()
             if any(ranks):
                 self._add(run, ranks, x[run.begin : run.end], out[run.begin : run.end])
+        if rows.few is not None:
+            assert self._arrays is not None, "there is a kernel"
+            from llm_service.layers.cpu import adapter_kernel  # numba takes its time
+
+            adapter_kernel.add(out.numpy(), x.contiguous().numpy(), *self._arrays, rows.few, self._ranks, self._table)
         return out
 
     def _add(self, run: AdaptedRun, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load
 from torch import nn
 
 from llm_service.layers.adapters import AdapterRows, LinearAdapters, Pair
+from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.adapter_folder import stem_of
@@ -41,7 +42,8 @@ class RankAdapters:
     """`slots` for adapters of `rank` at most. What is loaded is on the host, as long as it is in no slot."""
 
     def __init__(self, decoder: Decoder, slots: int, rank: int) -> None:
-        self._rows = AdapterRows()
+        on_cpu = decoder.device.type == "cpu" and decoder.dtype == torch.float32
+        self._rows = AdapterRows(kernel=on_cpu and selection.allows_panels())
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
         self._dtype = decoder.dtype
         self._loaded: dict[int, dict[PackedLinear, dict[str, Pair]]] = {}
@@ -52,10 +54,13 @@ class RankAdapters:
         for linear, its in self._slots.items():
             linear.adapters = its
 
-    @property
-    def loaded(self) -> int:
-        """How many there are."""
-        return len(self._loaded)
+    def kernels(self) -> set[str]:
+        """Names of our kernels for CPUs that these need, as `llm_service.layers.cpu.jit.find` takes them."""
+        if not self._rows.kernel:
+            return set()
+        from llm_service.layers.cpu.adapter_kernel import KERNELS  # numba takes its time
+
+        return set(KERNELS)
 
     def load(self, number: int, adapter: Adapter) -> None:
         """Keeps this rank's share of an adapter, which has been checked, under a number that no other has had."""

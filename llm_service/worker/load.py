@@ -78,6 +78,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         if not isinstance(decoder, Decoder):
             raise CheckpointError("--lora-dir is not for a model that the library computes")
         adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
+    adapter_kernels = adapters.kernels() if adapters is not None else set[str]()
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
@@ -93,7 +94,9 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     given = settings.kv_cache_bytes and device.type == "cpu"
     plan, blocks = _more_than_few(settings) if given else largest_step(settings)
     first = _runner(decoder, arena, settings, blocks, slots=len(plan.chunks))
-    changeover = _begin(first.kernels(), group, wait=settings.kernels == "wait") if ours else None
+    changeover = (
+        _begin(sorted({*first.kernels(), *adapter_kernels}), group, wait=settings.kernels == "wait") if ours else None
+    )
     first.warm_up()
     if settings.compile and isinstance(decoder, Decoder):
         _compile(decoder, group, device)

@@ -2,7 +2,8 @@
 
 A slot holds a hash of everything up to its token: tokens, positions, media rows, the adapter. A token is chosen from
 that hash, so what a request says is a function of its prompt and adapter alone, which `expected` gives without any
-cache or batch. A block that is shared, evicted or rewritten wrongly, a row that is read too early, or a chunk at the wrong place changes it.
+cache or batch. A block that is shared, evicted or rewritten wrongly, a row that is read too early, a slot with another
+adapter, or a chunk at the wrong place changes it.
 """
 
 from __future__ import annotations
