@@ -1,4 +1,4 @@
-"""`python -m benchmarks.adapters`: a token's time of answers in one batch, each with a LoRA adapter of its own and none.
+"""`python -m benchmarks.adapters`: time per token of answers in one batch, each with its own LoRA adapter, and none.
 
 One LLM service, without an encoder, over the random checkpoint of 250 M parameters, or another. Rounds take turns:
 so many answers at once without an adapter, then as many of which each has another one. Adapters are of random numbers,
@@ -89,12 +89,12 @@ async def _measure(address: str, vocabulary: int, names: Sequence[str], given: a
         sides = {"none": [""] * len(names), "one each": list(names)}
         for models in sides.values():
             await _round(stub, models, vocabulary, 4)
-        before = of_llm(await stub.GetLoad(llm_pb2.LlmServiceGetLoadRequest()))
+        before = await of_llm(stub)
         found: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(given.runs):
             for side, models in sides.items():
                 found[side].append(await _round(stub, models, vocabulary, given.tokens))
-        hits = since(before, of_llm(await stub.GetLoad(llm_pb2.LlmServiceGetLoadRequest())))
+        hits = since(before, await of_llm(stub))
     check_new("adapters", hits)
     print("| adapters | least | median |\n|---|---:|---:|")
     for side, seconds in found.items():

@@ -31,7 +31,7 @@ _SAYS_NOTHING = frozenset(
         *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
         *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
         *("peft_type", "peft_version", "r", "rank_pattern", "alpha_pattern", "revision", "target_modules", "task_type"),
-        "use_rslora",
+        *("use_rslora", "qalora_group_size", "runtime_config"),
     }
 )
 """Fields that are read, or change nothing of what is computed; others are to be off."""

@@ -43,7 +43,14 @@ def refused(root: Path, folder: str | Path) -> str:
 
 
 def test_what_is_read_and_what_it_is_scaled_with(tmp_path: Path) -> None:
-    good(tmp_path, base_model_name_or_path="someone/base")
+    of_peft = {
+        "bias": "none",
+        "qalora_group_size": 16,
+        "use_qalora": False,
+        "modules_to_save": None,
+        "loftq_config": {},
+    }
+    good(tmp_path, base_model_name_or_path="someone/base", **of_peft)  # as peft 0.21 writes it
     found = read(str(tmp_path), "good", ADAPTABLE)
     assert found.rank == 2
     assert found.scales == {"layers.0.self_attn.q_proj": 2.0}

@@ -1,0 +1,98 @@
+"""What adapters add to a layer: each rank its share, to rows without one nothing, by our kernel what torch adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.adapters import AdapterRows, LinearAdapters
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.linear import PackedLinear
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.worker.adapters import adapted_linears
+
+RANK, ROWS = 5, 9
+SLOTS = np.array([0, -1, 1, 1, -1, 0, 0, 0, 0])
+
+
+def linears(directory: Path, group: TensorGroup) -> dict[str, tuple[PackedLinear, str]]:
+    decoder = Decoder(TextConfig.of(Checkpoint(directory).config), group, torch.float32, torch.device("cpu"))
+    return {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
+
+
+def added(
+    linear: PackedLinear, part: str, halves: list[torch.Tensor], x: torch.Tensor, *, kernel: bool
+) -> torch.Tensor:
+    """To zeros, by an adapter in slot 1 and twice that in slot 0."""
+    rows = AdapterRows(kernel=kernel)
+    adapters = LinearAdapters(linear, 2, RANK + 3, rows, torch.empty(0))
+    a, b = linear.share(part, *halves)
+    adapters.put(0, {part: (a, 2 * b)})
+    adapters.put(1, {part: (a, b)})
+    rows.use(SLOTS, np.arange(ROWS))
+    return adapters.add(x, torch.zeros(ROWS, linear.outputs))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_two_ranks_add_what_one_does(checkpoints: Callable[..., Path], family: str, kernel: bool) -> None:
+    directory = checkpoints(family)
+    whole = linears(directory, ALONE)
+    ranks = [linears(directory, TensorGroup(rank, 2)) for rank in range(2)]
+    for name, (linear, part) in whole.items():
+        outputs = len(linear.places(part))
+        halves = [torch.randn(RANK, linear.inputs), torch.randn(outputs, RANK)]
+        x = torch.randn(ROWS, linear.inputs)
+        y = added(linear, part, halves, x, kernel=kernel)
+        factors = torch.tensor([{0: 2.0, 1: 1.0, -1: 0.0}[slot] for slot in SLOTS.tolist()]).unsqueeze(1)
+        mine = y[:, linear.places(part)]
+        torch.testing.assert_close(mine, factors * (x @ halves[0].T @ halves[1].T), rtol=1e-4, atol=1e-4)
+        assert y.count_nonzero() == mine.count_nonzero(), "another part has changed"
+        shares = [(its[name][0], added(*its[name], halves, x[:, its[name][0]._inputs], kernel=kernel)) for its in ranks]
+        if shares[0][0].inputs < linear.inputs:
+            torch.testing.assert_close(shares[0][1] + shares[1][1], y, rtol=1e-4, atol=1e-4)
+            continue
+        for its, out in shares:
+            rows = torch.cat([torch.arange(outputs)[each] for each in its.parts[part]])
+            torch.testing.assert_close(out[:, its.places(part)], mine[:, rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: bool) -> None:
+    linear, part = linears(checkpoint, ALONE)["layers.0.self_attn.k_proj"]
+    rows = AdapterRows(kernel=kernel)
+    adapters = linear.adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
+    linear.weight.data.normal_()
+    x = torch.randn(ROWS, linear.inputs)
+    base = linear(x)
+    pair = linear.share(part, torch.randn(RANK, linear.inputs), torch.randn(len(linear.places(part)), RANK))
+    for slot in (0, 1):
+        adapters.put(slot, {part: pair})
+    rows.use(SLOTS, np.arange(ROWS))
+    out = linear(x)
+    assert torch.equal(out[SLOTS < 0], base[SLOTS < 0])
+    assert not torch.equal(out, base)
+    adapters.put(0, {})
+    assert torch.equal(linear(x)[SLOTS <= 0], base[SLOTS <= 0]), "a slot is stale"
+    rows.clear()
+    assert torch.equal(linear(x), base)
+
+
+def test_a_part_of_the_rows_is_told_apart(checkpoint: Path) -> None:
+    linear, part = linears(checkpoint, ALONE)["layers.0.mlp.down_proj"]
+    rows = AdapterRows(kernel=True)
+    adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
+    halves = torch.randn(RANK, linear.inputs), torch.randn(linear.outputs, RANK)
+    adapters.put(1, {part: linear.share(part, *halves)})
+    x, places = torch.randn(ROWS, linear.inputs), np.array([1, 3, 8])
+    rows.use(SLOTS, places)
+    every = adapters.add(x, torch.zeros(ROWS, linear.outputs))
+    some = adapters.add(x[places], torch.zeros(3, linear.outputs))
+    torch.testing.assert_close(some, every[places])
+    assert some[1].abs().sum() > 0
