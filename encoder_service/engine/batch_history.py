@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,10 +59,10 @@ class Pace:
         return self._seconds / self._patches * patches if self._patches else None
 
     def patches(self, seconds: float) -> int | None:
-        """How many patches one worker should get through in so many seconds, one at least; None before anything was
-        learnt. Where a pass takes a time of its own beside that of its patches, passes that are shorter than wished
-        make the next one larger, until they are as long."""
-        return max(1, int(seconds * self._patches / self._seconds)) if self._seconds else None
+        """How many patches one worker should get through in so many seconds, the last one perhaps not whole; None
+        before anything was learnt. Where a pass takes a time of its own beside that of its patches, passes that are
+        shorter than wished make the next one larger, until they are as long."""
+        return math.ceil(seconds * self._patches / self._seconds) if self._seconds else None
 
     def limit(self, patches: int, patience: float, max_seconds: float) -> float:
         """Seconds after which a worker that still computes so many patches has hung: `patience` at least, and
