@@ -62,8 +62,8 @@ class Launched:
 
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
-    kernels and is to go on with ours, and a `share` of cores where other processes may
-    compute on them."""
+    kernels and is to go on with ours, and a `share` of cores where other processes may compute
+    on them."""
 
     def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
