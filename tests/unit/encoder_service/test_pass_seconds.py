@@ -74,4 +74,4 @@ async def test_each_idle_worker_gets_a_unit_though_one_fills_the_time_of_a_pass(
         submit(dispatcher, bytes([at]), at=at)
     await turns()
     assert [marks(worker) for worker in workers] == [[[0], [1]], [[2]]]
-    assert dispatcher.pass_patches == 2, "of which a unit has ten"
+    assert dispatcher.pass_patches == 3, "two and a half, of which a unit has ten"
