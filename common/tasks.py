@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,11 +16,34 @@ _log = log.get("tasks")
 
 T = TypeVar("T")
 
+EXIT_DEFECT = 70
+"""How a process ends that has found a defect in itself: EX_SOFTWARE of sysexits.h."""
+
 
 def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Starts a task; an exception that ends it is logged. The caller keeps the task, and cancels it."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
+    return task
+
+
+def end_process() -> None:
+    """Ends this process at once, after a defect that nothing here mends: its children end with it, its callers go
+    elsewhere or hear of it, and whoever keeps it starts it anew. Going on would have them wait for nothing."""
+    os._exit(EXIT_DEFECT)
+
+
+def start_vital(
+    work: Coroutine[Any, Any, None], name: str, die: Callable[[], None] = end_process
+) -> asyncio.Task[None]:
+    """As `start`, for a task without which nothing is served: an exception that ends it ends the process, by `die`."""
+    task = start(work, name)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            die()
+
+    task.add_done_callback(ended)  # after the one that logs why
     return task
 
 

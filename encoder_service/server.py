@@ -124,7 +124,8 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         tier = _tier(config, rows, layout)
         plans = model if isinstance(model, ModelConfig) else planner
         assert plans is not None, "it is made where the library computes"
-        media = MediaLoader(plans, config, layout, Staging(staging), decoders, max_patches=config.max_patches_per_call)
+        most = config.max_patches_per_call
+        media = MediaLoader(plans, config, layout, Staging(staging), rows, decoders, max_patches=most)
         contents = Contents(Fetcher(config), config, digest)
         pipeline = Pipeline(media, rows, dispatcher, contents, tier)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)

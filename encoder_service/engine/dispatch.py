@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from common import log
 from common.errors import Internal, TwinlensError, Unavailable
 from common.processes import ChildDied
+from common.tasks import end_process
 from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, Suspects
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
@@ -35,6 +36,7 @@ class Dispatcher:
     ready within `start_seconds`, or is taken not to start. `stall` and `longest_pause` are as in `Workers`.
 
     `on_change` is called whenever the number of live workers changes, `on_batch` for each batch that was computed.
+    `die` ends this process, where the dispatcher has a defect: units would wait for it in vain.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Dispatcher:
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[BatchStats], None] = lambda _: None,
         pools: DevicePools | None = None,
+        die: Callable[[], None] = end_process,
     ) -> None:
         self._budget = budget
         self._max_units = max_units
@@ -74,7 +77,9 @@ class Dispatcher:
             on_reply=self._on_reply,
             on_death=self._on_death,
             on_ready=self._on_ready,
+            die=die,
         )
+        self._die = die
         self._waiting: list[Unit] = []
         self._suspects = Suspects()
         self._pace = Pace()
@@ -171,7 +176,14 @@ class Dispatcher:
         """Sends batches at the end of this turn of the loop, so that what comes together goes together."""
         if not self._pumping:
             self._pumping = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._pump_now)
+
+    def _pump_now(self) -> None:
+        try:
+            self._pump()
+        except Exception as error:  # noqa: BLE001 - the loop would log it, and go on without the units
+            _log.error("batches cannot be given out", exc_info=error)
+            self._die()
 
     def _pump(self) -> None:
         """Work for idle workers; then, for those that look ahead, full batches for afterwards."""

@@ -15,6 +15,7 @@ from common.errors import InvalidInput, Unsupported
 from common.media.item import Embedding, Grid, Modality, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
+from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.flight import Flight, Progress
 from encoder_service.engine.pruning import pruned
 from encoder_service.engine.staging import Staging, StagingLease
@@ -49,6 +50,7 @@ class MediaLoader:
         media_limits: limits.MediaLimits,
         layout: RowLayout,
         staging: Staging,
+        store: EmbeddingStore,
         decoders: DecoderPool,
         *,
         max_patches: int,
@@ -56,6 +58,7 @@ class MediaLoader:
         self._plans = plans
         self.layout = layout
         self.staging = staging
+        self._store = store
         self._limits = media_limits
         self._decoders = decoders
         self._max_patches = max_patches
@@ -64,20 +67,24 @@ class MediaLoader:
         """The decode processes' time that one item has."""
         return self._decoders.time_budget()
 
-    def check_size(self, item: Item, plan: Plan) -> None:
-        """Raises InvalidInput for content and pixels that the staging arena cannot hold together."""
-        match item.source:
+    async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
+        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows, and for what neither the
+        staging arena nor the store could ever hold."""
+        if isinstance(self._plans, ModelConfig):
+            plan = await self._plan_by_family(flight, self._plans, time_budget)
+        else:
+            plan = await self._plan_by_library(flight, self._plans, time_budget)
+        self._store.check_size(plan.tokens)
+        match flight.item.source:
             case Pixels():
                 self.staging.check_size(plan.pixel_bytes)
             case bytes() | bytearray() as encoded:
                 self.staging.check_size(len(encoded), plan.pixel_bytes)
+        return plan
 
-    async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
-        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows."""
+    async def _plan_by_family(self, flight: Flight, model: ModelConfig, time_budget: TimeBudget) -> Plan:
         item, spec = flight.item, SPECS[flight.item.modality]
-        if not isinstance(self._plans, ModelConfig):
-            return await self._plan_by_library(flight, self._plans, time_budget)
-        processor = self._plans.processors[item.modality]
+        processor = model.processors[item.modality]
         match item.source:
             case Embedding() as rows:
                 squares = processor.rows(rows.grid)

@@ -68,8 +68,6 @@ class Pipeline:
             self.dispatcher.check(flight.key)
         time_budget = self.media.time_budget()
         plan = await self.media.plan(flight, time_budget)
-        self.store.check_size(plan.tokens)
-        self.media.check_size(flight.item, plan)
         header = flight.header_known(_header(flight, plan))
         # 4. Nothing is computed for callers who want the header alone.
         await flight.wanted.wait()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common import log
+from common import log, tasks
 from common.processes import Child, ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.device_pool import DevicePool, DevicePools
@@ -94,7 +94,8 @@ class Workers:
     started, that is tried again after `longest_pause` seconds at most. `stall` is as in `WorkerSlot`.
 
     `on_reply` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
-    when a worker is gone and no longer writes anywhere, `on_ready` when a replacement is ready.
+    when a worker is gone and no longer writes anywhere, `on_ready` when a replacement is ready. Any other exception of
+    these three is a defect, and `die` ends the process.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Workers:
         on_reply: Callable[[WorkerSlot, FromWorker], None],
         on_death: Callable[[WorkerSlot], None],
         on_ready: Callable[[WorkerSlot], None],
+        die: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.slots = [
@@ -123,12 +125,13 @@ class Workers:
         self._on_reply = on_reply
         self._on_death = on_death
         self._on_ready = on_ready
+        self._die = die
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Starts every worker; raises WorkerError where one cannot."""
         await asyncio.gather(*(self._start(slot) for slot in self.slots))
-        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self.slots]
+        self._keepers = [tasks.start_vital(self._keep(slot), "worker keeper", self._die) for slot in self.slots]
 
     async def stop(self) -> None:
         """Ends every worker and returns when the processes are gone."""

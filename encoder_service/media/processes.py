@@ -115,7 +115,7 @@ class DecodeProcesses:
         self._keep(self._revive(child))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = tasks.start(work, "decode process")
+        task = tasks.start_vital(work, "decode process")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -98,7 +98,7 @@ class EngineFront:
         Raises CheckpointError where it cannot serve the checkpoint, Internal where it ends for another reason.
         """
         self._first = asyncio.get_running_loop().create_future()
-        self._keeper = tasks.start(self._keep(), "engine keeper")
+        self._keeper = tasks.start_vital(self._keep(), "engine keeper")
         return await self._first
 
     async def stop(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from common.tasks import in_daemon_thread, in_thread, wait_until_done
+from common.tasks import EXIT_DEFECT, in_daemon_thread, in_thread, start_vital, wait_until_done
 
 
 async def turns(count: int = 10) -> None:
@@ -73,3 +75,38 @@ async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
     assert not working.cancelled()
     go_on.set()
     assert working.result(60)
+
+
+_DEFECT = """
+import asyncio
+from common import log, tasks
+
+async def main():
+    async def defect():
+        raise KeyError("where")
+    tasks.start_vital(defect(), "keeper")
+    await asyncio.Event().wait()
+
+log.configure("info", service="test")
+asyncio.run(main())
+"""
+
+
+def test_a_defect_of_a_task_that_nothing_is_served_without_ends_the_process_and_says_why():
+    ended = subprocess.run([sys.executable, "-c", _DEFECT], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == EXIT_DEFECT
+    assert "a task failed" in ended.stderr
+    assert "KeyError" in ended.stderr
+
+
+async def test_a_vital_task_that_ends_well_or_is_cancelled_ends_nothing():
+    async def work(forever: bool) -> None:
+        await (asyncio.Event().wait() if forever else asyncio.sleep(0))
+
+    died: list[bool] = []
+    well, cancelled = (start_vital(work(forever), "work", lambda: died.append(True)) for forever in (False, True))
+    await well
+    cancelled.cancel()
+    await turns()
+    assert cancelled.cancelled()
+    assert not died

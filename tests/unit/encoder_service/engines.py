@@ -85,7 +85,7 @@ async def encoder(
         tier = SharedTier(TierClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
         tier.start()
     decoding = decoders or FakeDecoders(SEEN)
-    media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), decoding, max_patches=4096)
+    media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), store, decoding, max_patches=4096)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
     pipeline = Pipeline(media, store, dispatcher, contents, tier)
     made = EncoderEngine(pipeline, "digest", items=items, size=1 << 20, **options)

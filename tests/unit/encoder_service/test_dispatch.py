@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import Unavailable
 from common.processes import Child
+from encoder_service.engine import dispatch
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.workers import WorkerError
@@ -307,3 +308,25 @@ async def test_stopping_fails_what_is_left(start):
     waiting = submit(dispatcher, b"b")
     await dispatcher.stop()
     assert all(isinstance(unit.done.exception(), Unavailable) for unit in (running, waiting))
+
+
+@pytest.mark.parametrize("where", ["pump", "reply", "death"])
+async def test_a_defect_of_the_dispatcher_ends_the_process_instead_of_leaving_items_waiting(start, monkeypatch, where):
+    died: list[str] = []
+
+    def defect(*_: object) -> None:
+        raise KeyError("a name without its import")
+
+    dispatcher, (worker,), _ = await start(die=lambda: died.append(where))
+    if where == "pump":
+        monkeypatch.setattr(dispatch, "assemble", defect)
+    submit(dispatcher, b"a")
+    await turns()
+    if where == "reply":
+        monkeypatch.setattr(dispatcher, "_count", defect)
+        worker.say(DONE)
+    elif where == "death":
+        monkeypatch.setattr(dispatcher, "_on_change", defect)
+        worker.kill()
+    await turns()
+    assert died == [where]
