@@ -152,10 +152,14 @@ class LlmConfig(ServerConfig):
     )
     speculative_tokens: int = option(
         0,
-        "drafts of a sequence that a step verifies at most: what followed its last tokens where they stood before in"
-        " prompt or output; the tokens are the same with any number",
+        "drafts of a sequence that a step verifies at most; the tokens are the same with any number",
         minimum=0,
         maximum=32,
+    )
+    draft_model: str = option(
+        "",
+        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts; by default"
+        " they are what followed a sequence's last tokens where they stood before",
     )
     lora_dir: str = option("", "folder below which LoRA adapters in peft's form may be read; empty: none is served")
     lora_modules: tuple[str, ...] = option(
@@ -229,6 +233,11 @@ class LlmConfig(ServerConfig):
     encoder_token_file: str = option("", "file that holds that token")
 
     @property
+    def method(self) -> str:
+        """Where drafts come from, in vLLM's words."""
+        return "draft_model" if self.draft_model else "ngram"
+
+    @property
     def max_items(self) -> dict[Modality, int]:
         """How many items of each modality one request may hold, where the model takes them."""
         return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos, Modality.AUDIO: self.max_audios}
@@ -267,8 +276,7 @@ class LlmConfig(ServerConfig):
             raise ValueError("--decode-slowdown must be above 1, or 0: prompts take their time from somebody")
         if self.max_running > self.max_step_tokens > 0:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
-        if self.speculative_tokens and self.overlap == "yes":
-            raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
+        self._check_speculation()
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
@@ -280,6 +288,12 @@ class LlmConfig(ServerConfig):
         if self.encoder_token and self.encoder_token_file:
             raise ValueError("give --encoder-token or --encoder-token-file, not both")
         self.link()
+
+    def _check_speculation(self) -> None:
+        if self.draft_model and not self.speculative_tokens:
+            raise ValueError("--draft-model needs --speculative-tokens, which says how many drafts it proposes")
+        if self.speculative_tokens and self.overlap == "yes":
+            raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
 
     def _check_adapters(self) -> None:
         if self.lora_modules and not self.lora_dir:

@@ -155,8 +155,11 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield total("engine_steps", "steps of the engine", state.steps)
     yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
     yield total("adapter_fills", "times that a LoRA adapter was put into a slot", state.adapter_fills)
-    yield total("spec_decode_num_draft_tokens", "drafts that steps verified", state.draft_tokens)
-    yield total("spec_decode_num_accepted_tokens", "drafts that were right", state.accepted_draft_tokens)
+    method = (engine.speculative_method,)
+    drafted: dict[tuple[str, ...], float] = {method: state.draft_tokens} if any(method) else {}
+    accepted: dict[tuple[str, ...], float] = {method: state.accepted_draft_tokens} if any(method) else {}
+    yield total("spec_decode_num_draft_tokens", "drafts that steps verified", drafted, ["method"])
+    yield total("spec_decode_num_accepted_tokens", "drafts that were right", accepted, ["method"])
 
 
 def _requests(admission: Admission) -> Iterator[Metric]:

@@ -93,6 +93,14 @@ class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: int
 
 
+class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Asks for up to `count` drafts behind the token that is drawn last for a chunk; 0 for none. A token at index i of
+    the sequence is at i + `mrope_delta` there."""
+
+    count: int
+    mrope_delta: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass over a flattened batch of n tokens.
 
@@ -105,7 +113,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     order, before the step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the
     chunk, its tokens up to there, slot), at multiples of what such a layer computes at once. `filled`: (slot, number of
     the adapter that is put into it) before the step; `adapters`: the slot of each chunk's, -1 for none, and nothing at
-    all where no chunk has one.
+    all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
+    then.
     """
 
     token_ids: bytes
@@ -122,6 +131,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     appended: list[Appended] = []
     filled: list[tuple[int, int]] = []
     adapters: list[int] = []
+    proposals: list[Proposal] = []
 
     @property
     def tokens(self) -> int:
@@ -139,7 +149,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
     score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it. `began` and `ended`
-    are of `time.perf_counter`, which all processes of a host share."""
+    are of `time.perf_counter`, which all processes of a host share. `proposed`: the drafts for each chunk, none where
+    it was not asked for any; an empty list where no model proposes them."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -147,6 +158,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     replayed: bool = False
     began: float = 0.0
     ended: float = 0.0
+    proposed: list[list[int]] = []
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -35,7 +35,7 @@ from llm_service.meters import Meters
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
-from llm_service.prompt.tokens import end_tokens
+from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.servicer import Components, LlmServicer
 from llm_service.settings import EngineSettings, RankPlace
 from twinlens import __version__
@@ -60,6 +60,8 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     settings = _engine_settings(config, checkpoint, served)
     layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
     digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
+    if settings.draft_model:
+        await asyncio.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
     vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
@@ -232,6 +234,7 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
     device = config.device or default_device()
     meeting, (running, step_tokens) = config.meeting(), config.step_limits()
+    draft_model = str(Checkpoint.resolve(config.draft_model).folder) if config.draft_model else ""
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
@@ -261,6 +264,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         overlap=config.overlap == "yes"
         or (config.overlap == "auto" and device != "cpu" and not config.speculative_tokens),
         speculative_tokens=config.speculative_tokens,
+        speculative_method=config.method if config.speculative_tokens else "",
+        draft_model=draft_model,
         session_share=config.session_share,
         snapshot_share=config.snapshot_share,
         structure_cache_bytes=config.structure_cache_bytes,

@@ -43,6 +43,8 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     early_prefill_tokens: int
     overlap: bool
     speculative_tokens: int
+    speculative_method: str
+    draft_model: str
     session_share: float
     structure_cache_bytes: int
     row_bytes: int

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Appended, Chunk, Draw, RowSlice, Score, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, Proposal, RowSlice, Score, StepPlan
 
 
 @dataclass(slots=True)
@@ -52,11 +52,12 @@ def build(
     appended: list[Appended],
     copies: StateCopies | None = None,
     adapters: Slots | None = None,
+    proposals: Mapping[Sequence, int] | None = None,
 ) -> Step:
     """The next step for these sequences, whose tables became longer by what is `appended`. At most one token of each
     may be unknown, and that one is chosen by the step before. The drafts of a sequence are computed behind its last
     token, and a token is drawn at each place. With `copies`, which may be none, the model's layers keep states, in the
-    slots that sequences hold."""
+    slots that sequences hold. With `proposals`, a model proposes so many drafts of whom is named."""
     token_ids = array("i")
     positions = _Positions()
     chunks: list[Chunk] = []
@@ -96,6 +97,9 @@ def build(
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
     if adapters is not None:
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
+    if proposals is not None:
+        wanted = [Proposal(proposals.get(sequence, 0), sequence.mrope_delta) for sequence in work]
+        plan = structs.replace(plan, proposals=wanted)
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 

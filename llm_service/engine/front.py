@@ -74,6 +74,7 @@ class EngineFront:
         module: str = MODULE,
     ) -> None:
         self._settings = settings
+        self.speculative_method = settings.speculative_method
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         self._reserve = Reserve(arena_fd, ahead=standby, module=module)

@@ -25,9 +25,18 @@ _LOOK_AHEAD = 64
 def by_look_up(sequence: Sequence, count: int) -> array[int]:
     """What the structure of the answer leaves no choice about, else what followed where the sequence's last tokens
     stood before."""
-    if sequence.matcher is not None and (forced := sequence.matcher.compute_ff_tokens()):
-        return array("i", forced[:count])
+    if forced := _forced(sequence):
+        return forced[:count]
     return look_up(sequence.tokens, count)
+
+
+def by_proposal(sequence: Sequence, count: int) -> array[int]:
+    """What the structure of the answer leaves no choice about, else what a model proposed with the last step."""
+    return (_forced(sequence) or sequence.proposed)[:count]
+
+
+def _forced(sequence: Sequence) -> array[int]:
+    return array("i", [] if sequence.matcher is None else sequence.matcher.compute_ff_tokens())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class Limits:
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
     at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them.
-    Sequences of `max_loras` adapters run at once."""
+    Sequences of `max_loras` adapters run at once. `proposes`: a model proposes drafts for the step after each one."""
 
     max_running: int
     max_step_tokens: int
@@ -50,6 +59,7 @@ class Limits:
     draft_rows: int = 16
     decode_slowdown: float = 0.0
     max_loras: int = 0
+    proposes: bool = False
 
     @property
     def max_media_tokens(self) -> int:
@@ -59,11 +69,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Schedule:
-    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `displaced`
+    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `proposals`: how many
+    drafts are to be proposed then, and for whom. `displaced`
     are sequences whose items have no place in the row arena, though the cache does not cover them. `closed`: nobody
     else starts in this step, or, `closed_to_adapters`, nobody who has one."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
+    proposals: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     displaced: list[Sequence] = field(default_factory=list)
@@ -105,6 +117,8 @@ class Planner:
             if budget:
                 budget = self._by_priority(schedule, prefills, budget, share)
                 self._by_length(schedule, prefills, budget)
+        if self._limits.proposes:
+            self._ask_for_proposals(schedule)
         return schedule
 
     def _share(self, decodes: int, budget: int) -> tuple[int, int]:
@@ -159,6 +173,19 @@ class Planner:
                 room -= count
             else:
                 sequence.propose(array("i"))
+
+    def _ask_for_proposals(self, schedule: Schedule) -> None:
+        """Has drafts proposed that the next step may have room for, where blocks are free for what a draft model keeps
+        of them; all of those that this step verifies may be right."""
+        work, limits = schedule.num_scheduled_tokens, self._limits
+        ends = {each: each.num_computed_tokens + count for each, count in work.items()}
+        drawing = [each for each, end in ends.items() if end == len(each.tokens) + len(each.drafts)]
+        room = min(limits.draft_rows, limits.max_step_tokens) - len(drawing)
+        for sequence in drawing:
+            most = min(room, sequence.draft_length.now(), sequence.max_length - ends[sequence] - 2)
+            if most > 0 and self._blocks.grow(sequence.table, ends[sequence] + most):
+                schedule.proposals[sequence] = most
+                room -= most
 
     def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int, share: int) -> int:
         """Spends a share of the budget by priority and arrival: nobody is overtaken for ever. What is left of all of

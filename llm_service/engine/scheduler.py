@@ -15,7 +15,7 @@ from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
-from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up
+from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
 from llm_service.engine.step_pace import StepPace
@@ -43,7 +43,7 @@ class Counters:
 class Scheduler:
     """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens, `row_bytes` the
     bytes of one row in the arena; `match` gives a matcher for a grammar, in its time, that stands behind the output so
-    far."""
+    far. Drafts are those of `draft`, by default a model's where one proposes them, else found by prompt look-up."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Scheduler:
         eos: frozenset[int],
         row_bytes: int,
         match: Callable[[Form, Seq[int]], Future[Matcher]] | None = None,
-        draft: Drafter = by_look_up,
+        draft: Drafter | None = None,
     ) -> None:
         assert not blocks.state_slots or limits.max_running <= blocks.state_slots, "whoever runs has a state slot"
         self.blocks = blocks
@@ -64,6 +64,7 @@ class Scheduler:
         self._queues = Queues()
         self.adapter_slots = AdapterSlots(limits.max_loras)
         self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
+        draft = draft or (by_proposal if limits.proposes else by_look_up)
         self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
         self._resumed: list[Sequence] = []
         self._unstarted: set[int] = set()
@@ -165,7 +166,8 @@ class Scheduler:
             return None, started
         copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
         appended = self.blocks.take_appended([sequence.table for sequence in schedule.num_scheduled_tokens])
-        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule))
+        proposals = schedule.proposals if self.limits.proposes else None
+        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule), proposals)
         self._planned_steps += 1
         self.counters.draft_tokens += sum(len(sequence.drafts) for sequence in schedule.num_scheduled_tokens)
         for draw, sequence in enumerate(step.drawing):
@@ -262,6 +264,9 @@ class Scheduler:
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
             if not sequence.finished:
                 self._scored.append(Scored(sequence.id, first, logprobs))
+        if result.proposed:
+            for (sequence, _), proposed in zip(step.work, result.proposed, strict=True):
+                sequence.take_proposed(proposed)
         tokens: list[Token] = []
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             if sequence.finished or not sequence.num_placeholders:

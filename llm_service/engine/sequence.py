@@ -71,7 +71,8 @@ class Sequence:
     `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
     `placeholder_draw` of its step. `drafts` are tokens that the step under way verifies: there is one placeholder for
     each, and one behind them, and those behind the first wrong draft are never filled. `draft_masks` say what the
-    structure of the answer allows behind none, one, … of them. It is `rolled_back` where layers have states and one of
+    structure of the answer allows behind none, one, … of them. `proposed` are those that a model proposed with the last
+    step. It is `rolled_back` where layers have states and one of
     its drafts was wrong: the next step computes what is known from before these drafts on. Only the methods change a
     sequence, and of these none that answers a question.
 
@@ -118,6 +119,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: list[bytes] = field(default_factory=list)
+    proposed: array[int] = field(default_factory=lambda: array("i"))
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     media_end: int = 0
     plain: bool = False
@@ -359,6 +361,10 @@ class Sequence:
                 break
             self.draft_masks.append(mask)
         self.drafts = drafts[: len(self.draft_masks) - 1]
+
+    def take_proposed(self, drafts: list[int]) -> None:
+        """What may follow its last token, which is known."""
+        self.proposed = array("i", drafts)
 
     def append_placeholder(self, draw: int) -> None:
         """A step has been planned that chooses the next token as this draw."""

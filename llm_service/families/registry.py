@@ -23,10 +23,14 @@ FAMILIES: Final = {
 }
 """By `model_type` in config.json, as in the encoder service."""
 
+TEXT_FAMILIES: Final = {"qwen2": Family({}, attention_bias=True), "qwen3": Family({}, qk_norm=True)}
+"""Of models without media, which propose drafts for those."""
+
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json; raises CheckpointError, naming the known ones, where there is none."""
     model_type = config.get("model_type", "?")
-    if model_type not in FAMILIES:
+    known = {**FAMILIES, **TEXT_FAMILIES}
+    if model_type not in known:
         raise CheckpointError(f"{model_type} is not supported; these are: {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return known[model_type]

@@ -43,3 +43,19 @@ def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
         (given["eos_token_id"] for given in stated if given.get("eos_token_id") is not None), []
     )
     return frozenset(found if isinstance(found, list) else [found])
+
+
+def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:
+    """Raises CheckpointError where a draft model does not call the same tokens by the same ids. Either may lack special
+    tokens of the other."""
+    words, marks = _vocabulary(checkpoint)
+    own_words, own_marks = _vocabulary(draft)
+    if own_words != words or any(marks[text] != own_marks[text] for text in marks.keys() & own_marks.keys()):
+        raise CheckpointError(f"--draft-model: {draft.name} has another tokenizer than {checkpoint.name}")
+
+
+def _vocabulary(checkpoint: Checkpoint) -> tuple[Any, dict[str, int]]:
+    """What tokenizer.json has of ordinary tokens, and the ids of added ones."""
+    settings = checkpoint.json("tokenizer.json")
+    added = {each["content"]: int(each["id"]) for each in settings.get("added_tokens", [])}
+    return settings.get("model", {}).get("vocab"), added

@@ -32,6 +32,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
+from llm_service.worker.draft_loader import Drafting, load_draft_model
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
 from llm_service.worker.mirror import Mirror
@@ -84,6 +85,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.library)
     width = served.hidden_size
+    drafting = _drafting(settings, served, dtype, device) if group.rank == 0 else None
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
@@ -93,7 +95,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
     plan, blocks = _more_than_few(settings) if given else largest_step(settings)
-    first = _runner(decoder, arena, settings, blocks, slots=len(plan.chunks))
+    first = _runner(decoder, arena, settings, blocks, drafting, slots=len(plan.chunks))
     changeover = (
         _begin(sorted({*first.kernels(), *adapter_kernels}), group, wait=settings.kernels == "wait") if ours else None
     )
@@ -108,13 +110,14 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     context = served.longest(settings.max_context)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     block_bytes = block_elements(specs, settings.block_size) * decoder.dtype.itemsize
+    block_bytes += drafting.block_bytes(settings.block_size) if drafting is not None else 0
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)
     budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
-    runner = _runner(decoder, arena, settings, blocks, slots, snapshots)
+    runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
     if graphs:
         bounds = CaptureBounds(
             settings.max_running,
@@ -127,7 +130,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     if settings.core_share and device.type == "cpu" and group.size == 1:
         runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
         if runner.share is not None and isinstance(decoder, Decoder):
-            runner.share.between(decoder.layers)
+            runner.share.between([*decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
     return runner
 
 
@@ -155,6 +158,19 @@ def _decoder(
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
     return load_library_decoder(checkpoint, settings.library, dtype, device)
+
+
+def _drafting(
+    settings: EngineSettings, served: ServedModel, dtype: torch.dtype, device: torch.device
+) -> Drafting | None:
+    """What proposes drafts, if anything does. The first rank alone needs it: the others hear what is to be verified."""
+    if not settings.draft_model:
+        return None
+    checkpoint = Checkpoint.resolve(settings.draft_model)
+    made = load_draft_model(checkpoint, served, dtype, device, weight_dtype=settings.weight_dtype)
+    weights = describe(made.decoder, settings.weight_dtype or quantization_of(checkpoint.config))
+    _log.info("the draft model is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
+    return made
 
 
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
@@ -227,6 +243,7 @@ def _runner(
     arena: RowArena,
     settings: EngineSettings,
     blocks: int,
+    drafting: Drafting | None,
     slots: int,
     snapshots: int = 0,
 ) -> ModelRunner:
@@ -240,4 +257,7 @@ def _runner(
         state_slots=slots,
         snapshot_slots=snapshots,
     )
-    return ModelRunner(decoder, arena, caches)
+    runner = ModelRunner(decoder, arena, caches)
+    if drafting is not None:
+        runner.proposer = drafting.proposer(arena, blocks, settings.block_size, settings.attention)
+    return runner

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,26 @@ from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
 
 
+class Proposer(Protocol):
+    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places."""
+
+    reads_hidden: bool
+
+    def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
+        """Begins to propose what `plan.proposals` asks for, behind the tokens that the step's draws have `chosen`, and
+        takes in what else the step has computed: `hidden` [n, hidden]. What is returned waits for the drafts of each
+        chunk."""
+        ...
+
+    def warm_up(self) -> None:
+        """As `ModelRunner.warm_up`."""
+        ...
+
+    def kernels(self) -> list[str]:
+        """As `ModelRunner.kernels`."""
+        ...
+
+
 class Launched:
     """A step that has begun: on a GPU its tokens are on their way to the host, on a CPU it is over."""
 
@@ -43,8 +63,9 @@ class Launched:
         *,
         began: float,
         replayed: bool,
+        proposed: Callable[[], list[list[int]]] = list,
     ) -> None:
-        self._drawn, self._scores, self._replayed = drawn, scores, replayed
+        self._drawn, self._scores, self._replayed, self._proposed = drawn, scores, replayed, proposed
         self._began, self._ended = began, time.perf_counter()
         self._over: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -57,13 +78,14 @@ class Launched:
             self._over.synchronize()
             self._ended = time.perf_counter()
         drawn = StepResult([], []) if self._drawn is None else self._drawn.result()
-        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, self._began, self._ended)
+        times = self._began, self._ended
+        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, *times, self._proposed())
 
 
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
     kernels and is to go on with ours, and a `share` of cores where other processes may compute
-    on them."""
+    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow."""
 
     def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
@@ -76,6 +98,7 @@ class ModelRunner:
         self.weights = Weights()
         self.adapters: RankAdapters | None = None
         self.share: CoreShare | None = None
+        self.proposer: Proposer | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
 
@@ -97,10 +120,13 @@ class ModelRunner:
             logits = torch.zeros(1, self._decoder.config.vocab_size, device=self._decoder.device)
             draw = Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)
             self._draw(logits, [draw], self._chosen).result()
+        if self.proposer is not None:
+            self.proposer.warm_up()
 
     def kernels(self) -> list[str]:
         """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
-        return sorted(self.caches.kernels() | self._decoder.kernels())
+        proposing = () if self.proposer is None else self.proposer.kernels()
+        return sorted({*self.caches.kernels(), *self._decoder.kernels(), *proposing})
 
     def not_capturable(self) -> str:
         """Why there can be no graphs; empty where there can."""
@@ -128,14 +154,19 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
         plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
-        device, but for scores, and where torch computes attention or draws."""
+        device, but for scores, for drafts of a model, and where torch computes attention or draws."""
         began = time.perf_counter()
+        proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
-            logits, scores = self._forward(plan)
+            hidden, logits, scores = self._forward(plan)
             drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
+            if self.proposer is not None:
+                chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
+                proposed = self.proposer.propose(plan, chosen, hidden)
         if drawn is not None:
             self._chosen = drawn.tokens
-        return Launched(drawn, scores, self._decoder.device, began=began, replayed=self._replayed)
+        device, replayed = self._decoder.device, self._replayed
+        return Launched(drawn, scores, device, began=began, replayed=replayed, proposed=proposed)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -144,8 +175,9 @@ class ModelRunner:
         if plan.draws:
             self._chosen = self._chosen.new_empty(len(plan.draws))
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, list[list[TokenLogprobs]]]:
-        """float32 logits [draws, vocabulary], None where none are drawn, and the plan's scores."""
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None, list[list[TokenLogprobs]]]:
+        """Hidden states, of all places where somebody reads them; float32 logits [draws, vocabulary], None where none
+        are drawn; and the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -171,8 +203,12 @@ class ModelRunner:
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)
         if not plan.draws:
-            return None, scores
-        return self._decoder.logits(out[moved.drawn] if plan.scores else out), scores
+            return out, None, scores
+        return out, self._decoder.logits(out[moved.drawn] if self._keeps_all(plan) else out), scores
+
+    def _keeps_all(self, plan: StepPlan) -> bool:
+        """Whether somebody reads the hidden states of places at which nothing is drawn."""
+        return bool(plan.scores) or (self.proposer is not None and self.proposer.reads_hidden)
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""
@@ -195,7 +231,7 @@ class ModelRunner:
         first, last = len(given), len(given) + len(appended)
         if batch is not None:
             self._tables.update(there[first:last])
-        every = bool(plan.scores) or np.array_equal(drawn, np.arange(positions.shape[1]))
+        every = self._keeps_all(plan) or np.array_equal(drawn, np.arange(positions.shape[1]))
         token_ids, places, wanted, carry = there[:first]
         return _Moved(token_ids, places, wanted, carry, None if every else wanted, there[last:], batch)
 

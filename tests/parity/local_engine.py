@@ -22,7 +22,7 @@ from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
-from llm_service.engine.planner import Drafter, by_look_up
+from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
@@ -36,6 +36,7 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
+from llm_service.worker.draft_loader import load_draft_model
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -145,9 +146,10 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         speculative_tokens: int = 0,
-        draft: Drafter = by_look_up,
+        draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
         max_loras: int = 0,
+        draft_model: Path | None = None,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -163,6 +165,9 @@ class LocalEngine:
         slots = {"state_slots": max_running, "snapshot_slots": 32}
         caches = Caches(*made, attention=attention, states=states, **slots)
         self.runner = ModelRunner(decoder, arena, caches)
+        if draft_model is not None:
+            drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
+            self.runner.proposer = drafting.proposer(arena, blocks, block_size, "auto")
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             shapes = shapes_of(TextConfig.of(checkpoint.config))
@@ -187,6 +192,7 @@ class LocalEngine:
                 whole_media=self.runner.whole_media,
                 speculative_tokens=speculative_tokens,
                 max_loras=max_loras or len(adapters),
+                proposes=self.runner.proposer is not None,
             ),
             frozenset({-1}),
             arena.row_bytes,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests import pictures
 from tests.launch import Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy
 from tests.scrape import scrape
 from tests.waiting import until
-from twinlens import LlmClient, SamplingParams, user
+from twinlens import LlmClient, SamplingParams, image, user
 from twinlens.cli import sections
+
+FLAGS = {**LLM_FLAGS, "overlap": "auto", "speculative_tokens": 4, "metrics_listen": "127.0.0.1:0"}
 
 
 @pytest.fixture(scope="module")
 def service(qwen3: Pair) -> Iterator[Service]:
-    flags = {**LLM_FLAGS, "overlap": "auto", "speculative_tokens": 4, "metrics_listen": "127.0.0.1:0"}
-    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **flags) as running:
+    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **FLAGS) as running:
         yield running
 
 
@@ -38,9 +42,43 @@ def test_answers_are_the_same_and_usage_load_and_metrics_tell_what_was_drafted(s
         assert load.steps + accepted >= load.generated_tokens > load.steps, "a step gave several tokens"
         told = sections.llm("here", client.get_info(), load)
     assert f"{drafted} tokens" in told
-    name = "twinlens_llm_spec_decode_num_%s_tokens_total"
+    name = 'twinlens_llm_spec_decode_num_%s_tokens_total{method="ngram"}'
     until(lambda: scrape(service.metrics)[name % "draft"] == drafted, "the engine's beat has come")
     assert scrape(service.metrics)[name % "accepted"] == accepted
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_draft_model_proposes_them_for_pictures_structures_and_several_choices(qwen3: Pair, ranks: int) -> None:
+    picture = image(pictures.encoded(pictures.noise(150, 100, 3)))
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    requests = [
+        asked(user(picture, "What is it?"), greedy(24)),
+        asked(user("Which colour?"), SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=24)),
+        asked(user("Which?"), SamplingParams(temperature=0.0, max_tokens=24, json_schema=json.dumps(schema))),
+    ]
+    flags = {**FLAGS, "draft_model": qwen3.checkpoint, "tp": ranks}
+    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **flags) as running:
+        with LlmClient(running.address) as client:
+            for request in requests:
+                expected, said = answer(qwen3.text, request), answer(client, request)
+                assert [each.token_ids for each in said.choices] == [each.token_ids for each in expected.choices]
+                if request is requests[0]:
+                    assert said.usage.accepted_draft_tokens == said.usage.draft_tokens > 0
+            drafted = client.get_load().draft_tokens
+        name = 'twinlens_llm_spec_decode_num_draft_tokens_total{method="draft_model"}'
+        until(lambda: scrape(running.metrics)[name] >= drafted > 0, "the engine's beat has come")
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_in_one_line(qwen3: Pair, tmp_path: Path) -> None:
+    shutil.copytree(qwen3.checkpoint, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {text: 585 - n for text, n in tokenizer["model"]["vocab"].items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with (
+        pytest.raises(RuntimeError, match=r"--draft-model: .* has another tokenizer than"),
+        llm_server(qwen3.checkpoint, qwen3.encoder.address, **FLAGS, draft_model=tmp_path),
+    ):
+        pass
 
 
 def test_answers_with_a_structure_are_the_same_and_what_it_leaves_no_choice_about_is_drafted(

@@ -18,8 +18,9 @@ from llm_service.engine.drafts import look_up
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
 from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import TokenLogprobs
+from llm_service.plan import StepResult, TokenLogprobs
 from llm_service.request import SamplingParams
+from llm_service.worker.draft_model import verified
 from tests.in_turn import filled
 from tests.unit.llm_service.hashed import (
     EOS,
@@ -116,6 +117,7 @@ class Simulation:
         speculative_tokens: int = 0,
         decode_slowdown: float = 0.0,
         max_loras: int = 2,
+        proposes: bool = False,
         takes: Callable[[int, int], float] = lambda decodes, tokens: 0.01,
     ) -> None:
         self.limits = Limits(
@@ -128,6 +130,7 @@ class Simulation:
             speculative_tokens=speculative_tokens,
             decode_slowdown=decode_slowdown,
             max_loras=max_loras,
+            proposes=proposes,
         )
         self._takes = takes
         self.now = 0.0
@@ -156,19 +159,21 @@ class Simulation:
         return id
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating, self._draft)
+        draft = None if self.limits.proposes else self._draft
+        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating, draft)
 
-    def _draft(self, sequence: Sequence, count: int) -> array[int]:
+    def _draft(self, sequence: Sequence, count: int, generated: int | None = None) -> array[int]:
         """What the sequence is going to say, as far as that can be foreseen; every third draft or so has one token that
-        it will not say."""
+        it will not say. It has `generated` tokens then, by default as many as now."""
         sampling = sequence.sampling
+        generated = sequence.generated if generated is None else generated
         if not sampling.greedy and sampling.seed is None:
             return look_up(sequence.tokens, count)
         name = (sequence.id, sequence.choice)
         if name not in self._foreseen:
             self._foreseen[name] = expected(self.outcomes[sequence.id].order, sequence.choice, self.limits)[0]
-        drafts = array("i", self._foreseen[name][sequence.generated :][:count])
-        wrong = random.Random(f"{name} {sequence.generated}").randrange(3 * count)
+        drafts = array("i", self._foreseen[name][generated:][:count])
+        wrong = random.Random(f"{name} {generated}").randrange(3 * count)
         if wrong < len(drafts):
             drafts[wrong] = (drafts[wrong] + 1) % PAD
         return drafts
@@ -327,7 +332,7 @@ class Simulation:
         result = self.executor.run(filled(step.plan, self._chosen))
         began, prompts = self.now, sum(count for _, _, count in step.prefill)
         self.now += self._takes(len(step.work) - len(step.prefill), prompts)
-        result = msgspec.structs.replace(result, began=began, ended=self.now)
+        result = msgspec.structs.replace(result, began=began, ended=self.now, proposed=self._propose(step, result))
         self._chosen = result.tokens
         tokens = self.scheduler.finish(step, result)
         for scored in self.scheduler.take_scored():
@@ -341,6 +346,20 @@ class Simulation:
         self.steps += 1
         self.computed += step.plan.tokens
         return step
+
+    def _propose(self, step: Step, result: StepResult) -> list[list[int]]:
+        """What a draft model would: it computes its drafts but for the last, in the sequence's blocks."""
+        if not self.limits.proposes:
+            return []
+        drafts: list[list[int]] = []
+        assert step.plan.proposals
+        for (sequence, _), part in zip(step.work, verified(step.plan, result.tokens), strict=True):
+            end, count = part.chunk.context + part.count, part.proposal.count
+            drafts.append([])
+            if count and not sequence.finished:
+                assert end + count <= len(self.executor.tables[part.chunk.row]) * self.executor.block_size
+                drafts[-1] = self._draft(sequence, count, end + 1 - sequence.prompt_tokens).tolist()
+        return drafts
 
     def _check_plan(self, step: Step) -> None:
         assert step.work, "a step that computes nothing"

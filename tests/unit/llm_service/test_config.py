@@ -17,6 +17,7 @@ HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
         ([], "--model is needed"),
         (["--model=m", "--max-running=64", "--max-step-tokens=32"], "--max-step-tokens"),
         (["--model=m", "--speculative-tokens=4", "--overlap=yes"], "exclude each other"),
+        (["--model=m", "--draft-model=m"], "--draft-model needs --speculative-tokens"),
         (["--model=m", "--encoder-key=x"], "--encoder-cert and --encoder-key"),
         (["--model=m", "--video-pruning-rate=1"], "--video-pruning-rate must be below 1"),
         (["--model=m", "--row-mirror", "--shared-memory=no"], "--row-mirror needs --shared-memory"),

@@ -1,0 +1,57 @@
+"""From settings to what proposes drafts; `worker/load` has the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.families.registry import FAMILIES
+from llm_service.layers.cache_spec import block_elements, slot_bytes
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.models.served import ServedModel
+from llm_service.worker.caches import Caches
+from llm_service.worker.draft_model import DraftModel
+from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The weights of what proposes drafts for a model of `vocab_size` words."""
+
+    decoder: Decoder
+    vocab_size: int
+    takes_rows: bool
+
+    def block_bytes(self, block_size: int) -> int:
+        """What one KV block takes more for it."""
+        specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
+        return block_elements(specs, block_size) * self.decoder.dtype.itemsize
+
+    def proposer(self, arena: RowArena, blocks: int, block_size: int, attention: str) -> DraftModel:
+        """It with room for so many blocks."""
+        decoder = self.decoder
+        made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
+        runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))
+        return DraftModel(runner, decoder.config.vocab_size, self.vocab_size, takes_rows=self.takes_rows)
+
+
+def load_draft_model(
+    checkpoint: Checkpoint, served: ServedModel, dtype: torch.dtype, device: torch.device, *, weight_dtype: str = ""
+) -> Drafting:
+    """Loads the model of `--draft-model`, whole, on one rank; `served` is the one that verifies. Raises CheckpointError
+    where it cannot be used."""
+    try:
+        decoder = load_decoder(checkpoint, dtype, device, weight_dtype=weight_dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"--draft-model: {error}") from error
+    if slot_bytes([mixer.cache_spec() for mixer in decoder.mixers()]):
+        raise CheckpointError("--draft-model: a model whose layers keep states cannot go back behind wrong drafts")
+    takes_rows = False
+    if checkpoint.config.get("model_type") in FAMILIES:
+        own = ServedModel.of(checkpoint)
+        takes_rows = (own.hidden_size, own.levels) == (served.hidden_size, served.levels)
+    return Drafting(decoder, served.vocab_size, takes_rows)

@@ -1,0 +1,132 @@
+"""A small model that proposes drafts for a large one: it takes in what that one computes, and goes on from there.
+
+Its keys and values lie in blocks of the same numbers, in a cache of its own: what is found, given back or written over
+there holds for both."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import structs
+from torch import Tensor
+
+from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
+from llm_service.worker.model_runner import Launched, ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What counts of a chunk when its drafts are verified: its first `count` tokens, from place `at` of the batch on,
+    and `token`, which was drawn behind them, -1 for none. `proposal` is what is asked for behind that one."""
+
+    chunk: Chunk
+    at: int
+    count: int
+    token: int
+    proposal: Proposal
+
+
+def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
+    """Each chunk of a plan whose draws have `chosen` these tokens; without what stands behind a wrong draft."""
+    token_ids = np.frombuffer(plan.token_ids, np.int32)
+    at = draw = 0
+    for chunk, proposal in zip(plan.chunks, plan.proposals or [Proposal(0, 0)] * len(plan.chunks), strict=True):
+        end, first = at + chunk.count, draw
+        while draw < len(plan.draws) and plan.draws[draw].at < end:
+            draw += 1
+        drafts = max(0, draw - first - 1)
+        right = 0
+        while right < drafts and chosen[first + right] == token_ids[end - drafts + right]:
+            right += 1
+        token = chosen[first + right] if draw > first else -1
+        yield Verified(chunk, at, chunk.count - drafts + right, token, proposal)
+        at = end
+
+
+class DraftModel:
+    """Proposes the likeliest tokens, one after the other: for all sequences of a step together. Tokens from
+    `vocab_size` on are unknown to the model that verifies. It `takes_rows` of media where its own are as wide and mean
+    the same; else it sees the tokens that stand for them."""
+
+    reads_hidden = False
+
+    def __init__(self, runner: ModelRunner, own_vocab_size: int, vocab_size: int, *, takes_rows: bool) -> None:
+        self._runner = runner
+        self._own_vocab_size = own_vocab_size
+        self._vocab_size = vocab_size
+        self._takes_rows = takes_rows
+        self.warm_up = runner.warm_up
+        self.kernels = runner.kernels
+
+    def propose(self, plan: StepPlan, chosen: list[int], _hidden: Tensor, /) -> Callable[[], list[list[int]]]:
+        """As `Proposer` has it. One pass takes in the step and the tokens that it chose, and gives the first draft of
+        each sequence; each further pass gives the next ones."""
+        asked = [proposal.count for proposal in plan.proposals] or [0] * len(plan.chunks)
+        first, places = self._first(plan, chosen)
+        launched = [self._runner.launch(first)]
+        followed: list[list[int]] = [[n for n, count in enumerate(asked) if count]]
+        draws = {number: draw for draw, number in enumerate(followed[0])}
+        for ahead in range(1, max(asked, default=0)):
+            numbers = [number for number in followed[-1] if asked[number] > ahead]
+            positions = array("i", [places[number][1] + ahead for number in numbers])
+            launched.append(
+                self._runner.launch(
+                    StepPlan(
+                        bytes(4 * len(numbers)),
+                        positions.tobytes() * 3,
+                        [Chunk(places[number][0] + ahead, 1, plan.chunks[number].row) for number in numbers],
+                        [],
+                        [Draw(at=place) for place in range(len(numbers))],
+                        carried=[(place, draws[number]) for place, number in enumerate(numbers)],
+                    )
+                )
+            )
+            draws = {number: draw for draw, number in enumerate(numbers)}
+            followed.append(numbers)
+        return lambda: self._read(len(asked), launched, followed)
+
+    def _first(self, plan: StepPlan, chosen: list[int]) -> tuple[StepPlan, dict[int, tuple[int, int]]]:
+        """The same step without wrong drafts, and with the tokens chosen behind which drafts are wanted; of these, by
+        the number of the chunk: how many tokens are before it, and its position."""
+        token_ids, positions = np.frombuffer(plan.token_ids, np.int32), np.frombuffer(plan.positions, np.int32)
+        positions = positions.reshape(3, -1)
+        ids: list[np.ndarray] = []
+        where: list[np.ndarray] = []
+        chunks: list[Chunk] = []
+        draws: list[Draw] = []
+        rows: list[RowSlice] = []
+        places: dict[int, tuple[int, int]] = {}
+        at, unread = 0, list(plan.rows[::-1]) if self._takes_rows else []
+        for number, part in enumerate(verified(plan, chosen)):
+            end, count, context = part.at + part.count, part.count, part.chunk.context
+            ids.append(token_ids[part.at : end])
+            where.append(positions[:, part.at : end])
+            while unread and unread[-1].at < end:
+                row = unread.pop()
+                rows.append(structs.replace(row, at=row.at + at - part.at))
+            if part.proposal.count:
+                position = context + count + part.proposal.mrope_delta
+                places[number] = context + count, position
+                ids.append(np.array([part.token], np.int32))
+                where.append(np.full((3, 1), position, np.int32))
+                draws.append(Draw(at=at + count))
+                count += 1
+            chunks.append(Chunk(context, count, part.chunk.row))
+            at += count
+        known = np.concatenate(ids)
+        known = np.where(known < self._own_vocab_size, known, 0).astype(np.int32)
+        packed = known.tobytes(), np.concatenate(where, axis=1).tobytes()
+        return StepPlan(*packed, chunks, rows, draws, appended=plan.appended), places
+
+    def _read(self, chunks: int, launched: list[Launched], followed: list[list[int]]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in range(chunks)]
+        for step, numbers in zip(launched, followed, strict=True):
+            for number, token in zip(numbers, step.result().tokens, strict=True):
+                drafts[number].append(token)
+        return [self._known(each) for each in drafts]
+
+    def _known(self, drafts: list[int]) -> list[int]:
+        return drafts[: next((n for n, token in enumerate(drafts) if token >= self._vocab_size), len(drafts))]
