@@ -74,7 +74,6 @@ class EngineFront:
         module: str = MODULE,
     ) -> None:
         self._settings = settings
-        self.speculative_method = settings.speculative_method
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         self._reserve = Reserve(arena_fd, ahead=standby, module=module)
@@ -119,6 +118,11 @@ class EngineFront:
     def handed_over(self) -> int:
         """Times that a request was handed to an engine after another one had ended under it."""
         return self._handover.handed_over
+
+    @property
+    def speculative_method(self) -> str:
+        """Where drafts come from; empty where there are none."""
+        return self._settings.speculative_method
 
     @property
     def prefix_block(self) -> int:
