@@ -156,10 +156,16 @@ class LlmConfig(ServerConfig):
         minimum=0,
         maximum=32,
     )
+    speculative_method: str = option(
+        "",
+        "where drafts come from: ngram, what followed a sequence's last tokens where they stood before, the default;"
+        " draft_model, the default where there is a --draft-model; mtp, the checkpoint's own layer for multi-token"
+        " prediction",
+        choices=("", "ngram", "draft_model", "mtp"),
+    )
     draft_model: str = option(
         "",
-        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts; by default"
-        " they are what followed a sequence's last tokens where they stood before",
+        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts",
     )
     lora_dir: str = option("", "folder below which LoRA adapters in peft's form may be read; empty: none is served")
     lora_modules: tuple[str, ...] = option(
@@ -235,7 +241,7 @@ class LlmConfig(ServerConfig):
     @property
     def method(self) -> str:
         """Where drafts come from, in vLLM's words."""
-        return "draft_model" if self.draft_model else "ngram"
+        return self.speculative_method or ("draft_model" if self.draft_model else "ngram")
 
     @property
     def max_items(self) -> dict[Modality, int]:
@@ -290,8 +296,13 @@ class LlmConfig(ServerConfig):
         self.link()
 
     def _check_speculation(self) -> None:
-        if self.draft_model and not self.speculative_tokens:
-            raise ValueError("--draft-model needs --speculative-tokens, which says how many drafts it proposes")
+        if (self.draft_model or self.speculative_method) and not self.speculative_tokens:
+            option = "--draft-model" if self.draft_model else "--speculative-method"
+            raise ValueError(f"{option} needs --speculative-tokens, which says how many drafts there are")
+        if bool(self.draft_model) != (self.method == "draft_model"):
+            raise ValueError("--draft-model and --speculative-method draft_model go together")
+        if self.method == "mtp" and self.tp > 1:
+            raise ValueError("--speculative-method mtp is for one rank, not for --tp")
         if self.speculative_tokens and self.overlap == "yes":
             raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
 

@@ -95,10 +95,12 @@ class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Asks for up to `count` drafts behind the token that is drawn last for a chunk; 0 for none. A token at index i of
-    the sequence is at i + `mrope_delta` there."""
+    the sequence is at i + `mrope_delta` there. `following` is the prompt's token behind a chunk for which none is
+    drawn."""
 
     count: int
     mrope_delta: int
+    following: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -98,8 +98,7 @@ def build(
     if adapters is not None:
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     if proposals is not None:
-        wanted = [Proposal(proposals.get(sequence, 0), sequence.mrope_delta) for sequence in work]
-        plan = structs.replace(plan, proposals=wanted)
+        plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
     return Step(plan, list(work.items()), drawing, scoring, prefill)
 
 
@@ -138,6 +137,12 @@ def _positions(sequence: Sequence, count: int) -> np.ndarray:
     past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.mrope_delta)
     tail = np.broadcast_to(past, (3, len(past)))
     return np.concatenate([sequence.positions[:, begin:], tail], axis=1)
+
+
+def _proposal(sequence: Sequence, count: int, proposals: Mapping[Sequence, int]) -> Proposal:
+    end = sequence.num_computed_tokens + count
+    following = sequence.tokens[end : end + 1]
+    return Proposal(proposals.get(sequence, 0), sequence.mrope_delta, *following)
 
 
 def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[RowSlice]:

@@ -118,6 +118,10 @@ class Decoder(nn.Module):
         """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""
         if self.lm_head.weight is not self.embed_tokens.weight:
             self.embed_tokens.finalize()
+        self.use_kernels()
+
+    def use_kernels(self) -> None:
+        """Has kernels of ours compute what is between the products, where the device has any."""
         if self.device.type == "cuda":
             from llm_service.layers.gpu import row_kernels, row_ops
 

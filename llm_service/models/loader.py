@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -19,12 +19,14 @@ from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, St
 from llm_service.layers.quantization import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.mtp import MtpDecoder
 from llm_service.models.quantized import Scheme, load_weights
 
 _log = log.get("loader")
 
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
+_MTP = "mtp."
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 
 
@@ -57,9 +59,42 @@ def load_decoder(
         raise CheckpointError(str(error)) from error
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
-    needed = dict(targets(decoder, tied=config.tied))
+    _fill(decoder, checkpoint, lambda name: _own_name(name, tied=config.tied), device, rounded, tied=config.tied)
+    return decoder.eval()
+
+
+def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, weight_dtype: str = "") -> MtpDecoder:
+    """The layer that predicts one token more, beside the decoder of the same checkpoint, which is loaded, with
+    the same types as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
+    text = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise CheckpointError("embeddings of its own for multi-token prediction are not supported")
+    if not any(name.startswith(_MTP) for name in checkpoint.tensors):
+        raise CheckpointError("the checkpoint has no layer for multi-token prediction: there are no weights mtp.*")
+    rounded: Rounded = "int8" if weight_dtype == "int8" else ""
+    if dtype == torch.bfloat16 and target.dtype == torch.float32:
+        rounded = rounded or "bfloat16"
+    try:
+        decoder = MtpDecoder(target)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    _fill(decoder, checkpoint, _mtp_name, target.device, rounded)
+    return decoder.eval()
+
+
+def _fill(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    own_name: Callable[[str], str | None],
+    device: torch.device,
+    rounded: Rounded,
+    *,
+    tied: bool = False,
+) -> None:
+    """Reads what a decoder needs, by the names that it has there, and has it laid out on a device."""
+    needed = dict(targets(decoder, tied=tied))
     missing = set(needed)
-    for name, stored in load_weights(checkpoint, lambda name: _own_name(name, tied=config.tied)):
+    for name, stored in load_weights(checkpoint, own_name):
         if name not in needed:
             raise CheckpointError(f"{name} does not fit the model: there is no place for it")
         try:
@@ -76,7 +111,10 @@ def load_decoder(
             part.finalize(rounded=rounded)
     finalize_linears(decoder)
     decoder.finalize()
-    return decoder.eval()
+
+
+def _mtp_name(name: str) -> str | None:
+    return name.removeprefix(_MTP) if name.startswith(_MTP) else None
 
 
 def _own_name(name: str, *, tied: bool) -> str | None:

@@ -10,10 +10,12 @@ from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.models.decoder import Decoder
-from llm_service.models.loader import load_decoder
+from llm_service.models.generic import LibraryDecoder
+from llm_service.models.loader import load_decoder, load_mtp
+from llm_service.models.mtp import MtpDecoder
 from llm_service.models.served import ServedModel
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_model import DraftModel
+from llm_service.worker.draft_model import DraftModel, MtpLayer
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 
@@ -36,7 +38,8 @@ class Drafting:
         decoder = self.decoder
         made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
         runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))
-        return DraftModel(runner, decoder.config.vocab_size, self.vocab_size, takes_rows=self.takes_rows)
+        kind = MtpLayer if isinstance(decoder, MtpDecoder) else DraftModel
+        return kind(runner, decoder.config.vocab_size, self.vocab_size, takes_rows=self.takes_rows)
 
 
 def load_draft_model(
@@ -55,3 +58,19 @@ def load_draft_model(
         own = ServedModel.of(checkpoint)
         takes_rows = (own.hidden_size, own.levels) == (served.hidden_size, served.levels)
     return Drafting(decoder, served.vocab_size, takes_rows)
+
+
+def load_mtp_layer(
+    checkpoint: Checkpoint, target: Decoder | LibraryDecoder, dtype: torch.dtype, *, weight_dtype: str = ""
+) -> Drafting:
+    """Loads the layer of `--speculative-method mtp` beside the model that verifies. Raises CheckpointError where there
+    is none, or it cannot be used."""
+    try:
+        if not isinstance(target, Decoder):
+            raise CheckpointError("it is not for a model that the library computes")
+        if target.group.size > 1:
+            raise CheckpointError("it is for one rank, not for --tp")
+        decoder = load_mtp(checkpoint, target, dtype, weight_dtype=weight_dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"--speculative-method mtp: {error}") from error
+    return Drafting(decoder, target.config.vocab_size, takes_rows=True)

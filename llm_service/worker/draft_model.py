@@ -6,10 +6,11 @@ there holds for both."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -46,6 +47,9 @@ def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
         at = end
 
 
+_First = tuple[StepPlan, dict[int, tuple[int, int]], list[int]]
+
+
 class DraftModel:
     """Proposes the likeliest tokens, one after the other: for all sequences of a step together. Tokens from
     `vocab_size` on are unknown to the model that verifies. It `takes_rows` of media where its own are as wide and mean
@@ -61,17 +65,18 @@ class DraftModel:
         self.warm_up = runner.warm_up
         self.kernels = runner.kernels
 
-    def propose(self, plan: StepPlan, chosen: list[int], _hidden: Tensor, /) -> Callable[[], list[list[int]]]:
+    def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
         """As `Proposer` has it. One pass takes in the step and the tokens that it chose, and gives the first draft of
         each sequence; each further pass gives the next ones."""
         asked = [proposal.count for proposal in plan.proposals] or [0] * len(plan.chunks)
-        first, places = self._first(plan, chosen)
-        launched = [self._runner.launch(first)]
+        first, places, own = self._first(plan, chosen)
+        launched = [self._runner.launch(first, self._behind(hidden, own))]
         followed: list[list[int]] = [[n for n, count in enumerate(asked) if count]]
         draws = {number: draw for draw, number in enumerate(followed[0])}
         for ahead in range(1, max(asked, default=0)):
             numbers = [number for number in followed[-1] if asked[number] > ahead]
             positions = array("i", [places[number][1] + ahead for number in numbers])
+            behind = self._behind(self._runner.last_hidden, [draws[number] for number in numbers])
             launched.append(
                 self._runner.launch(
                     StepPlan(
@@ -81,16 +86,21 @@ class DraftModel:
                         [],
                         [Draw(at=place) for place in range(len(numbers))],
                         carried=[(place, draws[number]) for place, number in enumerate(numbers)],
-                    )
+                    ),
+                    behind,
                 )
             )
             draws = {number: draw for draw, number in enumerate(numbers)}
             followed.append(numbers)
         return lambda: self._read(len(asked), launched, followed)
 
-    def _first(self, plan: StepPlan, chosen: list[int]) -> tuple[StepPlan, dict[int, tuple[int, int]]]:
+    def _behind(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
+        """The hidden states that it goes on from; it has no need of any."""
+        return None
+
+    def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
         """The same step without wrong drafts, and with the tokens chosen behind which drafts are wanted; of these, by
-        the number of the chunk: how many tokens are before it, and its position."""
+        the number of the chunk: how many tokens are before it, and its position; and no hidden states."""
         token_ids, positions = np.frombuffer(plan.token_ids, np.int32), np.frombuffer(plan.positions, np.int32)
         positions = positions.reshape(3, -1)
         ids: list[np.ndarray] = []
@@ -119,7 +129,7 @@ class DraftModel:
         known = np.concatenate(ids)
         known = np.where(known < self._own_vocab_size, known, 0).astype(np.int32)
         packed = known.tobytes(), np.concatenate(where, axis=1).tobytes()
-        return StepPlan(*packed, chunks, rows, draws, appended=plan.appended), places
+        return StepPlan(*packed, chunks, rows, draws, appended=plan.appended), places, []
 
     def _read(self, chunks: int, launched: list[Launched], followed: list[list[int]]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(chunks)]
@@ -130,3 +140,45 @@ class DraftModel:
 
     def _known(self, drafts: list[int]) -> list[int]:
         return drafts[: next((n for n, token in enumerate(drafts) if token >= self._vocab_size), len(drafts))]
+
+
+class MtpLayer(DraftModel):
+    """Proposes by the model's own layer for multi-token prediction, whose keys and values at a place depend on the next
+    token as well. The last ones of a cached block are those of another sequence, and those before a chunk that begins
+    with a row of media lack that row: drafts may be worse for it, tokens are not."""
+
+    reads_hidden = True
+
+    def _behind(self, hidden: Tensor, places: Sequence[int]) -> Tensor | None:
+        return hidden[torch.tensor(places, device=hidden.device)]
+
+    def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
+        """The same step without wrong drafts, each token in the place of the one before it; where its first drafts are,
+        less one; and of which places of the step it is given the hidden states."""
+        token_ids = np.frombuffer(plan.token_ids, np.int32)
+        ids = array("i")
+        own: list[int] = []
+        chunks: list[Chunk] = []
+        draws: list[Draw] = []
+        rows: list[RowSlice] = []
+        places: dict[int, tuple[int, int]] = {}
+        unread = list(plan.rows[::-1])
+        for number, part in enumerate(verified(plan, chosen)):
+            end, last = part.at + part.count, part.chunk.context + part.count - 1
+            while unread and unread[-1].at < end:
+                row = unread.pop()
+                first = int(row.at == part.at)  # of a row in the first place, the chunk before should have known
+                if row.count > first:
+                    size = self._runner.row_bytes
+                    at = row.at + first - part.at + len(own) - 1
+                    rows.append(RowSlice(at, row.offset + first * size, row.count - first))
+            own.extend(range(part.at, end))
+            ids.extend(token_ids[part.at + 1 : end].tolist())
+            ids.append(part.proposal.following if part.token < 0 else part.token)
+            if part.proposal.count:
+                places[number] = last, last + part.proposal.mrope_delta
+                draws.append(Draw(at=len(own) - 1))
+            chunks.append(Chunk(part.chunk.context, part.count, part.chunk.row))
+        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)[:, own]
+        made = StepPlan(ids.tobytes(), positions.tobytes(), chunks, rows, draws, appended=plan.appended)
+        return made, places, own

@@ -32,7 +32,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
-from llm_service.worker.draft_loader import Drafting, load_draft_model
+from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
 from llm_service.worker.mirror import Mirror
@@ -85,7 +85,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.library)
     width = served.hidden_size
-    drafting = _drafting(settings, served, dtype, device) if group.rank == 0 else None
+    drafting = _drafting(settings, served, decoder, dtype) if group.rank == 0 else None
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
@@ -161,15 +161,19 @@ def _decoder(
 
 
 def _drafting(
-    settings: EngineSettings, served: ServedModel, dtype: torch.dtype, device: torch.device
+    settings: EngineSettings, served: ServedModel, target: Decoder | LibraryDecoder, dtype: torch.dtype
 ) -> Drafting | None:
     """What proposes drafts, if anything does. The first rank alone needs it: the others hear what is to be verified."""
-    if not settings.draft_model:
+    own = {"weight_dtype": settings.weight_dtype}
+    if settings.speculative_method == "mtp":
+        made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, **own)
+    elif settings.draft_model:
+        checkpoint = Checkpoint.resolve(settings.draft_model)
+        made = load_draft_model(checkpoint, served, dtype, target.device, **own)
+    else:
         return None
-    checkpoint = Checkpoint.resolve(settings.draft_model)
-    made = load_draft_model(checkpoint, served, dtype, device, weight_dtype=settings.weight_dtype)
     weights = describe(made.decoder, settings.weight_dtype or quantization_of(checkpoint.config))
-    _log.info("the draft model is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
+    _log.info("what proposes drafts is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
     return made
 
 

@@ -19,6 +19,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumber
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
+from llm_service.models.mtp import MtpDecoder
 from llm_service.models.served import Weights
 from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
@@ -101,6 +102,7 @@ class ModelRunner:
         self.proposer: Proposer | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
+        self.last_hidden = self._chosen
 
     @property
     def row_bytes(self) -> int:
@@ -151,20 +153,24 @@ class ModelRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, previous: Tensor | None = None) -> Launched:
         """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
         plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
-        device, but for scores, for drafts of a model, and where torch computes attention or draws."""
+        device, but for scores, for drafts of a model, and where torch computes attention or draws. `previous`,
+        [n, hidden], are the hidden states that a layer for multi-token prediction goes on from; what it makes of them
+        is in `last_hidden`, for each draw, until the next step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
-            hidden, logits, scores = self._forward(plan)
+            hidden, logits, scores = self._forward(plan, previous)
             drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
                 proposed = self.proposer.propose(plan, chosen, hidden)
         if drawn is not None:
             self._chosen = drawn.tokens
+        if previous is not None:
+            self.last_hidden = hidden
         device, replayed = self._decoder.device, self._replayed
         return Launched(drawn, scores, device, began=began, replayed=replayed, proposed=proposed)
 
@@ -175,7 +181,9 @@ class ModelRunner:
         if plan.draws:
             self._chosen = self._chosen.new_empty(len(plan.draws))
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None, list[list[TokenLogprobs]]]:
+    def _forward(
+        self, plan: StepPlan, previous: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, list[list[TokenLogprobs]]]:
         """Hidden states, of all places where somebody reads them; float32 logits [draws, vocabulary], None where none
         are drawn; and the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
@@ -187,6 +195,8 @@ class ModelRunner:
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
+        if isinstance(self._decoder, MtpDecoder) and previous is not None:
+            hidden = self._decoder.join(hidden, previous)
         self.caches.copy_states(plan.restored)
         if graph is not None:
             assert self.graphs is not None

@@ -36,7 +36,7 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_loader import load_draft_model
+from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -150,6 +150,7 @@ class LocalEngine:
         adapters: Sequence[Path] = (),
         max_loras: int = 0,
         draft_model: Path | None = None,
+        mtp: bool = False,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -168,6 +169,9 @@ class LocalEngine:
         if draft_model is not None:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
             self.runner.proposer = drafting.proposer(arena, blocks, block_size, "auto")
+        if mtp:
+            layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
+            self.runner.proposer = layer.proposer(arena, blocks, block_size, "auto")
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             shapes = shapes_of(TextConfig.of(checkpoint.config))

@@ -1,0 +1,49 @@
+"""Multi-token prediction as Qwen3-Next and Qwen3.5 have it: one layer more, which says what comes after the next token.
+
+At position p it is given the model's normed hidden state there and the embedding of token p + 1; its own normed hidden
+state stands for that of p + 1 where it goes on by itself. Embeddings and head are the model's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.families.family import Mixer
+from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.ops import RMSNorm
+from llm_service.models.decoder import Decoder
+
+
+class MtpDecoder(Decoder):
+    """What is told to `Decoder.forward` are not embeddings, but what `join` makes of them."""
+
+    def __init__(self, target: Decoder) -> None:
+        nn.Module.__init__(self)
+        self.config = replace(target.config, mixers=(Mixer.ATTENTION,), dense_layers=frozenset())
+        self.dtype, self.group = target.dtype, target.group
+        size, eps = self.config.hidden_size, self.config.norm_eps
+        zero_centred = self.config.family.zero_centred_norms
+
+        def norm() -> RMSNorm:
+            return RMSNorm(size, eps, self.dtype, zero_centred=zero_centred)
+
+        with target.device:
+            self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norm(), norm(), norm()
+            self.fc = PackedLinear(slice(0, 2 * size), {"fc": slice(0, size)}, bias=False, dtype=self.dtype)
+            kind = self.config.layer_kind(0)
+            self.layers = nn.ModuleList([DecoderLayer(kind, self.config, self.group, self.dtype)])
+        # Not among this one's own modules: they are the model's, which has finalized them.
+        vars(self).update(embed_tokens=target.embed_tokens, lm_head=target.lm_head, rotary=target.rotary)
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of the next tokens and hidden states, [n, hidden] each → [n, hidden]."""
+        both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
+        out: Tensor = self.fc(torch.cat(both, -1))
+        return out
+
+    def finalize(self) -> None:
+        """As `Decoder.finalize`, but for what is the model's."""
+        self.use_kernels()
