@@ -78,7 +78,7 @@ def _ours(
     decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
     context = contexts.shape[1]
     each = -(-(context + 1) // _BLOCK)
-    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, decoder.dtype, _CPU, attention=attention)
+    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, decoder.kv_dtype, _CPU, attention=attention)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
     runner = ModelRunner(decoder, arena, caches)
     for batch in _BATCHES:

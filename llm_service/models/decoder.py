@@ -57,6 +57,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.kv_dtype = dtype
+        """What keys and values are kept in."""
         self.group = group
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet

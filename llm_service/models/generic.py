@@ -100,6 +100,7 @@ class LibraryDecoder:
         """`model` is the library's, of which there need be no more than its text. Places are counted on `axes` axes.
         `spans`: where rows of one run see each other."""
         self.dtype, self.device, self.spans, self._axes = dtype, device, spans, axes
+        self.kv_dtype = dtype
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
         if model.base_model is model or self._text is model:

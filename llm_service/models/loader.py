@@ -41,20 +41,22 @@ def load_decoder(
     """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone.
 
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
-    stay. On a CPU whose products of bfloat16 are ours, these alone are bfloat16, summed in float32: what is between
-    them is float32 (`Decoder.dtype`). Raises CheckpointError where a weight is missing or does not fit, or the ranks
-    cannot share the model.
+    stay. On a CPU whose products of bfloat16 are ours, these and what is kept of tokens (`Decoder.kv_dtype`) alone are
+    bfloat16, with sums in float32: what is between them is float32 (`Decoder.dtype`). Raises CheckpointError where a
+    weight is missing or does not fit, or the ranks cannot share the model.
     """
     config, int8 = TextConfig.of(checkpoint.config), weight_dtype == "int8"
     scheme = Scheme.of(checkpoint.config)
     if int8 and scheme is not None:
         raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
     rounded: Rounded = "int8" if int8 else ""
+    kept = dtype
     if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
         dtype, rounded = torch.float32, rounded or "bfloat16"
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
         decoder = Decoder(config, group, dtype, torch.device("cpu") if scheme is not None else device)
+        decoder.kv_dtype = kept
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if scheme is not None:

@@ -31,12 +31,12 @@ class Drafting:
     def block_bytes(self, block_size: int) -> int:
         """What one KV block takes more for it."""
         specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
-        return block_elements(specs, block_size) * self.decoder.dtype.itemsize
+        return block_elements(specs, block_size) * self.decoder.kv_dtype.itemsize
 
     def proposer(self, arena: RowArena, blocks: int, block_size: int, attention: str) -> DraftModel:
         """It with room for so many blocks."""
         decoder = self.decoder
-        made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
+        made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
         runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))
         kind = MtpLayer if isinstance(decoder, MtpDecoder) else DraftModel
         return kind(runner, decoder.config.vocab_size, self.vocab_size, takes_rows=self.takes_rows)

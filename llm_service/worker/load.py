@@ -109,7 +109,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     del first
     context = served.longest(settings.max_context)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
-    block_bytes = block_elements(specs, settings.block_size) * decoder.dtype.itemsize
+    block_bytes = block_elements(specs, settings.block_size) * decoder.kv_dtype.itemsize
     block_bytes += drafting.block_bytes(settings.block_size) if drafting is not None else 0
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
@@ -255,7 +255,7 @@ def _runner(
         decoder.mixers(),
         blocks,
         settings.block_size,
-        decoder.dtype,
+        decoder.kv_dtype,
         decoder.device,
         attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
         state_slots=slots,

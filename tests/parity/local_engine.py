@@ -162,7 +162,7 @@ class LocalEngine:
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
-        made = decoder.mixers(), blocks, block_size, decoder.dtype, decoder.device
+        made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
         slots = {"state_slots": max_running, "snapshot_slots": 32}
         caches = Caches(*made, attention=attention, states=states, **slots)
         self.runner = ModelRunner(decoder, arena, caches)

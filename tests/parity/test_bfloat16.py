@@ -42,7 +42,7 @@ def prompts(directory: Path) -> list[Prompt]:
 
 def logits(decoder: Decoder, prompt: Prompt) -> torch.Tensor:
     count = len(prompt.layout.ids)
-    caches = Caches(decoder.mixers(), 8, 16, decoder.dtype, _CPU, state_slots=1)
+    caches = Caches(decoder.mixers(), 8, 16, decoder.kv_dtype, _CPU, state_slots=1)
     batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
     positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
     with torch.inference_mode():
@@ -77,3 +77,14 @@ def test_chunks_company_and_cached_prefixes_change_no_token(directory: Path, pro
         assert [outcome.tokens for outcome in outcomes] == right * 2
     if Checkpoint(directory).config["model_type"] != "qwen3_5":  # whose snapshots are further apart than these are long
         assert any(outcome.cached for outcome in outcomes)
+
+
+def test_what_is_kept_of_tokens_is_bfloat16_and_torch_computes_the_same_over_it(
+    directory: Path, prompts: list[Prompt]
+) -> None:
+    decoder = load_decoder(Checkpoint(directory), torch.bfloat16, _CPU)
+    assert decoder.kv_dtype == torch.bfloat16
+    assert load_decoder(Checkpoint(directory), torch.float32, _CPU).kv_dtype == torch.float32
+    ours = LocalEngine(directory, dtype=torch.bfloat16)
+    theirs = LocalEngine(directory, dtype=torch.bfloat16, attention="torch")
+    assert ours.run(prompts, _GREEDY)[0].tokens[:8] == theirs.run(prompts, _GREEDY)[0].tokens[:8]

@@ -200,7 +200,7 @@ def test_half_precision_stays_near_the_reference(
     decoder = load_decoder(Checkpoint(directory), dtype, torch.device("cpu"))
     count, caches = (
         len(prompt.layout.ids),
-        Caches(decoder.mixers(), 8, 16, decoder.dtype, decoder.device, state_slots=1),
+        Caches(decoder.mixers(), 8, 16, decoder.kv_dtype, decoder.device, state_slots=1),
     )
     batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
     positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())

@@ -58,14 +58,15 @@ def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> Attention
 def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:
     if device.type != "cpu":
         return "it computes on CPUs"
-    if dtype != torch.float32:
-        return "it computes in float32"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     from llm_service.layers.cpu.numba_backend import NumbaBackend
-    from llm_service.layers.cpu.selection import wide_vectors
+    from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 
-    return NumbaBackend(shape, packs=wide_vectors())
+    short = dtype == torch.bfloat16 and computes_bfloat16() and shape.head_dim % 2 == 0
+    if dtype != torch.float32 and not short:
+        return "it computes in float32"
+    return NumbaBackend(shape, dtype, packs=wide_vectors())
 
 
 def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:

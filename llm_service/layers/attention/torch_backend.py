@@ -67,14 +67,14 @@ class TorchBatch:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
+        keys.index_copy_(0, self.slots, key.to(keys.dtype))
+        values.index_copy_(0, self.slots, value.to(values.dtype))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for segment in self.segments:
             attended = functional.scaled_dot_product_attention(
                 query[segment.begin : segment.end].transpose(0, 1).unsqueeze(0),
-                keys[segment.slots].transpose(0, 1).unsqueeze(0),
-                values[segment.slots].transpose(0, 1).unsqueeze(0),
+                keys[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
+                values[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
                 attn_mask=segment.mask,
                 is_causal=segment.causal,
                 enable_gqa=True,

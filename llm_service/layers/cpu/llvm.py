@@ -7,7 +7,8 @@ What uses these is compiled with `made_of`, so that its compiled form on disk no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,8 @@ _TURN = 4
 """Inputs of one turn of a product's loop, which costs instructions of its own."""
 _FOUR = 4
 """Vectors that are worked at side by side, since a sum of two waits for the one before it."""
+_TOGETHER = 8
+"""Keys or values that are worked at side by side."""
 _LEAST = -200.0
 """An exponent of two that gives 0 in float32."""
 _POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
@@ -342,6 +345,165 @@ def _gate(_: Any, _out: Any, _gates: Any, _values: Any, _vectors: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp, types.intp), generate
 
 
+def _score_keys(_: Any, rows: Any, _places: Any, _last: Any, _words: Any) -> Any:
+    """Products of `rows` queries, a literal, with eight keys in bfloat16, that is of these with each of `_TOGETHER`
+    places from an address on, of which those behind place `last` stand for it.
+
+    `places` are (address of scores, bytes from one query's to the next's, address of queries, bytes from one to the
+    next, address of keys, bytes from one to the next, address of the keys that come next). A key has so many `words` of
+    two numbers; a query is float32, for each 16 words the 16 first numbers and then the 16 second ones, with zeros
+    behind the last.
+    """
+    if not isinstance(rows, types.IntegerLiteral):
+        return None
+    signature, many = types.void(rows, types.UniTuple(types.intp, 7), types.intp, types.intp), rows.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        scores, apart, queries, further, keys, step, coming = cgutils.unpack_tuple(builder, given[1])
+        places = [_clamped_place(builder, keys, place, given[2], step) for place in range(_TOGETHER)]
+        sums = [[cgutils.alloca_once_value(builder, _constant(0.0)) for _ in range(_TOGETHER)] for _ in range(many)]
+        with _over_words(builder, given[3]) as (vector, mask):
+            parts = [
+                [
+                    _load(
+                        builder,
+                        _at(builder, _at(builder, queries, _WORD(row), further), vector, _WORD(2 * LINE), more),
+                        _VECTOR,
+                    )
+                    for more in (0, LINE)
+                ]
+                for row in range(many)
+            ]
+            for index, place in enumerate(places):
+                _ask(builder, _at(builder, _at(builder, coming, _WORD(index), step), vector, _WORD(LINE)))
+                key = _both_halves(builder, _load_words(builder, _at(builder, place, vector, _WORD(LINE)), mask))
+                for row in range(many):
+                    total = builder.load(sums[row][index])
+                    for part, half in zip(parts[row], key, strict=True):
+                        total = _multiply_add(builder, part, half, total)
+                    builder.store(total, sums[row][index])
+        for row in range(many):
+            found = _totals(builder, [builder.load(total) for total in sums[row]])
+            place = _at(builder, scores, _WORD(row), apart)
+            builder.store(found, _pointer(builder, place, found.type)).align = FLOAT
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _add_values(_: Any, rows: Any, _places: Any, _last: Any, _words: Any) -> Any:
+    """The sums of `rows` queries, a literal, grow by eight values in bfloat16, each times its weight; values are found
+    as keys are by `score_keys`, and those behind place `last` have to weigh 0.
+
+    `places` are (address of weights, bytes from one query's to the next's, address of sums, bytes from one to the
+    next, address of values, bytes from one to the next, address of the values that come next). Sums lie as queries do.
+    """
+    if not isinstance(rows, types.IntegerLiteral):
+        return None
+    signature, many = types.void(rows, types.UniTuple(types.intp, 7), types.intp, types.intp), rows.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        weights, apart, sums, further, values, step, coming = cgutils.unpack_tuple(builder, given[1])
+        places = [_clamped_place(builder, values, place, given[2], step) for place in range(_TOGETHER)]
+        shares = [
+            [
+                _spread(builder, _load(builder, _at(builder, weights, _WORD(row), apart, FLOAT * place), _SINGLE))
+                for place in range(_TOGETHER)
+            ]
+            for row in range(many)
+        ]
+        with _over_words(builder, given[3]) as (vector, mask):
+            ends = [
+                [
+                    _at(builder, _at(builder, sums, _WORD(row), further), vector, _WORD(2 * LINE), more)
+                    for more in (0, LINE)
+                ]
+                for row in range(many)
+            ]
+            totals = [[[_load(builder, end, _VECTOR), None] for end in both] for both in ends]
+            for index, place in enumerate(places):
+                _ask(builder, _at(builder, _at(builder, coming, _WORD(index), step), vector, _WORD(LINE)))
+                value = _both_halves(builder, _load_words(builder, _at(builder, place, vector, _WORD(LINE)), mask))
+                for row in range(many):
+                    for total, half in zip(totals[row], value, strict=True):
+                        chain = index % 2  # a sum waits for the one before it
+                        known = total[chain]
+                        share = shares[row][index]
+                        total[chain] = (
+                            builder.fmul(share, half) if known is None else _multiply_add(builder, share, half, known)
+                        )
+            for row in range(many):
+                for total, end in zip(totals[row], ends[row], strict=True):
+                    _store(builder, builder.fadd(*total), end)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _clamped_place(builder: Any, base: Value, place: int, last: Value, step: Value) -> Value:
+    """The address of a place, or of the last one if that is before it."""
+    index = builder.select(builder.icmp_signed("<", last, _WORD(place)), last, _WORD(place))
+    return _at(builder, base, index, step)
+
+
+@contextmanager
+def _over_words(builder: Any, words: Value) -> Iterator[tuple[Value, Value]]:
+    """A loop over vectors of 16 words, the last of which may have fewer: its index, and a mask of its words."""
+    lanes = ir.Constant(_WHOLE, list(range(LANES)))
+    vectors = builder.sdiv(_plus(builder, words, LANES - 1), _WORD(LANES))
+    with cgutils.for_range(builder, vectors) as loop:
+        left = builder.sub(words, builder.mul(loop.index, _WORD(LANES)))
+        yield loop.index, builder.icmp_signed("<", lanes, _spread_whole(builder, builder.trunc(left, _FLAG)))
+
+
+def _load_words(builder: Any, address: Value, mask: Value) -> Value:
+    """16 words, of which those outside of the mask are zeros, and not read."""
+    kinds = [_WHOLE.as_pointer(), _FLAG, ir.VectorType(ir.IntType(1), LANES), _WHOLE]
+    load = _declared(builder, "llvm.masked.load.v16i32.p0", _WHOLE, kinds)
+    return builder.call(load, [_pointer(builder, address, _WHOLE), _FLAG(2), mask, _flags(0)])
+
+
+def _widened_number(_: Any, number: Any) -> Any:
+    """A float32 as it is; of the bits of a bfloat16, uint16, the float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        if number == types.float32:
+            return given[0]
+        return builder.bitcast(builder.shl(builder.zext(given[0], _FLAG), _FLAG(16)), _SINGLE)
+
+    return types.float32(number), generate
+
+
+def _both_halves(builder: Any, words: Value) -> tuple[Value, Value]:
+    """The lower and the upper bfloat16 of words, as float32."""
+    halves = builder.shl(words, _flags(16)), builder.and_(words, _flags(0xFFFF0000))
+    return builder.bitcast(halves[0], _VECTOR), builder.bitcast(halves[1], _VECTOR)
+
+
+def _totals(builder: Any, vectors: Sequence[Value]) -> Value:
+    """The sums over each of eight vectors: in turns two half sums of two vectors become one vector."""
+    known, width = list(vectors), LANES
+    while width > 1:
+        half = width // 2
+        first = [lane for begin in range(0, 2 * LANES, width) for lane in range(begin, begin + half)]
+        others = [lane + half for lane in first]
+        if len(known) > 1:
+            pairs = list(zip(known[::2], known[1::2], strict=True))
+        else:
+            pairs = [(known[0], known[0])]
+            first, others = (lanes[: LANES // 2] for lanes in (first, others))
+        known = [
+            builder.fadd(*(builder.shuffle_vector(one, other, _lanes(lanes)) for lanes in (first, others)))
+            for one, other in pairs
+        ]
+        width = half
+    return known[0]
+
+
+def _lanes(numbers: Sequence[int]) -> Value:
+    return ir.Constant(ir.VectorType(_FLAG, len(numbers)), list(numbers))
+
+
 def _over_fours(
     builder: Any, address: Value, fours: Value, *, begin: float, step: Callable[[Value, Value], Value]
 ) -> list[Value]:
@@ -443,9 +605,12 @@ def _declared(builder: Any, name: str, result: Any, arguments: Any) -> Value:
 
 
 add_products: Any = intrinsic(_add_products)
+widened: Any = intrinsic(_widened_number)
 widened_stretch: Any = intrinsic(_widened_stretch)
 scaled_stretch: Any = intrinsic(_scaled_stretch)
 add_scaled: Any = intrinsic(_add_scaled)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 gate: Any = intrinsic(_gate)
+score_keys: Any = intrinsic(_score_keys)
+add_values: Any = intrinsic(_add_values)

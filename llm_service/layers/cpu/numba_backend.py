@@ -1,4 +1,4 @@
-"""Attention on a CPU in float32, by kernels that numba compiles.
+"""Attention on a CPU in float32, over keys and values in float32 or bfloat16, by kernels that numba compiles.
 
 Decodes, which come first in a batch, read keys along their block tables. A chunk's are packed for products, or, on a
 processor without the registers for these, left to torch, as all is while the kernels are compiled.
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cpu import decode_attention, prefill_attention, selection
+from llm_service.layers.cpu import bfloat16_decode, decode_attention, prefill_attention, selection
 from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 
 _CPU = torch.device("cpu")
-_DECODING = frozenset({f"{decode_attention.__name__}:decode"})
-_CHUNKS = frozenset({f"{prefill_attention.__name__}:{kernel}" for kernel in ("pack", "attend")})
+_PACKING = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16"}
 
 
 class NumbaBackend:
@@ -29,10 +28,12 @@ class NumbaBackend:
 
     name = "numba"
 
-    def __init__(self, shape: CacheShape, *, packs: bool) -> None:
+    def __init__(self, shape: CacheShape, dtype: torch.dtype = torch.float32, *, packs: bool) -> None:
         self._shape = shape
         self._packs = packs
-        self.kernels = _DECODING | _CHUNKS if packs else _DECODING
+        decoding = bfloat16_decode if dtype == torch.bfloat16 else decode_attention
+        chunks = {f"{prefill_attention.__name__}:{kernel}" for kernel in (_PACKING[dtype], "attend")}
+        self.kernels = frozenset({f"{decoding.__name__}:decode", *(chunks if packs else ())})
         self._plain = TorchBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
@@ -80,7 +81,8 @@ class _Batch:
         """See `AttentionBatch`."""
         count = len(self.lengths)
         first = query[:count], key[:count], value[:count]
-        decoded = decode_attention.decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
+        decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
+        decoded = decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])
@@ -96,8 +98,8 @@ class _Packed:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
-        keys.index_copy_(0, self.written, key)
-        values.index_copy_(0, self.written, value)
+        keys.index_copy_(0, self.written, key.to(keys.dtype))
+        values.index_copy_(0, self.written, value.to(values.dtype))
         return self.attention.attend(query, keys, values).flatten(1)
 
 

@@ -27,14 +27,14 @@ def _pack_row(packed: Any, x: Any, row: Any) -> None:
         first = stretch * 2 * _STRETCH
         for pair in range(min(_STRETCH, (inputs - first) // 2)):
             low, high = x[row, first + 2 * pair], x[row, first + 2 * pair + 1]
-            packed[stretch, row, pair] = _rounded(low) >> np.uint32(16) | _rounded(high) & np.uint32(0xFFFF0000)
+            packed[stretch, row, pair] = rounded(low) >> np.uint32(16) | rounded(high) & np.uint32(0xFFFF0000)
     if inputs % 2:
         last = inputs // 2
-        packed[last // _STRETCH, row, last % _STRETCH] = _rounded(x[row, inputs - 1]) >> np.uint32(16)
+        packed[last // _STRETCH, row, last % _STRETCH] = rounded(x[row, inputs - 1]) >> np.uint32(16)
 
 
 @numba.njit(inline="always")
-def _rounded(bits: Any) -> Any:
+def rounded(bits: Any) -> Any:
     """The upper 16 of these are the nearest bfloat16."""
     near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
     return np.uint32(near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llm_service.layers.cpu import llvm
 from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers
+from llm_service.layers.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers, widened
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64
@@ -65,8 +65,8 @@ class PrefillMetadata:
 
 @inner
 def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> None:
-    """Fills panel [dim, 64] with keys [slots, dim] at so many places, and lanes [parts, 64, 64] with their values; both
-    with zeros behind the last."""
+    """Fills panel [dim, 64] with keys [slots, dim], float32 or bits of bfloat16, at so many places, and lanes [parts,
+    64, 64] with their values; both with zeros behind the last."""
     dim, known = panel.shape[0], len(places)
     for index in range(known, _WIDTH):
         for number in range(dim):
@@ -78,8 +78,8 @@ def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> 
     for index in range(known):
         key, value = keys[places[index]], values[places[index]]
         for number in range(dim):
-            panel[number, index] = key[number]
-            lanes[number // _WIDTH, index, number % _WIDTH] = value[number]
+            panel[number, index] = widened(key[number])
+            lanes[number // _WIDTH, index, number % _WIDTH] = widened(value[number])
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
@@ -185,9 +185,10 @@ def _attend(
 _pack_kernel = compiled(_pack)
 _attend_kernel = compiled(_attend, made_of=llvm)
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
-_list, _table = numba.int64[::1], numba.int64[:, ::1]
+_list, _table, _short = numba.int64[::1], numba.int64[:, ::1], numba.uint16[:, :, ::1]
 TYPED = {
     "pack": Typed(_pack_kernel, (_packed, _parts, _slots, _slots, _list, _table, _table, numba.intp)),
+    "pack_bfloat16": Typed(_pack_kernel, (_packed, _parts, _short, _short, _list, _table, _table, numba.intp)),
     "attend": Typed(
         _attend_kernel,
         (_slots, _slots, _packed, _parts, _table, _list, _table, numba.intp, numba.intp, numba.float32),
@@ -214,15 +215,17 @@ class PrefillAttention:
         self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], each of which lies
-        together: the kernels are compiled for that alone."""
+        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], float32 or bfloat16,
+        each of which lies together: the kernels are compiled for that alone."""
         kv_heads, dim = keys.shape[1:]
         group, metadata = query.shape[1] // kv_heads, self._metadata
         numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
         scale = np.float32(math.log2(math.e) / math.sqrt(dim))
+        short = keys.dtype == torch.bfloat16
+        cached = [(each.view(torch.uint16) if short else each).numpy() for each in (keys, values)]
         for first in range(0, kv_heads, len(self._panels)):
             packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
-            _pack_kernel(*packed, keys.numpy(), values.numpy(), self._places, metadata.segments, metadata.begins, first)
+            _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
             _attend_kernel(
                 out, numbers, *packed, metadata.segments, metadata.contexts, metadata.tiles, first, group, scale
             )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from llm_service.layers.cpu import decode_attention
+from llm_service.layers.cpu import bfloat16_decode, decode_attention
+from llm_service.layers.cpu.selection import wide_vectors
 
 SIZE, DIM, WIDEST = 4, 24, 5
 
@@ -56,3 +57,54 @@ def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
         table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
         decode_attention.decode(query, key, value, keys, values, table, torch.ones(count, dtype=torch.int32))
     assert len(decode_attention._kernel.signatures) == 1
+
+
+@pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
+@pytest.mark.parametrize("lengths", [[1], [7, 8, 9], [13, 80, 17, 2, 75]])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(2, 2, 32, 16), (6, 2, 24, 5), (5, 1, 128, 4)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_keys_and_values_in_bfloat16_are_widened_exactly(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bfloat16_decode.numba, "get_num_threads", lambda: threads)
+    random, count, widest = torch.Generator().manual_seed(heads), len(lengths), -(-max(lengths) // size)
+    table = torch.randperm(count * widest, generator=random).view(count, widest).int()
+    keys, values = torch.randn(2, count * widest, size, kv_heads, dim, generator=random).bfloat16()
+    for row, length in enumerate(lengths):  # what nobody has written may be anything
+        for cache in (keys, values):
+            known = cache[table[row].long()].flatten(0, 1)
+            known[length - 1 :] = torch.nan
+            cache[table[row].long()] = known.view(widest, size, kv_heads, dim)
+    query, key, value = (torch.randn(count, many, dim, generator=random) for many in (heads, kv_heads, kv_heads))
+    wide = keys.float(), values.float()
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    rounded = key.bfloat16().float(), value.bfloat16().float()
+    expected = decode_attention.decode(query, *rounded, *wide, table, ends)
+    out = bfloat16_decode.decode(query, key, value, keys, values, table, ends)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(keys.nan_to_num(9).float(), wide[0].nan_to_num(9))
+    assert torch.equal(values.nan_to_num(9).float(), wide[1].nan_to_num(9))
+
+
+@pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
+def test_a_token_s_attention_over_bfloat16_is_the_same_to_the_bit_in_any_company_and_division(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, 12, 16, 4, 64, generator=random).bfloat16()
+    query, key, value = (torch.randn(3, many, 64, generator=random) for many in (8, 4, 4))
+    table, lengths = torch.randperm(12, generator=random).view(3, 4).int(), torch.tensor([50, 64, 3]).int()
+    alone = [
+        bfloat16_decode.decode(
+            *(each[row : row + 1] for each in (query, key, value)),
+            keys,
+            values,
+            table[row : row + 1],
+            lengths[row : row + 1],
+        )
+        for row in range(3)
+    ]
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(bfloat16_decode.numba, "get_num_threads", lambda threads=threads: threads)
+        together = bfloat16_decode.decode(query, key, value, keys, values, table, lengths)
+        assert torch.equal(together, torch.cat(alone))

@@ -21,6 +21,7 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
+from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from tests.attention_cases import CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention
@@ -201,8 +202,11 @@ def _with_room(work: WorkList, items: int) -> WorkList:
     return WorkList(parts, rooms, split, work.most_parts + 3, work.room + 3)
 
 
-def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name() -> None:
+def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of()
+    if selection.computes_bfloat16():
+        assert choose("auto", shape, torch.bfloat16, CPU).name == "numba"
+    monkeypatch.setattr(selection, "multiplies_bfloat16", lambda: False)
     assert choose("auto", shape, torch.float32, CPU).name == "numba"
     assert choose("auto", shape, torch.bfloat16, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="--attention flash cannot be used: there is no GPU"):

@@ -101,3 +101,11 @@ def test_the_kernels_are_compiled_once_for_queries_of_any_layout() -> None:
         attend(query, keys, values, np.arange(80), PrefillMetadata.of([len(query)], [80]))
     assert len(prefill_attention._attend_kernel.signatures) == 1
     assert len(prefill_attention._pack_kernel.signatures) == 1
+
+
+def test_keys_and_values_in_bfloat16_are_widened() -> None:
+    query, keys, values = noise(70, 4, 72, seed=1), noise(300, 2, 72, seed=2), noise(300, 2, 72, seed=3)
+    places, metadata = np.random.default_rng(4).permutation(300)[:200], PrefillMetadata.of([70], [200])
+    short = keys.bfloat16(), values.bfloat16()
+    expected = attend(query, *(each.float() for each in short), places, metadata)
+    assert torch.equal(attend(query, *short, places, metadata), expected)
