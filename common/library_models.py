@@ -172,14 +172,17 @@ _REACH = re.compile(r"window|chunk|topk|top_k|block_size")
 """How a configuration calls that no more than so many tokens are seen."""
 
 
-def shrink(config: Any) -> None:
+def shrink(config: Any, ranks: int = 1) -> None:
     """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
-    kinds of layers, its shape of a head, the shares of heads, and its window, which becomes a short one."""
+    kinds of layers, its shape of a head, the shares of heads, and its window, which becomes a short one. Heads that
+    can be split over so many ranks still can."""
     apart = _layers_apart(config)
     heads = config.num_attention_heads
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // heads
-    fewer = min(heads, _HEADS)
+    pairs = [getattr(config, "num_key_value_heads", None) or heads]
+    pairs += [own["num_key_value_heads"] for own in apart.values() if own.get("num_key_value_heads")]
+    fewer = min(heads, max(_HEADS, *(ranks * heads // kv for kv in pairs))) if ranks > 1 else min(heads, _HEADS)
     config.num_attention_heads = fewer
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)

@@ -20,6 +20,10 @@ class TensorGroup:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
 
+    def on_hosts(self) -> TensorGroup:
+        """The same ranks, who speak over the CPUs' group: for what is computed before devices are used."""
+        return self if self.process_group is None else TensorGroup(self.rank, self.size, dist.group.WORLD)
+
     def share(self, total: int) -> slice:
         """This rank's part of a dimension that the group's size divides; raises ValueError where it does not.
 

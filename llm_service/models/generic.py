@@ -16,9 +16,10 @@ from common.checkpoint import CheckpointError
 from common.library_models import keep_only, library
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch, SpanRule
 from llm_service.layers.cache_spec import PagedKV
-from llm_service.layers.group import ALONE
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack
+from llm_service.models.generic_shares import share_out
 
 NAME = "twinlens"
 """Our attention's among the library's."""
@@ -84,9 +85,7 @@ class LibraryAttention:
 
 
 class LibraryDecoder:
-    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand. One rank computes it."""
-
-    group = ALONE
+    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
 
     def __init__(
         self,
@@ -96,11 +95,15 @@ class LibraryDecoder:
         *,
         axes: int = 1,
         spans: SpanRule = SpanRule.NOWHERE,
+        group: TensorGroup = ALONE,
     ) -> None:
-        """`model` is the library's, of which there need be no more than its text. Places are counted on `axes` axes.
-        `spans`: where rows of one run see each other."""
-        self.dtype, self.device, self.spans, self._axes = dtype, device, spans, axes
+        """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
+        the device. Places are counted on `axes` axes. `spans`: where rows of one run see each other. Raises
+        CheckpointError where the model cannot be served so."""
+        self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype = dtype
+        share_out(model, group)
+        model.to(device)
         self._text = model.get_decoder()
         self._embeddings: nn.Module = model.get_input_embeddings()
         if model.base_model is model or self._text is model:
@@ -185,9 +188,15 @@ class LibraryDecoder:
                 raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
             return query.new_zeros(*query.shape[:2], value.shape[-1])
 
-        with torch.inference_mode():
-            ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._run(self.embed_tokens(ids), ids.expand(3, 1), attend, **self._by_ids(ids))
+        try:
+            with torch.inference_mode():
+                ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+                self._run(self.embed_tokens(ids), ids.expand(3, 1), attend, **self._by_ids(ids))
+        except RuntimeError as error:
+            if self.group.size == 1:
+                raise
+            kind = type(self._text).__name__
+            raise CheckpointError(f"{kind}'s heads cannot be split over {self.group.size} ranks") from error
         if not found:
             raise CheckpointError(f"{type(self._text).__name__} does not let others compute its attention")
         layers = self._text.config.num_hidden_layers

@@ -7,14 +7,20 @@ import torch
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel
 from common.library_models import load
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.generic import LibraryDecoder, text_alone
 from llm_service.models.trial import try_out
 
 
 def load_library_decoder(
-    checkpoint: Checkpoint, library: LibraryModel, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    library: LibraryModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorGroup = ALONE,
 ) -> LibraryDecoder:
-    """Reads the text's weights alone. Raises CheckpointError where the library cannot, or we cannot serve it so."""
-    found = try_out(checkpoint.folder)
-    model = load(checkpoint.folder, text_alone, dtype, device)
-    return LibraryDecoder(model, dtype, device, axes=library.axes, spans=found.spans)
+    """Reads the text's weights alone, and keeps this rank's share of them. Raises CheckpointError where the library
+    cannot, or we cannot serve it so."""
+    found = try_out(checkpoint.folder, group.on_hosts())
+    model = load(checkpoint.folder, text_alone, dtype, torch.device("cpu"))
+    return LibraryDecoder(model, dtype, device, axes=library.axes, spans=found.spans, group=group)

@@ -35,6 +35,7 @@ from common.library_models import (
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.cache_spec import cache_shapes
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Deepstack
 from llm_service.models.generic import LibraryDecoder, media_tokens, text_alone
 
@@ -82,26 +83,27 @@ class TrialPrompt:
 
 
 @torch.inference_mode()
-def try_out(folder: Path) -> Finding:
-    """Tries a checkpoint's configuration, which takes seconds. Raises CheckpointError where what comes out in chunks is
-    not what comes out of the whole, or that cannot be tried."""
+def try_out(folder: Path, group: TensorGroup = ALONE) -> Finding:
+    """Tries a checkpoint's configuration, which takes seconds; all ranks of a group together. Raises CheckpointError
+    where what comes out in chunks, and of shares, is not what comes out of the whole, or that cannot be tried."""
     config = config_of(folder)
-    return try_config(config, lambda: _prompt(folder, config))
+    return try_config(config, lambda: _prompt(folder, config), group)
 
 
 @torch.inference_mode()
-def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
+def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGroup = ALONE) -> Finding:
     """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
     name = config.model_type
     try:
-        shrink(config.get_text_config(decoder=True))
+        shrink(config.get_text_config(decoder=True), group.size)
         model = made_up(config, text_alone)
         prompt = prompted()
         has_axes = hasattr(model.base_model, "get_rope_index")
         positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
         expected = _whole(model, prompt)
         said = _generated(model, prompt)
-        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"), axes=3 if has_axes else 1)
+        axes = 3 if has_axes else 1
+        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"), axes=axes, group=group)
         differences = {rule: _difference(decoder, prompt, positions, expected, rule) for rule in SpanRule}
         later = _difference_of_answer(decoder, said)
     except CheckpointError:
@@ -115,7 +117,9 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
                 raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
             return Finding(rule)
     least = min(differences.values())
-    raise CheckpointError(f"{name} gives other logits in chunks than of a whole prompt: they differ by {least:.1%}")
+    split = f"over {group.size} ranks " if group.size > 1 else ""
+    what = f"{split}{name} gives other logits in chunks than of a whole prompt"
+    raise CheckpointError(f"{what}: they differ by {least:.1%}")
 
 
 def drawn_prompt(config: Any) -> TrialPrompt:

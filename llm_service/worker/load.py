@@ -150,14 +150,13 @@ def _decoder(
     if settings.library is None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
     asked = {
-        "--tp above 1": settings.tensor_parallel > 1,
         f"--weight-dtype {settings.weight_dtype}": bool(settings.weight_dtype),
         "--compile": settings.compile,
         f"--attention {settings.attention}": settings.attention not in ("auto", "torch"),
     }
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
-    return load_library_decoder(checkpoint, settings.library, dtype, device)
+    return load_library_decoder(checkpoint, settings.library, dtype, device, group)
 
 
 def _drafting(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -84,6 +84,13 @@ def tones(seed: int, seconds: float) -> Tones:
 VIDEO = "a video"
 SOUND = "a sound"
 TWO = "two of different sizes"
+RANKS = "two ranks"
+_COMPANY: dict[str, Prompt] = {
+    "a map": ["Who was the first to draw a map of the moon, and with what?"],
+    "a clock": ["How does a clock know how long a second is?"],
+}
+"""Asked besides, so that each prompt is beside three others at least."""
+_TOGETHER = 4
 PROMPTS: dict[str, Prompt] = {
     "text": ["Tell me about two red circles."],
     "one picture": [picture(1, 120, 90), "What is in the picture?"],
@@ -177,13 +184,20 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     asked |= sound_prompts() if "audio" in found.placeholders else {}
     if found.one_item:
         asked = {name: parts for name, parts in asked.items() if sum(not isinstance(part, str) for part in parts) < 2}
-    if "video" in found.placeholders:
-        try:
-            reference.tokens(reference.inputs(film_prompt()))
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return asked
+    if "video" in found.placeholders and _gets_through(film_prompt(), reference):
         asked[VIDEO] = film_prompt()
+    for name, parts in _COMPANY.items():
+        if len(asked) < _TOGETHER:
+            asked[name] = parts
     return asked
+
+
+def _gets_through(parts: Prompt, reference: Reference) -> bool:
+    try:
+        reference.tokens(reference.inputs(parts))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _known(part: Part, found: LibraryModel) -> bool:
@@ -191,9 +205,10 @@ def _known(part: Part, found: LibraryModel) -> bool:
 
 
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
-    """Has both services answer prompts: each at once; in short steps each alone, and all beside each other, twice, when
-    their prompts are cached. Returns their names. Raises Differs where an answer is not the library's, and
-    NotStartedError, with the last that was said, where a service does not start."""
+    """Has both services answer prompts: in short steps each alone, and all beside each other, twice, when their prompts
+    are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
+    and `RANKS` where there were two. Raises Differs where an answer is not the library's, and NotStartedError, with the
+    last that was said, where a service does not start."""
     reference = Reference(folder)
     prompts = prompts_for(describe(folder), reference)
     inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
@@ -202,25 +217,26 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
         raise Differs("the library answers two prompts alike, which proves nothing")
     counts = {name: given["input_ids"].shape[1] for name, given in inputs.items()}
     names = list(prompts)
-    with services(folder, step_tokens) as (chunked, whole), ThreadPoolExecutor(len(names)) as pool:
-        for client, how in ((whole, "whole"), (chunked, "alone")):
+    with services(folder, step_tokens) as (short, whole, ranks), ThreadPoolExecutor(len(names)) as pool:
+        for client, steps in ((short, "short steps"), (whole, f"at once on {ranks} ranks")):
             for name in names:
-                _check(name, how, _asked(client, prompts[name]), expected[name], counts[name])
-        for how in ("beside others", "cached"):
-            answers = list(pool.map(lambda name: _asked(chunked, prompts[name]), names))
-            for name, answer in zip(names, answers, strict=True):
-                _check(name, how, answer, expected[name], counts[name])
-                if answer.started.cached_tokens < (counts[name] - 1) // _BLOCK * _BLOCK:
-                    raise Differs(f"{name}, {how}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
-    return set(prompts)
+                _check(f"{name}, {steps}, alone", _asked(client, prompts[name]), expected[name], counts[name])
+            for how in ("beside others", "cached"):
+                answers = list(pool.map(lambda name, client=client: _asked(client, prompts[name]), names))
+                for name, answer in zip(names, answers, strict=True):
+                    what = f"{name}, {steps}, {how}"
+                    _check(what, answer, expected[name], counts[name])
+                    if answer.started.cached_tokens < (counts[name] - 1) // _BLOCK * _BLOCK:
+                        raise Differs(f"{what}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
+    return {*prompts, RANKS} if ranks > 1 else set(prompts)
 
 
-def _check(name: str, how: str, answer: Answer, expected: Sequence[int], count: int) -> None:
+def _check(what: str, answer: Answer, expected: Sequence[int], count: int) -> None:
     if answer.started.prompt_tokens != count:
-        raise Differs(f"{name}, {how}: {answer.started.prompt_tokens} prompt tokens, the library has {count}")
+        raise Differs(f"{what}: {answer.started.prompt_tokens} prompt tokens, the library has {count}")
     if (said := answer.choices[0].token_ids) != expected:
         at = next(at for at, (one, other) in enumerate(zip(said, expected, strict=True)) if one != other)
-        raise Differs(f"{name}, {how}: token {at} is another one")
+        raise Differs(f"{what}: token {at} is another one")
 
 
 def _asked(client: LlmClient, parts: Sequence[Part]) -> Answer:
@@ -247,22 +263,51 @@ def _sent(part: Part) -> Any:
 
 
 @contextmanager
-def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmClient]]:
+def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmClient, int]]:
     """An encoder service and two LLM services over a checkpoint for the length of the block, and clients of these: one
-    computes in steps of so many tokens beside three answers, the other a prompt at once."""
-    model, log = ("--model", str(folder)), folder / "services.log"
-    try:
-        with ExitStack() as running:
-            errors = running.enter_context(log.open("w", encoding="utf-8"))
-            flags = [*model, *_FLAGS, *_ENCODER_FLAGS]
+    computes in steps of so many tokens beside three answers, the other a prompt at once, on so many ranks as are
+    returned: two, or one where the library has no plan for more."""
+    with ExitStack() as running:
+        flags = ["--model", str(folder), *_FLAGS, *_ENCODER_FLAGS]
+        with _told(folder, "encoder") as errors:
             encoder = running.enter_context(Service("the encoder service", "encoder_service", flags, errors=errors))
-            flags = [*model, *_FLAGS, *_LLM_FLAGS, "--encoders", encoder.wait_ready(_START_SECONDS)]
-            started = [
-                running.enter_context(Service("the LLM service", "llm_service", [*flags, *more], errors=errors))
-                for more in (("--max-step-tokens", str(step_tokens + 3), "--max-running", "4"), ())
-            ]
-            one, other = (running.enter_context(LlmClient(each.wait_ready(_START_SECONDS))) for each in started)
-            yield one, other
+            address = encoder.wait_ready(_START_SECONDS)
+        steps = "--max-step-tokens", str(step_tokens + _TOGETHER - 1), "--max-running", str(_TOGETHER)
+        llm = ["--model", str(folder), *_FLAGS, *_LLM_FLAGS, "--encoders", address]
+        with _told(folder, "llm") as errors, _told(folder, "ranks") as others:
+            one = running.enter_context(Service("the LLM service", "llm_service", [*llm, *steps], errors=errors))
+            two = running.enter_context(Service("the LLM service", "llm_service", [*llm, "--tp", "2"], errors=others))
+            short = running.enter_context(LlmClient(one.wait_ready(_START_SECONDS)))
+            ranks = 2 if _serves(two) else 1
+        if ranks == 1:
+            if not any(why in _last(folder, "ranks") for why in _NO_RANKS):
+                raise Differs(_last(folder, "ranks"))
+            with _told(folder, "whole") as errors:
+                two = running.enter_context(Service("the LLM service", "llm_service", llm, errors=errors))
+                two.wait_ready(_START_SECONDS)
+        yield short, running.enter_context(LlmClient(two.address)), ranks
+
+
+_NO_RANKS = "the library has no plan", "cannot be split"
+
+
+def _serves(service: Service) -> bool:
+    try:
+        service.wait_ready(_START_SECONDS)
+    except NotStartedError:
+        return False
+    return True
+
+
+@contextmanager
+def _told(folder: Path, name: str) -> Iterator[IO[str]]:
+    """Where a service writes; the last that one that did not start has said is in the error."""
+    try:
+        with (folder / f"{name}.log").open("w", encoding="utf-8") as errors:
+            yield errors
     except NotStartedError as error:
-        last = (log.read_text(encoding="utf-8").splitlines() or [""])[-1]
-        raise NotStartedError(f"{error}: {last}") from None
+        raise NotStartedError(f"{error}: {_last(folder, name)}") from None
+
+
+def _last(folder: Path, name: str) -> str:
+    return ((folder / f"{name}.log").read_text(encoding="utf-8").splitlines() or [""])[-1]

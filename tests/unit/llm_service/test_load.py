@@ -56,7 +56,6 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"tensor_parallel": 2}, "--tp above 1"),
         ({"weight_dtype": "int8"}, "--weight-dtype int8"),
         ({"compile": True}, "--compile"),
         ({"attention": "numba"}, "--attention numba"),
