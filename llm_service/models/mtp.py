@@ -23,7 +23,7 @@ class MtpDecoder(Decoder):
     def __init__(self, target: Decoder) -> None:
         nn.Module.__init__(self)
         self.config = replace(target.config, mixers=(Mixer.ATTENTION,), dense_layers=frozenset())
-        self.dtype, self.group = target.dtype, target.group
+        self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, target.group
         size, eps = self.config.hidden_size, self.config.norm_eps
         zero_centred = self.config.family.zero_centred_norms
 
