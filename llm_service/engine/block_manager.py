@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.identity import framed
-from llm_service.engine.state_slots import StateSlots
+from llm_service.engine.state_slots import Place, StateSlots
 from llm_service.plan import Appended
 
 
@@ -50,11 +50,11 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A snapshot whose block, number `index` of its table, has no identity yet. `rolling`: of an answer."""
+    """A snapshot whose block, number `index` of its table, has no identity yet."""
 
     index: int
     ticket: int
-    rolling: bool
+    place: Place
 
 
 def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
@@ -296,7 +296,8 @@ class BlockManager:
             return
         earlier = (table.identities[n] for n in range(index - 1, -1, -1))
         tokens = (index + 1) * self.block_size
-        if self._states.keep(reserved.ticket, identity, tokens, earlier) and reserved.rolling:
+        kept = self._states.keep(reserved.ticket, identity, tokens, reserved.place, earlier)
+        if kept and reserved.place is Place.ANSWER:
             self._states.forget(table.rolling, unless_used=True)
             table.rolling = identity
 
@@ -377,14 +378,21 @@ class BlockManager:
             self._spares -= 1
             table.spare = -1
 
-    def snapshot(self, table: BlockTable, index: int, identity: bytes | None) -> int | None:
+    def snapshot(self, table: BlockTable, index: int, identity: bytes | None, place: Place) -> int | None:
         """The slot of a new snapshot, which gets the state behind block number `index` when the next step computes it;
-        None where there is this snapshot, or no room for one. Without an identity, which is not known yet, it is that
-        of an answer: the next one of the sequence replaces it."""
-        if not self.keeps_snapshots or identity in self._states or (found := self._states.reserve()) is None:
+        None where there is this snapshot, or no room for one. That of an answer has no identity yet, and the next one
+        of the sequence replaces it."""
+        if not self.keeps_snapshots or identity in self._states:
+            return None
+        if place is Place.ANSWER:
+            self._states.forget(table.rolling, unless_used=True)
+        before = self._states.tokens(self._states.last_of(reversed(table.identities[:index])))
+        if table.reserved:
+            before = max(before, (table.reserved[-1].index + 1) * self.block_size)
+        if (found := self._states.reserve(place, (index + 1) * self.block_size - before)) is None:
             return None
         ticket, slot = found
-        table.reserved.append(Reserved(index, ticket, rolling=identity is None))
+        table.reserved.append(Reserved(index, ticket, place))
         return slot
 
     def flush(self) -> int:

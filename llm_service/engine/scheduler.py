@@ -18,6 +18,7 @@ from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Score
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
+from llm_service.engine.state_slots import Place
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import Draw, StepResult
@@ -212,22 +213,22 @@ class Scheduler:
         size, copies = self.blocks.block_size, StateCopies([], [], [])
         for number, (sequence, count) in enumerate(work.items()):
             begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            places: dict[int, bytes | None] = {
-                place: sequence.identity(place // size - 1, size) for place in sequence.branches(begin, end)
-            }
+            places = sequence.branches(begin, end)
             if (
                 not places
                 and count == 1
                 and begin >= sequence.prompt_tokens
                 and end % self.blocks.snapshot_multiple == 0
             ):
-                places[end] = None  # of an answer, at whose end the next turn begins
-            for place, identity in places.items():
-                slot = self.blocks.snapshot(sequence.table, place // size - 1, identity)
-                if slot is not None and place == end:
+                places[end] = Place.ANSWER  # at its end the next turn begins
+            for tokens, place in places.items():
+                index = tokens // size - 1
+                identity = None if place is Place.ANSWER else sequence.identity(index, size)
+                slot = self.blocks.snapshot(sequence.table, index, identity, place)
+                if slot is not None and tokens == end:
                     copies.after.append((sequence.table.slot, slot))
                 elif slot is not None:
-                    copies.within.append((number, place - begin, slot))
+                    copies.within.append((number, tokens - begin, slot))
         copies.before.extend(self.blocks.take_sources([sequence.table for sequence in work]))
         copies.before.extend((each.table.slot, each.table.spare) for each in work if each.table.spare >= 0)
         return copies

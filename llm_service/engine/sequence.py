@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from llm_service.engine.block_manager import BlockTable, block_identity, root_identity
 from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import NOWHERE, Add
+from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
 from llm_service.request import SamplingParams
 
@@ -129,7 +129,7 @@ class Sequence:
     _chain: list[bytes] = field(default_factory=list)
     _passed_runs: int = 0
     _ends: list[int] | None = None
-    _branches: list[int] = field(default_factory=list)
+    _branches: dict[int, Place] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -277,13 +277,15 @@ class Sequence:
             turns = (np.flatnonzero(np.isin(prompt, self.turn_ends)) + 1).tolist()
             media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]
             self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
-        found = {*self._ends[:_FIRST_BRANCHES], *self._ends[-_LAST_BRANCHES:]}
-        found |= {shared // multiple * multiple, (len(self.tokens) - 1) // multiple * multiple}
-        self._branches = sorted(found)
+        found = {(len(self.tokens) - 1) // multiple * multiple: Place.END}
+        found |= dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
+        found |= dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
+        found[shared // multiple * multiple] = Place.BRANCH
+        self._branches = dict(sorted(found.items()))
 
-    def branches(self, begin: int, end: int) -> list[int]:
-        """The branches behind `begin` and up to `end`."""
-        return self._branches[bisect_right(self._branches, begin) : bisect_right(self._branches, end)]
+    def branches(self, begin: int, end: int) -> dict[int, Place]:
+        """The branches behind `begin` and up to `end`, the first one first."""
+        return {branch: place for branch, place in self._branches.items() if begin < branch <= end}
 
     def use_grammar(self, matcher: Future[Matcher]) -> None:
         """Its tokens follow a grammar, whose matcher is on its way."""

@@ -5,10 +5,37 @@ it, and found once the identity is known. The one worth least gives way to a seq
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import count
+
+
+class Place(Enum):
+    """Where in a sequence a snapshot is."""
+
+    ANSWER = auto()
+    """Behind an answer, where the next turn begins."""
+    END = auto()
+    """At the end of a prompt."""
+    OPENING = auto()
+    """Behind the first turns or media, a system prompt among them."""
+    TURN = auto()
+    """Behind later ones."""
+    BRANCH = auto()
+    """Where a prompt was seen to leave another one."""
+
+
+_Kind = tuple[Place, int]
+"""A place, and how often something has begun there, `_MANY` for that many and more."""
+_MANY = 3
+_EXPECTED = {Place.ANSWER: 1.0, Place.OPENING: 1.0, Place.BRANCH: 1.0, Place.TURN: 0.2, Place.END: 0.2}
+"""Uses for as many sequences as there are slots, of a kind of which nothing has been seen."""
+_MEMORY = 64
+"""Times the prior by which what was seen is halved."""
+_HALF = 4
+"""Sequences for each slot in which what is not used becomes worth half as much."""
 
 
 @dataclass(slots=True)
@@ -20,16 +47,59 @@ class Snapshot:
     tokens: int
     parent: bytes | None
     used: int
+    place: Place
     hits: int = 0
+
+    @property
+    def kind(self) -> _Kind:
+        """What it has in common with others."""
+        return self.place, min(self.hits, _MANY)
+
+
+class ReuseRate:
+    """How often something begins with a snapshot of a kind, for each sequence that begins while it is kept.
+
+    It is learned as time passes, of which the past counts for less and less. A kind of which nothing has been seen is
+    taken to be used as often as those that were used once less, and those that never were as `_EXPECTED` says.
+    """
+
+    def __init__(self, prior: int) -> None:
+        self._prior = prior
+        self._kept: Counter[_Kind] = Counter()
+        self._seen: defaultdict[_Kind, float] = defaultdict(float)
+        self._uses: defaultdict[_Kind, float] = defaultdict(float)
+
+    def of(self, kind: _Kind) -> float:
+        """Uses of one snapshot for each sequence that begins."""
+        place, hits = kind
+        expected = self._prior * self.of((place, hits - 1)) if hits else _EXPECTED[place]
+        return (expected + self._uses[kind]) / (self._prior + self._seen[kind])
+
+    def add(self, kind: _Kind, count: int) -> None:
+        """So many more snapshots of a kind are kept, or fewer."""
+        self._kept[kind] += count
+
+    def used(self, kind: _Kind) -> None:
+        """A sequence begins with one."""
+        self._uses[kind] += 1
+
+    def tick(self) -> None:
+        """A sequence begins."""
+        for kind, kept in self._kept.items():
+            self._seen[kind] += kept
+            if self._seen[kind] > _MEMORY * self._prior:
+                self._seen[kind] /= 2
+                self._uses[kind] /= 2
 
 
 class StateSlots:
     """`total` slots. None is read before it is written: a sequence begins with zeros, or with a snapshot's copy.
 
-    A snapshot is worth the tokens that would be computed again without it, from the one before it on, over its age.
-    All slots have the same size, so this is worth for each byte. Time is counted in uses of snapshots. Those whose
-    blocks a session keeps go last: `tenant_of` says whose, and of each tenant they are no more than a share of all
-    slots, those used last.
+    A snapshot is worth the tokens that would be computed again without it, from the one before it on, times how likely
+    it is to be used: as often as those of its kind were, and the less likely the longer it has not been. All slots
+    have the same size, so this is worth for each byte. Time is counted in sequences that begin. Those whose blocks a
+    session keeps go last: `tenant_of` says whose, and of each tenant they are no more than a share of all slots, those
+    used last.
     """
 
     def __init__(
@@ -43,6 +113,7 @@ class StateSlots:
         self._reserved: dict[int, int] = {}
         self._in_use: set[bytes] = set()
         self._tickets = count()
+        self._rate = ReuseRate(max(1, total))
         self._now = 0
 
     def __contains__(self, identity: bytes | None) -> bool:
@@ -59,22 +130,24 @@ class StateSlots:
         return self.total - len(self._free) - len(self._snapshots) - len(self._reserved)
 
     def take(self) -> int:
-        """A slot for a sequence. No more sequences run than there are slots."""
+        """A slot for a sequence, which begins. No more sequences run than there are slots."""
+        self._now += 1
+        self._rate.tick()
         if self._free:
             return self._free.pop()
         # Steps run one after the other: whatever one of them copies from or to this slot comes before its new use.
-        if (slot := self._give_up(self._snapshots.keys() - self._in_use)) is not None:
+        if (slot := self._give_up(self._idle())) is not None:
             return slot
         if self._reserved:
             return self._reserved.pop(next(iter(self._reserved)))
-        slot = self._give_up(self._in_use)
+        slot = self._give_up(list(self._in_use))
         assert slot is not None, "more sequences than slots"
         return slot
 
     def take_spare(self) -> int | None:
         """One that is free, or that of the snapshot worth least; None where sequences, and snapshots in use, have
         all."""
-        return self._free.pop() if self._free else self._give_up(self._snapshots.keys() - self._in_use)
+        return self._free.pop() if self._free else self._give_up(self._idle())
 
     def give_back(self, slot: int) -> None:
         """Its sequence runs no longer, or needs it no longer."""
@@ -82,8 +155,11 @@ class StateSlots:
 
     def find(self, identity: bytes) -> int:
         """The slot of a snapshot, which is in use until `release`."""
-        snapshot = self._snapshots[identity]
-        snapshot.used, snapshot.hits = self._tick(), snapshot.hits + 1
+        snapshot = self._snapshots[identity] = self._snapshots.pop(identity)  # now the last one in order
+        self._rate.used(snapshot.kind)
+        self._rate.add(snapshot.kind, -1)
+        snapshot.used, snapshot.hits = self._now, snapshot.hits + 1
+        self._rate.add(snapshot.kind, 1)
         self._in_use.add(identity)
         return snapshot.slot
 
@@ -91,9 +167,12 @@ class StateSlots:
         """The step is planned that copies from those in use."""
         self._in_use.clear()
 
-    def reserve(self) -> tuple[int, int] | None:
-        """(ticket, slot) for a new snapshot; None where sequences, and snapshots in use, have all slots."""
-        if (slot := self.take_spare()) is None:
+    def reserve(self, place: Place, saved: int) -> tuple[int, int] | None:
+        """(ticket, slot) for a new snapshot that saves so many tokens; None where sequences, snapshots in use, and
+        those that are worth more, have all slots."""
+        worth = saved * self._rate.of((place, 0))
+        slot = self._free.pop() if self._free else self._give_up(self._idle(), worth)
+        if slot is None:
             return None
         ticket = next(self._tickets)
         self._reserved[ticket] = slot
@@ -104,15 +183,24 @@ class StateSlots:
         if (slot := self._reserved.pop(ticket, None)) is not None:
             self._free.append(slot)
 
-    def keep(self, ticket: int, identity: bytes, tokens: int, earlier: Iterable[bytes]) -> bool:
+    def keep(self, ticket: int, identity: bytes, tokens: int, place: Place, earlier: Iterable[bytes]) -> bool:
         """Lets others find what was reserved. False where there is this snapshot already, or a sequence has taken the
         slot. `earlier` are the identities before it, the last one first."""
         if identity in self._snapshots or ticket not in self._reserved:
             self.cancel(ticket)
             return False
-        parent = next((each for each in earlier if each in self._snapshots), None)
-        self._snapshots[identity] = Snapshot(self._reserved.pop(ticket), tokens, parent, self._tick())
+        kept = Snapshot(self._reserved.pop(ticket), tokens, self.last_of(earlier), self._now, place)
+        self._snapshots[identity] = kept
+        self._rate.add(kept.kind, 1)
         return True
+
+    def last_of(self, earlier: Iterable[bytes]) -> bytes | None:
+        """The first of these identities that has a snapshot."""
+        return next((each for each in earlier if each in self._snapshots), None)
+
+    def tokens(self, identity: bytes | None) -> int:
+        """Those that a snapshot is the state after; 0 without one."""
+        return 0 if identity is None else self._snapshots[identity].tokens
 
     def forget(self, identity: bytes, *, unless_used: bool = False) -> None:
         """Gives up a snapshot, if there is one: its block is not cached any more, or a later one replaces it, in which
@@ -121,11 +209,16 @@ class StateSlots:
         if snapshot is not None and not (unless_used and snapshot.hits):
             self._free.append(self._remove(identity))
 
-    def _give_up(self, identities: Iterable[bytes]) -> int | None:
-        """The slot of the one that is worth least; None where there are none."""
-        kept, worth = self._kept_for_sessions(), self._worth()
-        least = min(identities, key=lambda identity: (identity in kept, worth(identity)), default=None)
-        return None if least is None else self._remove(least)
+    def _idle(self) -> list[bytes]:
+        """The snapshots that nothing is copied from, those first that were used, or taken, longest ago."""
+        return [identity for identity in self._snapshots if identity not in self._in_use]
+
+    def _give_up(self, identities: Iterable[bytes], below: float = float("inf")) -> int | None:
+        """The slot of the one that is worth least; None where there are none, or it is worth more than `below`."""
+        kept = self._kept_for_sessions()
+        worth = {identity: self._worth(identity) for identity in identities}
+        least = min(worth, key=lambda each: (each in kept, worth[each]), default=None)
+        return None if least is None or worth[least] > below else self._remove(least)
 
     def _kept_for_sessions(self) -> set[bytes]:
         by_tenant: defaultdict[bytes, list[bytes]] = defaultdict(list)
@@ -134,29 +227,22 @@ class StateSlots:
                 by_tenant[tenant].append(identity)
         found: set[bytes] = set()
         for own in by_tenant.values():
-            own.sort(key=lambda identity: self._snapshots[identity].used)
             found.update(own[len(own) - self._most_of_tenant :] if self._most_of_tenant < len(own) else own)
         return found
 
-    def _worth(self) -> Callable[[bytes], tuple[float, int]]:
-        def worth(identity: bytes) -> tuple[float, int]:
-            one = self._snapshots[identity]
-            before = self._snapshots[one.parent].tokens if one.parent is not None else 0
-            return (one.tokens - before) / (1 + self._now - one.used), one.used
-
-        return worth
+    def _worth(self, identity: bytes) -> float:
+        one = self._snapshots[identity]
+        saved = one.tokens - self.tokens(one.parent)
+        return saved * self._rate.of(one.kind) / (1 + (self._now - one.used) / (_HALF * self.total))
 
     def _remove(self, identity: bytes) -> int:
         gone = self._snapshots.pop(identity)
+        self._rate.add(gone.kind, -1)
         self._in_use.discard(identity)
         for other in self._snapshots.values():
             if other.parent == identity:
                 other.parent = gone.parent
         return gone.slot
-
-    def _tick(self) -> int:
-        self._now += 1
-        return self._now
 
     def check_integrity(self, held: list[int], tickets: list[int]) -> None:
         """Raises AssertionError unless each slot is free, a snapshot's, reserved, or one of those that sequences have;

@@ -12,6 +12,7 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint
 from llm_service.engine.sequence import Sequence
+from llm_service.engine.state_slots import Place
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
@@ -141,7 +142,8 @@ def test_a_hit_at_each_possible_place_changes_no_token(
     undisturbed = LocalEngine(folder).run([prompt], GREEDY)[0].tokens
     engine = LocalEngine(folder, prefix_cache=True, overlap=overlap)
     with monkeypatch.context() as everywhere:
-        everywhere.setattr(Sequence, "branches", lambda _, begin, end: [p for p in places if begin < p <= end])
+        of = dict.fromkeys(places, Place.OPENING)
+        everywhere.setattr(Sequence, "branches", lambda _, begin, end: {p: of[p] for p in places if begin < p <= end})
         assert engine.run([prompt], GREEDY)[0].tokens == undisturbed
     states = engine.scheduler.blocks._states
     for place in reversed(places):

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from llm_service.engine.state_slots import StateSlots
+from llm_service.engine.state_slots import Place, ReuseRate, StateSlots
 from tests.unit.llm_service.hashed import EOS, Order, Picture
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 
 
-def keep(slots: StateSlots, identity: bytes, tokens: int, *earlier: bytes) -> int:
+def keep(slots: StateSlots, identity: bytes, tokens: int, *earlier: bytes, place: Place = Place.ANSWER) -> int:
     """The slot of a new snapshot."""
-    found = slots.reserve()
+    found = slots.reserve(place, tokens)
     assert found is not None
-    assert slots.keep(found[0], identity, tokens, earlier)
+    assert slots.keep(found[0], identity, tokens, place, earlier)
     return found[1]
+
+
+def begin(slots: StateSlots, identity: bytes | None = None) -> None:
+    """A sequence that begins, with a snapshot or without, and ends."""
+    if identity is not None:
+        slots.find(identity)
+    slots.give_back(slots.take())
+    slots.release()
 
 
 def test_a_snapshot_gives_way_to_a_sequence() -> None:
     slots = StateSlots(3)
-    first, second = keep(slots, b"first", 64), keep(slots, b"second", 64)
+    first, second = keep(slots, b"first", 128), keep(slots, b"second", 64)
     assert slots.find(b"first") == first
     slots.release()
     held = [slots.take(), slots.take()]
@@ -27,7 +35,7 @@ def test_a_snapshot_gives_way_to_a_sequence() -> None:
     assert b"first" in slots
     assert b"second" not in slots
     held.append(slots.take())
-    assert slots.reserve() is None, "sequences have all slots"
+    assert slots.reserve(Place.ANSWER, 64) is None, "sequences have all slots"
     slots.check_integrity(held, [])
     slots.give_back(held.pop())
     keep(slots, b"third", 64)
@@ -37,22 +45,73 @@ def test_a_snapshot_gives_way_to_a_sequence() -> None:
     assert (slots.used, slots.kept) == (2, 0)
 
 
-def test_what_costs_least_to_compute_again_for_its_age_goes_first() -> None:
+def test_what_costs_least_to_compute_again_goes_first() -> None:
     slots = StateSlots(4)
     keep(slots, b"system", 320)
     keep(slots, b"turn", 384, b"system")
     keep(slots, b"long", 4096, b"turn", b"system")
-    keep(slots, b"other", 64)
+    keep(slots, b"other", 96)
     slots.take()
-    assert b"turn" not in slots, "it saves 64 tokens, as the younger one does"
+    assert b"turn" not in slots, "it saves 64 tokens beyond what is before it"
     slots.take()
-    assert b"other" not in slots, "64 tokens are less than 320"
-    for _ in range(100):
-        slots.find(b"system")
-    slots.release()
+    assert b"other" not in slots, "96 tokens are less than 320"
+
+
+def test_what_has_not_been_used_for_long_goes_before_what_has() -> None:
+    slots = StateSlots(3)
+    keep(slots, b"system", 320)
+    keep(slots, b"long", 960)
+    for _ in range(60):
+        begin(slots, b"system")
     slots.take()
-    assert b"system" in slots, "what is used is young"
+    slots.take()
+    assert b"system" in slots
     assert b"long" not in slots
+
+
+def test_a_kind_that_is_used_is_worth_more_than_one_that_is_not() -> None:
+    """Others of the kind, not the one that is kept or given up."""
+    slots = StateSlots(3)
+    for number in range(30):
+        opening, answer = b"opening %d" % number, b"answer %d" % number
+        keep(slots, opening, 512, place=Place.OPENING)
+        keep(slots, answer, 1024, opening, place=Place.ANSWER)
+        begin(slots, opening)
+        slots.forget(opening)
+        slots.forget(answer)
+    keep(slots, b"opening", 512, place=Place.OPENING)
+    keep(slots, b"answer", 1024, b"opening", place=Place.ANSWER)
+    slots.take()
+    slots.take()
+    assert b"opening" in slots, "both save 512 tokens"
+    assert b"answer" not in slots
+
+
+def test_what_is_worth_less_than_all_that_is_kept_is_not_kept() -> None:
+    slots = StateSlots(2)
+    keep(slots, b"one", 640)
+    keep(slots, b"two", 640)
+    assert slots.reserve(Place.ANSWER, 64) is None
+    assert slots.reserve(Place.END, 1280) is None, "few prompts are asked again"
+    assert slots.reserve(Place.BRANCH, 704) is not None
+    assert slots.kept == 1
+
+
+def test_the_rate_of_a_kind_is_learned_and_forgotten() -> None:
+    rate, kind = ReuseRate(10), (Place.ANSWER, 0)
+    assert rate.of(kind) == pytest.approx(0.1)
+    rate.add(kind, 2)
+    for _ in range(1000):
+        rate.tick()
+    assert rate.of(kind) < 0.003, "two that nobody has used"
+    for _ in range(2000):
+        rate.used(kind)
+        rate.tick()
+    assert rate.of(kind) == pytest.approx(0.5, abs=0.02), "one of two is used each time by now"
+    rate.add(kind, -2)
+    before = rate.of(kind)
+    rate.tick()
+    assert rate.of(kind) == before, "none is kept, so nothing is learned"
 
 
 def test_what_a_snapshot_saves_begins_at_the_one_before_it_that_is_left() -> None:
@@ -73,24 +132,24 @@ def test_what_is_in_use_is_taken_last_and_for_no_snapshot() -> None:
     slots.find(b"used")
     held = [slots.take()]
     assert b"used" in slots
-    assert slots.reserve() is None
+    assert slots.reserve(Place.ANSWER, 8192) is None
     slots.release()
-    found = slots.reserve()
+    found = slots.reserve(Place.ANSWER, 8192)
     assert found is not None, "its copy is planned"
     slots.check_integrity(held, [found[0]])
     held.append(slots.take())
-    assert not slots.keep(found[0], b"new", 64, ()), "a sequence has taken what was reserved"
+    assert not slots.keep(found[0], b"new", 64, Place.ANSWER, ()), "a sequence has taken what was reserved"
     slots.cancel(found[0])
     slots.check_integrity(held, [])
 
 
 def test_a_snapshot_that_is_there_is_not_kept_twice() -> None:
     slots = StateSlots(3)
-    first, again = slots.reserve(), slots.reserve()
+    first, again = (slots.reserve(Place.ANSWER, 64) for _ in range(2))
     assert first is not None
     assert again is not None
-    assert slots.keep(first[0], b"same", 64, ())
-    assert not slots.keep(again[0], b"same", 64, ())
+    assert slots.keep(first[0], b"same", 64, Place.ANSWER, ())
+    assert not slots.keep(again[0], b"same", 64, Place.ANSWER, ())
     slots.check_integrity([], [])
     slots.forget(b"same", unless_used=True)
     assert slots.kept == 0
@@ -179,13 +238,13 @@ def test_a_session_s_next_turn_begins_behind_its_answer_whatever_came_meanwhile(
     """Without a session its blocks may be there, but no state."""
     found = {}
     for session in (0, 7):
-        engine = simulation(blocks=1024, state_slots=20, state_chunk=8, step_tokens=128)
+        engine = simulation(blocks=1024, state_slots=6, max_running=2, state_chunk=8, step_tokens=128)
         first = order(text(21), max_tokens=13, session=session)
         id = engine.submit(first)
         run_until_over(engine, id)
         history = [*first.prompt, *engine.outcomes[id].tokens[0]]
-        for seed in range(40):
-            cached(engine, order([2 + seed, *text(40)]))
+        for seed in range(60):
+            cached(engine, order([2 + seed, *text(60)], max_tokens=20))
         found[session] = cached(engine, order([*history, *text(20, 1)]))
         engine.drain()
     assert found == {0: 0, 7: (len(history) - 1) // 8 * 8}
