@@ -18,25 +18,28 @@ _WIDTH = 512
 def _shrink_row(out: Any, x: Any, a: Any, rank: Any) -> None:
     """float32 out [rank], x [inputs], a [rank or more, inputs]."""
     for row in range(rank):
-        total = np.float32(0.0)
+        total, factors = np.float32(0.0), a[row]
         for place in range(x.shape[0]):
-            total += a[row, place] * x[place]
+            total += factors[place] * x[place]
         out[row] = total
 
 
 @inner
 def _expand_row(out: Any, x: Any, b: Any, rank: Any, begin: Any, end: Any) -> None:
     """float32 out [outputs], x [rank], b [rank or more, outputs]."""
-    whole = rank // 4 * 4
+    # Loops that begin at 0 are compiled to vectors; where one begins elsewhere, each index might be a negative one.
+    wanted, count, whole = out[begin:end], end - begin, rank // 4 * 4
     for row in range(0, whole, 4):  # what is added to is read and written once for four
         one, two, three, four = x[row], x[row + 1], x[row + 2], x[row + 3]
-        for place in range(begin, end):
-            first = one * b[row, place] + two * b[row + 1, place]
-            out[place] += first + (three * b[row + 2, place] + four * b[row + 3, place])
+        first, second, third, fourth = b[row], b[row + 1], b[row + 2], b[row + 3]
+        first, second, third, fourth = first[begin:end], second[begin:end], third[begin:end], fourth[begin:end]
+        for place in range(count):
+            both = one * first[place] + two * second[place]
+            wanted[place] += both + (three * third[place] + four * fourth[place])
     for row in range(whole, rank):
-        factor = x[row]
-        for place in range(begin, end):
-            out[place] += factor * b[row, place]
+        factor, factors = x[row], b[row][begin:end]
+        for place in range(count):
+            wanted[place] += factor * factors[place]
 
 
 def _add(out: Any, x: Any, between: Any, a: Any, b: Any, slots: Any, ranks: Any, runs: Any) -> None:
