@@ -22,5 +22,6 @@ def load_library_decoder(
     """Reads the text's weights alone, and keeps this rank's share of them. Raises CheckpointError where the library
     cannot, or we cannot serve it so."""
     found = try_out(checkpoint.folder, group.on_hosts())
-    model = load(checkpoint.folder, text_alone, dtype, torch.device("cpu"))
+    # What is to be cut may be more than a device holds.
+    model = load(checkpoint.folder, text_alone, dtype, device if group.size == 1 else torch.device("cpu"))
     return LibraryDecoder(model, dtype, device, axes=library.axes, spans=found.spans, group=group)
