@@ -76,9 +76,9 @@ def check_graphs_on_random_steps(device: torch.device, attention: str, rounds: i
         chunks = [(numbers.randrange(1, 80), numbers.choice([1, 1, 1, 7])) for _ in range(numbers.randrange(1, 5))]
         plan = step(chunks)
         runner.graphs = None
-        eager, _ = runner._forward(plan)
+        _, eager, _ = runner._forward(plan)
         runner.graphs = captured
-        replayed, _ = runner._forward(plan)
+        _, replayed, _ = runner._forward(plan)
         assert eager is not None
         assert replayed is not None
         torch.testing.assert_close(replayed, eager, rtol=1e-3, atol=1e-3)
