@@ -1,8 +1,9 @@
 """`python -m benchmarks.plan`: what tools.plan predicts beside what the pair on this machine does, for three workloads.
 
-Costs are measured first, on the same pair, one request at a time; the prediction has as many cores as the machine.
-Pictures and texts are new ones; a *repeated* picture is one that was asked about before in the same workload. Below
-each line stands what caches gave meanwhile.
+Costs are measured on the same pair, one request at a time, before and after each workload, since machines change their
+speed; the prediction is from the mean of both and has as many cores as the machine. Pictures and texts are new ones; a
+*repeated* picture is one that was asked about before in the same workload. Below each line stand the costs, and what
+caches gave meanwhile.
 """
 
 from __future__ import annotations
@@ -47,10 +48,7 @@ def main() -> None:
 
     flags = ("--threads", "1")
     with services.both(given.model, encoder_flags=flags, llm_flags=flags) as (_, llm), LlmClient(llm) as client:
-        pair = Pair(client)
-        costs = measure(pair, picture, SMALL, LARGE)
-        comparison = Comparison(costs, pair, client, picture, given.seconds)
-        print(costs)
+        comparison = Comparison(Pair(client), client, picture, given.seconds)
         print(f"{'workload':32}{'requests/s':>24}{'first token, ms':>24}{'whole answer, ms':>24}")
         for name, (asked, clients, words) in WORKLOADS.items():
             comparison.of(name, asked, clients, words)
@@ -58,16 +56,15 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of one pair and its costs, for so many seconds a workload; `picture` makes a new one of so many patches."""
+    """Of one pair, for so many seconds a workload; `picture` makes a new one of so many patches."""
 
-    costs: Costs
     pair: Pair
     client: LlmClient
     picture: Callable[[int], v1.Media]
     seconds: float
 
     def of(self, name: str, asked: Workload, clients: int, words: int) -> None:
-        """Prints a line: predicted, measured, and how far off; and one of what caches gave."""
+        """Prints a line: predicted, measured, and how far off; one of what caches gave, and one of the costs."""
         requests = arrivals(asked, [(math.inf, 1.0)])
         shown: dict[int, v1.Media] = {}
         counted = self.pair.ask([], words, 2).prompt_tokens
@@ -76,11 +73,13 @@ class Comparison:
             pictures = [shown.setdefault(each, self.picture(asked.patches)) for each in next(requests).pictures]
             return self.pair.ask(pictures, words, asked.answer_tokens)
 
+        first_costs = measure(self.pair, self.picture, SMALL, LARGE)
         before = self._hits()
         rate, seen = closed(ask, clients, self.seconds)
         found = since(before, self._hits())
+        costs = Costs.mean(first_costs, measure(self.pair, self.picture, SMALL, LARGE))
         asked = Workload(asked.patches, asked.pictures, asked.repeats, counted, asked.answer_tokens)
-        cluster = Cluster.split(self.costs, asked, 1, 1, cores=os.cpu_count() or 1)
+        cluster = Cluster.split(costs, asked, 1, 1, cores=os.cpu_count() or 1)
         foretold = cluster.closed(arrivals(asked, [(math.inf, 1.0)]), clients, self.seconds)
         first = statistics.mean(each.first_token - each.arrived for each in cluster.measured)
         whole = statistics.mean(each.ended - each.arrived for each in cluster.measured)
@@ -91,7 +90,8 @@ class Comparison:
         )
         cells = (f"{one:9.1f} {two:9.1f} {one / two - 1:+4.0%}" for one, two in pairs)
         print(f"{name:32}" + "".join(f"{cell:>24}" for cell in cells))
-        print(f"  in caches, {len(seen)} requests: {told(found)}", flush=True)
+        print(f"  in caches, {len(seen)} requests: {told(found)}")
+        print(f"  {costs}", flush=True)
 
     def _hits(self) -> Hits:
         load = self.client.get_load()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.plan.workload import Workload
@@ -14,9 +14,9 @@ class Costs:
     """Seconds of one encoder's worker, one LLM service's engine, and of what lies around them.
 
     A worker takes `batch + patch * patches` for a batch, an engine `step + prefill * prompt tokens + decode *
-    sequences` for a step, whose contexts are short enough for attention to be left out. `front` is a
-    request's way through client, gateway and front; `picture` and `picture_patch` are what a new picture costs beside
-    the worker: hashing, decoding, and the way of its rows.
+    sequences` for a step, whose contexts are short enough for attention to be left out. `front` is a request's way
+    through client, gateway and front, which takes one after the other; `picture` and `picture_patch` are what a new
+    picture costs beside the worker: hashing, decoding, and the way of its rows.
     """
 
     batch: float
@@ -40,6 +40,12 @@ class Costs:
         encoding = rate * shown * (1 - workload.repeats) * self.patch
         computing = rate * (self.prefill * tokens + self.decode * (workload.answer_tokens - 1))
         return max(encoding, 1e-9), max(computing, 1e-9)
+
+    @classmethod
+    def mean(cls, one: Costs, other: Costs) -> Costs:
+        """Of two measurements of one pair; the limits are those of `one`."""
+        measured = ("batch", "patch", "picture", "picture_patch", "front", "step", "prefill", "decode")
+        return replace(one, **{name: (getattr(one, name) + getattr(other, name)) / 2 for name in measured})
 
     @classmethod
     def read(cls, path: Path) -> Costs:

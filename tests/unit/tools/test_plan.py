@@ -47,9 +47,18 @@ def test_pictures_that_wait_go_together_and_those_that_are_known_are_not_compute
     batch = 0.5 + 2 * 1.0
     waited = 0.05 + ENCODED - 1.0 + batch
     assert second[0] == pytest.approx(waited + 0.02 + 0.001 * 50)
-    assert third[0] == pytest.approx(second[0] + 0.02 + 0.001 * 50 + 0.004), "the first of them had begun a step"
+    assert third[0] == pytest.approx(second[0] + 0.024 + 0.02 + 0.001 * 50 + 0.004), (
+        "one step had begun, one was planned"
+    )
     assert again[0] == pytest.approx(0.05 + 0.1 / 2 + 0.02 + 0.001 * 50)
     assert cluster.encoders[0].device.busy_seconds == pytest.approx(1.5 + batch)
+
+
+def test_requests_that_come_together_go_through_the_front_one_after_the_other() -> None:
+    text = Workload(pictures=0, prompt_tokens=50, answer_tokens=1)
+    seen = played(Cluster.split(COSTS, text, 1, 1), Request(0, 0.0, ()), Request(1, 0.0, ()))
+    assert [first for first, _ in seen] == [pytest.approx(0.05 + 0.07), pytest.approx(0.05 + 0.07 + 0.07)]
+    assert played(Cluster.split(COSTS, text, 1, 2), Request(0, 0.0, ()), Request(1, 0.0, ())) == [seen[0]] * 2
 
 
 def test_prompts_are_computed_in_chunks_beside_running_answers() -> None:
@@ -133,7 +142,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_finds_the_smallest_that_meets_the_targets(tmp_path: Path) -> None:
-    _with(batch=0.01, patch=0.0005, prefill=0.0001, decode=0.0005).write(tmp_path / "costs.json")
+    _with(batch=0.01, patch=0.0005, prefill=0.0001, decode=0.0005, front=0.01).write(tmp_path / "costs.json")
     done = _run(
         *("ask", "--device", f"cpu={tmp_path}/costs.json:2", "--rate", "30", "--patches", "100"),
         *("--answer-tokens", "10", "--first-token", "1", "--between-tokens", "0.1"),
