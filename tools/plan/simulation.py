@@ -161,13 +161,10 @@ class Sequence:
     answer: int
     measured: Measured
     then: Callable[[], None]
-    step: int = 0
-    """The first step that it can be in."""
 
 
 class Engine:
-    """Continuous batching with chunked prefill: each step has a token of every running sequence, then prompts. While
-    one is computed the next is planned, so that who comes meanwhile is in the one after."""
+    """Continuous batching with chunked prefill: each step has a token of every running sequence, then prompts."""
 
     def __init__(self, clock: Clock, costs: Costs, device: Device) -> None:
         self.device: Final = device
@@ -176,7 +173,6 @@ class Engine:
         self._clock, self._costs = clock, costs
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._steps = 0
         self._stepping = False
         self.requests = 0
 
@@ -186,7 +182,6 @@ class Engine:
         return len(self._running) + len(self._waiting)
 
     def generate(self, sequence: Sequence) -> None:
-        sequence.step = self._steps + 1 + self._stepping
         self._waiting.append(sequence)
         self._step()
 
@@ -199,14 +194,11 @@ class Engine:
         self.device.ask(lambda: self._begin(decoding, prefilled), lambda: self._ended(decoding, prefilled))
 
     def _begin(self, decoding: list[Sequence], prefilled: list[Sequence]) -> float:
-        self._steps += 1
         decoding += self._running
         room = self._costs.step_tokens - len(decoding)
         tokens = 0
         while self._waiting and tokens < room and len(self._running) < self._costs.running:
             first = self._waiting[0]
-            if decoding and first.step > self._steps:
-                break
             part = min(first.prompt, room - tokens)
             tokens += part
             first.prompt -= part
