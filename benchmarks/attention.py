@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from common import allocator
+from common.cpu.jit import use_threads
 from common.devices import usable_cores
-from llm_service.layers.cpu.jit import use_threads
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import wide_vectors
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.cpu.jit import use_threads
 from common.devices import default_dtype
-from llm_service.layers.cpu.jit import use_threads
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.caches import Caches

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from common import allocator
+from common.cpu.jit import use_threads
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.cpu.jit import use_threads
 from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
 from tools.demo_model.reference import prepare

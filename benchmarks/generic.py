@@ -22,13 +22,13 @@ import torch
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common import library_models
 from common.checkpoint import Checkpoint
+from common.cpu.jit import use_threads
 from common.devices import usable_cores
 from common.media.item import Grid, Header, Key, Modality, Options, Pixels, PromptPart
 from encoder_service.families import config
 from encoder_service.models.generic import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.models.tower import load_tower
-from llm_service.layers.cpu.jit import use_threads
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.quantized import awq, fp8
+from common.cpu.jit import use_threads
 from common.linear import BlockedWeight, LaidOut, Linear
-from llm_service.layers.cpu.jit import use_threads
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 from llm_service.layers.linear import PackedLinear, quantized
 from llm_service.layers.quantization import Rounded

@@ -135,7 +135,7 @@ class Decoder(nn.Module):
             layer.finalize(self)
 
     def kernels(self) -> set[str]:
-        """Names of our kernels for CPUs that this needs, as `llm_service.layers.cpu.jit.find` takes them."""
+        """Names of our kernels for CPUs that this needs, as `common.cpu.jit.find` takes them."""
         forms: list[object] = [self.norm.ops, *(part.laid_out for part in self.modules() if isinstance(part, Linear))]
         for part in self.modules():
             forms += [form for both in part.laid_out for form in both] if isinstance(part, Experts) else []

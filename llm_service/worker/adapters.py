@@ -55,7 +55,7 @@ class RankAdapters:
             linear.adapters = its
 
     def kernels(self) -> set[str]:
-        """Names of our kernels for CPUs that these need, as `llm_service.layers.cpu.jit.find` takes them."""
+        """Names of our kernels for CPUs that these need, as `common.cpu.jit.find` takes them."""
         if not self._rows.kernel:
             return set()
         from llm_service.layers.cpu.adapter_kernel import KERNELS  # numba takes its time

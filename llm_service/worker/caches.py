@@ -187,6 +187,6 @@ class Caches:
                 kind.backend.warm_up(kind.cache[0])
 
     def kernels(self) -> set[str]:
-        """Names of our kernels for CPUs that the back ends use, as `llm_service.layers.cpu.jit.find` takes them."""
+        """Names of our kernels for CPUs that the back ends use, as `common.cpu.jit.find` takes them."""
         backends: list[object] = [*(kind.backend for kind in self.paged.values()), *self._states.values()]
         return set[str]().union(*(backend.kernels for backend in backends if isinstance(backend, NumbaCompiled)))

@@ -13,6 +13,7 @@ from common.allocator import give_back
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.core_share import CoreShare
+from common.cpu.compiling import CompilingProcess, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
@@ -31,7 +32,7 @@ from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import EngineSettings
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
-from llm_service.worker.changeover import Changeover, CompilingProcess, There, not_kept
+from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
@@ -63,7 +64,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     ours = device.type == "cpu" and settings.kernels != "torch"
     use: Callable[[int], None] = torch.set_num_threads
     if ours:
-        from llm_service.layers.cpu.jit import use_threads  # numba takes its time
+        from common.cpu.jit import use_threads  # numba takes its time
 
         use = use_threads
         use(torch.get_num_threads())
@@ -179,7 +180,7 @@ def _drafting(
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
     """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
     `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
-    from llm_service.layers.cpu.jit import find
+    from common.cpu.jit import find
 
     missing = not_kept(names)
     if missing and (wait or any(find(name).folder is None for name in missing)):

@@ -126,7 +126,7 @@ class ModelRunner:
             self.proposer.warm_up()
 
     def kernels(self) -> list[str]:
-        """Names of our kernels for CPUs that steps use, as `llm_service.layers.cpu.jit.find` takes them."""
+        """Names of our kernels for CPUs that steps use, as `common.cpu.jit.find` takes them."""
         proposing = () if self.proposer is None else self.proposer.kernels()
         return sorted({*self.caches.kernels(), *self._decoder.kernels(), *proposing})
 

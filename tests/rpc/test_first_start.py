@@ -14,7 +14,7 @@ from twinlens import LlmClient, user
 
 MEANWHILE = "our kernels are being compiled, torch computes meanwhile"
 CHANGED = "our kernels compute from now on"
-COMPILER = "llm_service.layers.cpu.compile"
+COMPILER = "common.cpu.compile"
 
 
 def said(service: Service, event: str) -> int:

@@ -82,7 +82,7 @@ class WarmBackend(Protocol):
 
 @runtime_checkable
 class NumbaCompiled(Protocol):
-    """A back end whose kernels numba compiles: their names, as `llm_service.layers.cpu.jit.find` takes them."""
+    """A back end whose kernels numba compiles: their names, as `common.cpu.jit.find` takes them."""
 
     kernels: frozenset[str]
 

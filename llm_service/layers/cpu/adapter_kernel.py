@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner
 
 _WIDTH = 512
 """Outputs that one task adds to."""

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.cpu import llvm
+from common.cpu import llvm
+from common.cpu.jit import Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, add_values, highest, score_keys, to_powers
 from llm_service.layers.cpu.decode_attention import parts
-from llm_service.layers.cpu.jit import Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, add_values, highest, score_keys, to_powers
 from llm_service.layers.cpu.pair_kernel import rounded
 
 _ZERO = np.float32(0.0)

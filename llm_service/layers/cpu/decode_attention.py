@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.cpu.jit import Typed, compiled
+from common.cpu.jit import Typed, compiled
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 4

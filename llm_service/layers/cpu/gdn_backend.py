@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.cpu.jit import Array
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.cpu import gdn_step, selection
-from llm_service.layers.cpu.jit import Array
 from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.torch_backend import FEW, Steps, TorchBackend, TorchBatch, split
 

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _EPS = np.float32(1e-6)

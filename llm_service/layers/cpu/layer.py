@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.cpu.jit import Array
 from llm_service.layers.cpu import row_kernels, selection
-from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu.jit import Array
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import bfloat16_decode, decode_attention, prefill_attention, selection
-from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 
 _CPU = torch.device("cpu")

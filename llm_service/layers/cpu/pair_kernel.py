@@ -9,9 +9,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from llm_service.layers.cpu import llvm
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, LINE, ROWS
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, LINE, ROWS
 from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, WIDTH, add_rows, task_rows
 
 _STRETCH = 64

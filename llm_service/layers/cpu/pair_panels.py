@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu.jit import Array
 from llm_service.layers.cpu import pair_kernel, selection
-from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panel_kernel import WIDTH
 
 _AT_ONCE = 64

@@ -9,9 +9,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from llm_service.layers.cpu import llvm
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
 
 WIDTH = 64
 """Outputs of a panel, whose weights for one input lie side by side."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu.jit import Array
 from llm_service.layers.cpu import panel_kernel, selection
-from llm_service.layers.cpu.jit import Array
 from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.selection import wide_vectors
 from llm_service.layers.quantization import narrowed

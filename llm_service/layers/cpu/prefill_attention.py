@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.cpu import llvm
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers, widened
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers, widened
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64

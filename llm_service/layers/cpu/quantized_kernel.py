@@ -11,9 +11,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from llm_service.layers.cpu import llvm
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import (
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import (
     FLOAT,
     LANES,
     LINE,

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.cpu import llvm, selection
-from llm_service.layers.cpu.jit import Array, Typed, compiled, inner
-from llm_service.layers.cpu.llvm import FLOAT, LANES, gate
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, gate
+from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.selection import wide_vectors
 from llm_service.layers.ops import Pair, TorchOps
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from common.cpu.compiling import CompilingProcess, Readiness
+from common.cpu.jit import find
 from llm_service.layers.cpu import panels, selection
-from llm_service.layers.cpu.jit import find
 from llm_service.layers.cpu.layer import FewRows
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
@@ -22,7 +23,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.plan import StepPlan, ToRank
 from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load
-from llm_service.worker.changeover import Changeover, CompilingProcess, Readiness, There
+from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
 from tests import pictures, row_cases
 from tests.checkpoints import Family
@@ -139,10 +140,10 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
 
 def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
-    compiling = CompilingProcess(["llm_service.layers.cpu.nowhere:kernel"])
-    until(lambda: compiling.readiness is not WAITING, "the process has ended")
-    assert compiling.readiness is FAILED
+    monkeypatch.setattr(compiling, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
+    process = CompilingProcess(["llm_service.layers.cpu.nowhere:kernel"])
+    until(lambda: process.readiness is not WAITING, "the process has ended")
+    assert process.readiness is FAILED
     assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
 
 
@@ -163,7 +164,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeyp
     compiled: list[str] = []
     monkeypatch.setattr(load, "not_kept", lambda names: names)
     kernel = SimpleNamespace(folder=None, compile=lambda: compiled.append("it"))
-    monkeypatch.setattr("llm_service.layers.cpu.jit.find", lambda _: kernel)
+    monkeypatch.setattr("common.cpu.jit.find", lambda _: kernel)
     assert load._begin(["a"], ALONE, wait=False) is None
     assert compiled == ["it"]
     assert selection.is_numba()

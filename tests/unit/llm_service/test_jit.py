@@ -16,13 +16,13 @@ import numba
 import numpy as np
 import pytest
 
-from llm_service.layers.cpu.jit import Typed, compiled, find
+from common.cpu.jit import Typed, compiled, find
 
 _PROGRAM = """
 import numba
 import numpy as np
 import torch
-from llm_service.layers.cpu.jit import use_threads
+from common.cpu.jit import use_threads
 
 torch.set_num_threads(1)
 torch.ones(300, 300) @ torch.ones(300, 300)
@@ -148,7 +148,7 @@ def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(monk
 @pytest.mark.soak
 def test_several_processes_compile_into_one_folder(folder: Path) -> None:
     name = "llm_service.layers.cpu.row_kernels:rms_norm_few"
-    command = [sys.executable, "-m", "llm_service.layers.cpu.compile", name]
+    command = [sys.executable, "-m", "common.cpu.compile", name]
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "TWINLENS_PARENT": str(os.getpid())}
     running = [subprocess.Popen(command, env=environ) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]

@@ -8,7 +8,7 @@ import sys
 
 _PROGRAM = """
 import numba, torch
-from llm_service.layers.cpu.jit import use_threads
+from common.cpu.jit import use_threads
 for count in (2, 1, 2):
     use_threads(count)
     print(numba.get_num_threads(), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Compiles kernels and keeps them on disk: `python -m llm_service.layers.cpu.compile MODULE:KEY…`, started by the
+"""Compiles kernels and keeps them on disk: `python -m common.cpu.compile MODULE:KEY…`, started by the
 process that wants them, never by hand. It takes only the time that nobody else wants. A kernel is kept in one move: one
 that is killed has lost a kernel at most."""
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import sys
 
+from common.cpu.jit import find
 from common.processes import die_with_parent, leave_signals_to_parent
-from llm_service.layers.cpu.jit import find
 
 _NICE = 19
 

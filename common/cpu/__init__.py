@@ -1,0 +1,1 @@
+"""Kernels for CPUs, as both services have them."""
