@@ -65,9 +65,12 @@ _POINTERS += (
     "a_log",
     "dt_bias",
     "logits",
+    "more",
+    "total",
 )
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
 _ALIGNED += ("stride", "vocabulary", "query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
+_ALIGNED += ("more_row",)
 
 Needs = tuple[int, int, bool, int]
 """Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, and a thread's
@@ -153,7 +156,8 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the decoder launches them, 4096 wide."""
     heads = {"NORM": True, "HEAD": head, "ROTARY": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
-        "norm": compiled(capability, rows_gpu.norm_kernel, dtype, BLOCK=4096, num_warps=8),
+        "norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=False, BLOCK=4096, num_warps=8),
+        "add and norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
         "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
         "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
     } | routing(capability, dtype)

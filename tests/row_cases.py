@@ -27,6 +27,10 @@ def check_norm(ops: RowOps, rows: int, size: int, dtype: torch.dtype, device: st
     for kind in {dtype, torch.float32}:
         gain = _drawn(1, size, kind, device, 1)[0]
         _same(ops.rms_norm(x, gain, 1e-6), _norm(x, gain))
+        more = _drawn(rows, size + 32, dtype, device, 2)[:, 16:-16]
+        total, normed = ops.add_rms_norm(x, more, gain, 1e-6)
+        _same(total, x + more)
+        _same(normed, _norm(total, gain))
 
 
 def check_qk_norm_rotary(

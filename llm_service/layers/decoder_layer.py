@@ -61,20 +61,30 @@ class DecoderLayer(nn.Module):
         self.mlp = FEED_FORWARDS[kind.feed_forward](config, group, dtype)
         self.ranks = group.size
 
-    def forward(self, x: Tensor, rotary: Rotary, cache: Any, batch: Any, places: Tensor | None = None) -> Tensor:
-        """[n, hidden] → [n, hidden]; with `places` int64 [m], what follows the mixer is computed for those alone.
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: Rotary,
+        cache: Any,
+        batch: Any,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
+        next norm does both at once. With `places` int64 [m], what follows the mixer is computed for those alone.
         `cache` and `batch` are what the mixer takes."""
-        mixed = self.mixer.mix(self.before(x, rotary), cache, batch)
+        residual, inputs = self.before(x, residual, rotary)
+        mixed = self.mixer.mix(inputs, cache, batch)
         if places is not None:
-            x, mixed = x[places], mixed[places]
-        return self.after(x, mixed)
+            residual, mixed = residual[places], mixed[places]
+        return self.after(residual, mixed)
 
-    def before(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """[n, hidden] → what is mixed."""
-        return self.mixer.project(self.input_layernorm(x), rotary)
+    def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[n, hidden] each → their sum, and what is mixed."""
+        residual, normed = self.input_layernorm.after_adding(x, residual)
+        return residual, self.mixer.project(normed, rotary)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """[n, hidden], and this rank's part of what the mixer gives → [n, hidden]."""
-        x = x + self.mixer.join(mixed)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden], and this rank's part of what the mixer gives → [n, hidden] twice, to be added."""
+        residual, normed = self.post_attention_layernorm.after_adding(residual, self.mixer.join(mixed))
+        return self.mlp(normed), residual

@@ -32,6 +32,10 @@ class RowOps(Protocol):
         gain in float32."""
         ...
 
+    def add_rms_norm(self, x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
+        """x and more [n, size], of one type → their sum, in that type, and what `rms_norm` gives of it."""
+        ...
+
     def qk_norm_rotary(
         self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
@@ -74,6 +78,11 @@ class TorchOps:
         if gain.dtype == torch.float32:
             return functional.rms_norm(x.float(), gain.shape, gain, eps).to(x.dtype)
         return gain * functional.rms_norm(x.float(), gain.shape, None, eps).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
+        """See `RowOps`."""
+        total = x + more
+        return total, self.rms_norm(total, gain, eps)
 
     def qk_norm_rotary(
         self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
@@ -155,6 +164,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, size] → the same."""
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
+        """[n, size] each → their sum, and its norm; of x alone where there is no more."""
+        if more is None:
+            return x, self(x)
+        return self.ops.add_rms_norm(x, more, self.weight, self.eps)
 
 
 class MultimodalRotary(nn.Module):

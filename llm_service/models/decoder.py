@@ -41,9 +41,7 @@ class Deepstack:
         return layer < self.values.shape[0]
 
     def add_to(self, hidden: Tensor, layer: int) -> None:
-        """Adds a layer's level in place; does nothing past the last level."""
-        if not self.reaches(layer):
-            return
+        """Adds a layer's level, which there is, in place."""
         if self.index is None:
             hidden += self.values[layer]
         else:
@@ -101,16 +99,17 @@ class Decoder(nn.Module):
         needs more of, then computes little else.
         """
         rotary = self.rotary.tables(positions, hidden.dtype)
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             last = index == self.config.layers - 1
             cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
-            hidden = layer(hidden, rotary, caches[index], batches[index], cut)
-            if deepstack is not None:
+            hidden, residual = layer(hidden, residual, rotary, caches[index], batches[index], cut)
+            if deepstack is not None and deepstack.reaches(index):
+                hidden, residual = residual + hidden, None
                 deepstack.add_to(hidden, index)
             if last and places is not None and cut is None:
-                hidden = hidden[places]
-        out: Tensor = self.norm(hidden)
-        return out
+                hidden, residual = hidden[places], None if residual is None else residual[places]
+        return self.norm.after_adding(hidden, residual)[1]
 
     def mixers(self) -> list[MixerPart]:
         """Each layer's, in order."""

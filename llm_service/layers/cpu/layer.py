@@ -70,26 +70,26 @@ class FewRows:
         ]
         return cls(layer, attention, products) if len(products) == len(linears) else None
 
-    def before(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `DecoderLayer.before`."""
         if not _takes(x):
-            return self._many_before(x, rotary)
-        product = self._qkv(row_kernels.rms_norm_rows(x.numpy(), *self._norm_before))
+            return self._many_before(x, residual, rotary)
+        total = x if residual is None else torch.from_numpy(x.numpy() + residual.numpy())
+        product = self._qkv(row_kernels.rms_norm_rows(total.numpy(), *self._norm_before))
         heads = product.reshape(x.shape[0], -1, self._head_dim)
         cosine, sine = (table.numpy() for table in rotary)
         rotated = row_kernels.qk_norm_rotary_rows(heads, cosine, sine, self._queries, self._keys, *self._gains)
-        return self._parts(torch.from_numpy(rotated), torch.from_numpy(heads))
+        return total, self._parts(torch.from_numpy(rotated), torch.from_numpy(heads))
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.after`."""
-        if not _takes(x):
-            return self._many_after(x, mixed)
+        if not _takes(residual):
+            return self._many_after(residual, mixed)
         joined = self._o(mixed.numpy())
-        np.add(joined, x.numpy(), out=joined)
+        np.add(joined, residual.numpy(), out=joined)
         inner = self._gate_up(row_kernels.rms_norm_rows(joined, *self._norm_after))
         out = self._down(row_kernels.silu_and_mul_rows(inner))
-        np.add(out, joined, out=out)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out), torch.from_numpy(joined)
 
 
 def _adapted(linear: PackedLinear, product: Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -33,12 +33,16 @@ def _normal(x, like, gain):
 
 
 @triton.jit
-def norm_kernel(out, x, gain, row, size, eps, BLOCK: tl.constexpr):
-    """A row over the root of its mean square, times `gain`. Grid [rows]; those of x are `row` apart, out is whole."""
+def norm_kernel(out, x, more, total, gain, row, more_row, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """A row over the root of its mean square, times `gain`; where ADD says so, of the sum of rows of x and more, which
+    goes to total. Grid [rows]; those of x are `row` apart, those of more `more_row`; out and total are whole."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < size
     own = tl.load(x + token * row + place, inside, 0.0).to(tl.float32)
+    if ADD:
+        own = _rounded(own + tl.load(more + token * more_row + place, inside, 0.0).to(tl.float32), x)
+        tl.store(total + token * size + place, own.to(total.dtype.element_ty), inside)
     normal = _normal(own * tl.rsqrt(tl.sum(own * own, 0) / size + eps), x, gain)
     result = normal * tl.load(gain + place, inside, 0.0).to(tl.float32)
     tl.store(out + token * size + place, result.to(out.dtype.element_ty), inside)
@@ -108,10 +112,32 @@ def silu_and_mul_kernel(out, x, inner, BLOCK: tl.constexpr):
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """See `RowOps`."""
+    return _norm(x, x, x, gain, eps, add=False)
+
+
+def add_rms_norm(x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
+    """See `RowOps`."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, _norm(x, more, total, gain, eps, add=True)
+
+
+def _norm(x: Tensor, more: Tensor, total: Tensor, gain: Tensor, eps: float, *, add: bool) -> Tensor:
+    """What `norm_kernel` gives; `more` and `total` are not touched where nothing is added."""
     n, size = x.shape
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
     norm_kernel[(n,)](
-        out, x, gain, x.stride(0), size, eps, BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4
+        out,
+        x,
+        more,
+        total,
+        gain,
+        x.stride(0),
+        more.stride(0),
+        size,
+        eps,
+        ADD=add,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8 if size > 2048 else 4,
     )
     return out
 

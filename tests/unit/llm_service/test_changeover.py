@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from common.cpu import compiling
 from common.cpu.compiling import CompilingProcess, Readiness
 from common.cpu.jit import find
 from llm_service.layers.cpu import panels, selection

@@ -51,13 +51,16 @@ def test_both_halves_give_what_the_modules_give(
     x = torch.randn(rows, config.hidden_size, generator=noise)
     attended = torch.randn(rows, config.heads * config.head_dim, generator=noise)
     rotary = decoder.rotary.tables(torch.arange(rows).expand(3, -1), torch.float32)
-    kept = x.clone(), attended.clone()
-    given = (*layer.before(x, rotary), layer.after(x, attended))
-    assert torch.equal(x, kept[0])
-    assert torch.equal(attended, kept[1])
-    expected = (*DecoderLayer.before(layer, x, rotary), DecoderLayer.after(layer, x, attended))
-    for ours, modules in zip(given, expected, strict=True):
-        torch.testing.assert_close(ours, modules, rtol=1e-4, atol=1e-5)
+    more = torch.randn(rows, config.hidden_size, generator=noise)
+    for residual in (None, more):
+        kept = x.clone(), attended.clone(), more.clone()
+        (total, inputs), after = layer.before(x, residual, rotary), layer.after(x, attended)
+        assert torch.equal(torch.stack([x, more]), torch.stack([kept[0], kept[2]]))
+        assert torch.equal(attended, kept[1])
+        whole, whole_inputs = DecoderLayer.before(layer, x, residual, rotary)
+        expected = (whole, *whole_inputs, *DecoderLayer.after(layer, x, attended))
+        for ours, modules in zip((total, *inputs, *after), expected, strict=True):
+            torch.testing.assert_close(ours, modules, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", DENSE)
