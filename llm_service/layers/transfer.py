@@ -11,6 +11,18 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes: kernels are compiled for addresses that are multiples of it, and anew for others."""
 
+_TYPES = {
+    np.dtype(given): kept
+    for given, kept in (
+        (np.uint8, torch.uint8),
+        (np.int32, torch.int32),
+        (np.int64, torch.int64),
+        (np.float32, torch.float32),
+        (np.float64, torch.float64),
+    )
+}
+"""What arrays become on the device."""
+
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
     """The next multiple.
@@ -37,7 +49,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     there = torch.empty(len(host), dtype=torch.uint8, device=device)
     there.copy_(host, non_blocking=True)
     return [
-        there[end - array.nbytes : end].view(getattr(torch, array.dtype.name)).view(array.shape)
+        there[end - array.nbytes : end].view(_TYPES[array.dtype]).view(array.shape)
         for array, end in zip(arrays, ends, strict=True)
     ]
 

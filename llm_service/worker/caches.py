@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import methodcaller
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,13 +54,19 @@ class SpanBackend(AttentionBackend, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedLayers:
     """The layers whose keys and values are alike: `cache` is [layers, …], as `CacheShape.new_cache` gives it."""
 
     shape: CacheShape
     cache: Tensor
     backend: AttentionBackend
+
+    @cached_property
+    def stable(self) -> StableBackend | None:
+        """The back end, where it is one; asked for once, since to compare it with a protocol takes as long as copying a
+        step's numbers to the device."""
+        return self.backend if isinstance(self.backend, StableBackend) else None
 
 
 class Caches:
@@ -124,8 +131,8 @@ class Caches:
             if spans:
                 assert isinstance(kind.backend, SpanBackend), "a back end that knows no spans"
                 made[spec] = kind.backend.batch(chunks, spans)
-            elif metadata is not None and isinstance(kind.backend, StableBackend):
-                made[spec] = kind.backend.over(metadata)
+            elif metadata is not None and kind.stable is not None:
+                made[spec] = kind.stable.over(metadata)
             else:
                 made[spec] = kind.backend.batch(chunks)
         if self._states:
@@ -136,12 +143,12 @@ class Caches:
     @property
     def follows_metadata(self) -> bool:
         """Whether a back end reads a step's metadata on the device."""
-        return any(isinstance(kind.backend, StableBackend) for kind in self.paged.values())
+        return any(kind.stable is not None for kind in self.paged.values())
 
     @property
     def tiling(self) -> Tiling:
         """How a step is cut so that every back end can follow its metadata."""
-        wanted = [kind.backend.tiling for kind in self.paged.values() if isinstance(kind.backend, StableBackend)]
+        wanted = [kind.stable.tiling for kind in self.paged.values() if kind.stable is not None]
         return Tiling(max(each.parts for each in wanted), min(each.tile for each in wanted))
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
@@ -157,8 +164,8 @@ class Caches:
         """The same as `batches` over metadata that may be filled anew; `states` as `state_metadata` gives them."""
         made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
-            assert isinstance(kind.backend, StableBackend), "a back end that does not follow metadata"
-            made[spec] = kind.backend.over(metadata)
+            assert kind.stable is not None, "a back end that does not follow metadata"
+            made[spec] = kind.stable.over(metadata)
         for state, backend in self._states.items():
             assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
             made[state] = backend.over(states[state])
@@ -167,7 +174,7 @@ class Caches:
     def not_capturable(self) -> str:
         """Why a step's batches cannot follow metadata; empty where they can."""
         for kind in self.paged.values():
-            if not isinstance(kind.backend, StableBackend):
+            if kind.stable is None:
                 return f"--attention {kind.backend.name} launches other kernels for other lengths"
         if any(not isinstance(backend, StableStateBackend) for backend in self._states.values()):
             return "layers with states are computed by torch's operators"
