@@ -176,7 +176,11 @@ class LlmConfig(ServerConfig):
     )
     max_lora_rank: int = option(16, "largest rank of an adapter, which is that of every slot", minimum=1, maximum=512)
     max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
-    max_requests: int = option(256, "requests served or waiting; further ones are refused at once", minimum=1)
+    max_requests: int = option(
+        0,
+        "requests served or waiting; further ones are refused at once; 0: --max-running and --max-waiting together",
+        minimum=0,
+    )
     max_waiting: int = option(
         256, "requests that wait for their first token; further ones are refused at once", minimum=1
     )
@@ -260,6 +264,10 @@ class LlmConfig(ServerConfig):
         if self.max_running:
             running, tokens = self.max_running, max(tokens, self.max_running)
         return running, tokens
+
+    def request_limit(self) -> int:
+        """Requests served or waiting, as it was asked for or as the device is."""
+        return self.max_requests or self.step_limits()[0] + self.max_waiting
 
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""

@@ -98,7 +98,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
         prefixes = Prefixes(lambda: engine.prefix_block)
         admission = Admission(
-            max_requests=config.max_requests,
+            max_requests=config.request_limit(),
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
         )

@@ -198,7 +198,7 @@ def test_the_readmes_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_limits_are_the_defaults() -> None:
-    encoder, llm = EncoderConfig(), LlmConfig()
+    encoder, llm, on_cpu = EncoderConfig(), LlmConfig(), LlmConfig(device="cpu")
     area, frames = (f"{pixels / 1e6:g} MP" for pixels in (encoder.max_image_area, encoder.max_video_area))
     sides = f"{encoder.min_side} … {encoder.max_side:,} px".replace(",", " ")
     scanned = f"{encoder.max_scanned_frames:,}".replace(",", " ")
@@ -221,7 +221,7 @@ def test_the_limits_are_the_defaults() -> None:
         f"{llm.max_structure_depth}; {llm.max_schema_multiple:,}; {llm.max_structure_repeats:,}".replace(",", " "),
         f"{llm.max_compiled_bytes >> 20} MiB; {llm.structure_cache_bytes >> 20} MiB",
         f"{llm.max_message_bytes >> 20} MiB",
-        f"{llm.max_requests}; {llm.max_waiting}, {tokens}; {llm.max_concurrent_calls}",
+        f"{on_cpu.request_limit()}; {llm.max_waiting}, {tokens}; {llm.max_concurrent_calls}",
         f"{llm.max_sessions}; {llm.max_tenant_sessions}; {llm.session_seconds:g} s; {llm.session_share:g}",
     ]
     table = (ROOT / "docs/SECURITY.md").read_text().partition("| what | default |")[2].partition("\n\n")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from common.config import load
@@ -57,4 +59,7 @@ def test_a_step_is_as_large_as_suits_the_device(
 ) -> None:
     monkeypatch.setattr(config, "check_device", lambda *_: None)
     monkeypatch.setattr(config, "cuda_memory", lambda index: (24, 80)[index] << 30)
-    assert load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", *words], {}).step_limits() == limits
+    made = load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", *words], {})
+    assert made.step_limits() == limits
+    assert made.request_limit() == limits[0] + made.max_waiting
+    assert dataclasses.replace(made, max_requests=7).request_limit() == 7
