@@ -258,14 +258,18 @@ class LlmServices:
         service is known to have, Unavailable where there is none that can serve."""
         if fitting := self.fitting(model):
             return self.choose(key, fitting)
+        raise self.lack(model)
+
+    def lack(self, model: str) -> TwinlensError:
+        """Why nobody serves this model now: none has it, or those that do, or may, cannot serve."""
         known = self.services
         if model and known and all(each.model for each in known) and not any(each.serves(model) for each in known):
-            raise NotFound(
+            return NotFound(
                 "no model of that name is served; /v1/models lists those that are",
                 reason="UNKNOWN_MODEL",
                 field="model",
             )
-        raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
+        return Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
 
     def choose(self, key: bytes, fitting: Sequence[LlmService]) -> LlmService:
         """One of these, likewise."""

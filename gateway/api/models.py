@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import NotFound
+from common.errors import Unavailable
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import json_answer
@@ -21,25 +21,23 @@ class Models:
         self._services = services
 
     async def list(self, request: Request) -> Response:
-        """All models that are served, and the LoRA adapters over them."""
+        """All models that are served, and the LoRA adapters over them. Raises Unavailable while nobody can serve."""
         context_of(request, "models")
+        if not self._services.usable:  # an empty list would say that there are none
+            raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         models = [self._model(info) for info in self._services.models.values()]
         adapters = [self._adapter(name, info) for name, info in self._services.adapters.items()]
         return json_answer({"object": "list", "data": [*models, *adapters]})
 
     async def one(self, request: Request) -> Response:
-        """One of them."""
+        """One of them. Raises as `LlmServices.pick`."""
         context_of(request, "models")
         name = request.path_params["name"]
         if (base := self._services.adapters.get(name)) is not None:
             return json_answer(self._adapter(name, base))
         info = self._services.models.get(name)
         if info is None:
-            raise NotFound(
-                "no model of that name is served; /v1/models lists those that are",
-                reason="UNKNOWN_MODEL",
-                field="model",
-            )
+            raise self._services.lack(name)
         return json_answer(self._model(info))
 
     def _model(self, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:

@@ -49,10 +49,10 @@ async function findModels() {
     const { data } = await getJson("v1/models");
     const chosen = $("model").value;
     $("model").replaceChildren(...data.map(({ id }) => el("option", { value: id, selected: id === chosen }, id)));
-    $("model").parentElement.hidden = data.length === 0;
-    notice(data.length ? "" : "No LLM service can be used yet: it may still be loading its model.");
-    if (data.length) return;
+    $("model").parentElement.hidden = false;
+    return notice("");
   } catch (error) {
+    $("model").parentElement.hidden = !$("model").options.length;
     notice(`${error.message.charAt(0).toUpperCase()}${error.message.slice(1)}. ${error.advice ?? ""}`);
     if (error.status === 401) return openSettings("token");
   }

@@ -82,6 +82,17 @@ def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
         assert http.get(f"http://{door.address}/v1/models/{model['id']}").json() == model
 
 
+class Starting(FakeLlm):
+    """An LLM service whose engine has not said yet how long a context it has memory for."""
+
+    context_tokens = 0
+
+    def GetInfo(self, request, context):
+        info = super().GetInfo(request, context)
+        info.context_tokens = self.context_tokens
+        return info
+
+
 @pytest.mark.parametrize(
     ("flags", "said_of_it"),
     [
@@ -135,6 +146,22 @@ def test_a_model_whose_service_is_down_is_not_unknown() -> None:
         until(lambda: door.metric("llm_services_usable") == 0, "it is gone")
         down = door.post("/v1/chat/completions", body)
         assert (down.status, down.error["code"]) == (503, "NO_LLM_SERVICE")
+        one = door.get("/v1/models/demo")
+        assert (one.status, one.error["code"]) == (503, "NO_LLM_SERVICE")
+
+
+def test_models_are_listed_once_a_service_has_said_that_it_can_serve() -> None:
+    llm = Starting()
+    with serving(llm=llm) as address, gateway(address) as running:
+        front = Door(running)
+        for path in ("/v1/models", "/v1/models/demo", "/health/ready"):
+            answer = front.get(path)
+            assert (answer.status, answer.error["code"]) == (503, "NO_LLM_SERVICE"), path
+            assert answer.headers["retry-after"] == "1"
+        llm.context_tokens = 4096
+        until(lambda: front.get("/health/ready").status == 200, "it is ready")
+        assert [model["id"] for model in json.loads(front.get("/v1/models").body)["data"]] == ["demo"]
+        assert front.get("/v1/models/other").status == 404
 
 
 def test_sixty_megabytes_are_refused_or_handed_on_without_piling_up() -> None:

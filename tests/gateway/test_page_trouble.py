@@ -268,7 +268,7 @@ def test_a_page_without_a_service_waits_for_one(chromium: Browser, tmp_path: Pat
         gateway(f"file://{services}") as running,
         opened(chromium, running.address) as page,
     ):
-        expect(page.get_by_role("status").first).to_contain_text("No LLM service can be used yet")
+        expect(page.get_by_role("status").first).to_contain_text("An LLM service has to be started")
         answer = ask(page, "Hello")
         expect(answer.get_by_role("alert")).to_contain_text("An LLM service has to be started")
         services.write_text(f"{address}\n")
