@@ -81,10 +81,10 @@ _SPANS = {
 
 
 def kinds() -> list[str]:
-    """All that the library has for pictures and text, in its order, and those for sounds and text that there is a
-    recipe for."""
+    """All that the library has for pictures and text, in its order, and those for sounds and text that a family of ours
+    serves, or that there is a recipe for."""
     seeing = [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
-    return [*seeing, *sorted(RECIPES.keys() - seeing)]
+    return [*seeing, *sorted({*RECIPES, *FAMILIES}.difference(seeing))]
 
 
 def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
