@@ -25,7 +25,7 @@ from common.cpu.jit import use_threads
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 from llm_service.layers.linear import PackedLinear, quantized
-from llm_service.layers.quantization import Rounded
+from llm_service.layers.weight_dtype import Rounded
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)

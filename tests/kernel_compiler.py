@@ -26,7 +26,7 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
-from llm_service.layers.gpu import gdn_kernels, quantized_kernel, routing_kernels
+from llm_service.layers.gpu import gdn_kernels, quantized_kernel, routing_kernels, scaled_kernel, scaled_weight
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
@@ -249,6 +249,13 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         launch = {"OUTPUTS": outputs, "INPUTS": inputs, "num_warps": 4}
         kernel = quantized_kernel.widen_kernel
         found[f"widen, {name}"] = compiled(capability, kernel, dtype, (), {"scales": scales}, **same, **launch)
+    launch = asdict(scaled_weight.ScaledLaunch())
+    same = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs")} | {"EXPERTS": 128, "POWER": 128}
+    types = {"x": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32"}
+    for one in (False, True):
+        kernel = scaled_kernel.scaled_product_kernel
+        name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
+        found[name] = compiled(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
     return found
 
 

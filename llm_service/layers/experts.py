@@ -14,8 +14,8 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import TORCH, RowOps
-from llm_service.layers.quantization import Rounded
 from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.weight_dtype import Rounded
 
 _APART = ("gate_proj", "up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""

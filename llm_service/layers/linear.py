@@ -16,8 +16,8 @@ from torch.nn import functional
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.quantization import Rounded, narrowed
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+from llm_service.layers.weight_dtype import Rounded, narrowed
 
 
 class Stored(Protocol):

@@ -16,7 +16,7 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill
-from llm_service.layers.quantization import Rounded
+from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import MtpDecoder

@@ -89,6 +89,32 @@ def test_many_rows_are_multiplied_in_8_bits_on_both_sides(rows: int, columns: in
         assert 6e-3 < (laid_out.product(x).double() - expected).norm() / expected.norm() < 0.05
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="before Hopper")
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (1, 1024)], ids=["blocks", "outputs"])
+def test_many_rows_of_experts_are_multiplied_in_8_bits_on_both_sides(rows: int, columns: int) -> None:
+    how = {"columns": columns, "rows": rows, "scale": torch.float32}
+    each = [replace(random_weight(Number.E4M3, 768, 1024, **how), rounds_inputs=True).to(CUDA) for _ in range(5)]
+    laid_out = GpuWeight.of_experts([[weight] for weight in each])
+    assert laid_out.scaled_experts is not None, "our kernel does not compile here"
+    counts = (300, 0, 1, 63, 900)
+    x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
+    out = torch.empty(len(x), 768, dtype=torch.bfloat16, device=CUDA)
+    ends = torch.tensor(counts, device=CUDA).cumsum(0).int()
+
+    def run() -> None:
+        out.copy_(laid_out.grouped_product(x, ends))
+
+    with torch.inference_mode():
+        run()
+        replay = CudaCapture(CUDA)(run)
+        out.zero_()
+        replay()
+    for weight, given, part in zip(each, out.split(counts), x.split(counts), strict=True):
+        if len(part):
+            expected = part.double() @ weight.wide().double().T
+            assert 6e-3 < (given.double() - expected).norm() / expected.norm() < 0.05
+
+
 @pytest.mark.parametrize("form", TIMED)
 def test_a_row_is_the_same_whatever_few_rows_are_beside_it(form: str) -> None:
     weight = GpuWeight.of([TIMED[form](torch.randn(1024, 2048, device=CUDA))])

@@ -16,8 +16,8 @@ from common.cpu.jit import Array
 from llm_service.layers.cpu import panel_kernel, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.selection import wide_vectors
-from llm_service.layers.quantization import narrowed
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.weight_dtype import narrowed
 
 _PAIR = 32
 """Outputs of bfloat16 that lie in one line of a cache, two to a word: the first with the 17th, and so on."""

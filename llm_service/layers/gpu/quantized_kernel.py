@@ -50,6 +50,21 @@ def _tile(base, n, k, outputs, start, FORM: tl.constexpr, INPUTS: tl.constexpr, 
     return _numbers(codes, FORM, TYPE)
 
 
+@triton.jit
+def rows_of(tile, ends, EXPERTS: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr):
+    """Whose rows a tile of ROWS has, and which: the expert, its first row and its end. Rows of each expert end before
+    row `ends` [EXPERTS]; a tile behind all of them is no expert's. POWER is a power of 2, at least EXPERTS."""
+    each = tl.arange(0, POWER)
+    end = tl.load(ends + each, each < EXPERTS, 0)
+    begin = tl.load(ends + each - 1, (each > 0) & (each < EXPERTS), 0)
+    tiles = tl.where(each < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum(((upto <= tile) & (each < EXPERTS)).to(tl.int32), 0)
+    own = each == expert
+    first = tl.sum(tl.where(own, begin + (tile - upto + tiles) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+
+
 @triton.jit(do_not_specialize=["m"])
 def product_kernel(
     out,
@@ -93,18 +108,10 @@ def product_kernel(
     expert, base = 0, codes
     first, last = tile * ROWS, m
     if EXPERTS > 1:
-        each = tl.arange(0, POWER)
-        end = tl.load(ends + each, each < EXPERTS, 0)
-        begin = tl.load(ends + each - 1, (each > 0) & (each < EXPERTS), 0)
-        tiles = tl.where(each < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
-        upto = tl.cumsum(tiles, 0)
-        expert = tl.sum(((upto <= tile) & (each < EXPERTS)).to(tl.int32), 0)
+        expert, first, last = rows_of(tile, ends, EXPERTS, POWER, ROWS)
         if expert >= EXPERTS:
             return
         base += tl.cast(expert, tl.int64) * n * ((k + HALF - 1) // HALF)
-        own = each == expert
-        first = tl.sum(tl.where(own, begin + (tile - upto + tiles) * ROWS, 0), 0)
-        last = tl.sum(tl.where(own, end, 0), 0)
     rows = first + tl.arange(0, ROWS)
     zero_rows = group_count if ZEROS == 2 else ZEROS
     scale_base = scales + expert * group_count * n

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.gpu import quantized_kernel as kernels
-from llm_service.layers.gpu.scaled_weight import ScaledWeight
+from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
 _MANY = 256
 """Rows from which on a weight is widened in memory, once for all of them, and the library's product is faster."""
+_MANY_EACH = 64
+"""Rows of an expert, on the average, from which on its product is bound by arithmetic."""
 _AT_ONCE = 1 << 25
 """Numbers that are widened at a time for them."""
 _PROGRAMS = 256
@@ -67,7 +69,7 @@ class GpuWeight:
 
     `groups` int32 [inputs] is the group of each input. Where tiles of `tile` inputs lie in one, groups are of `columns`
     inputs each, and the first lacks its first `before`; else `columns` is 0. `order` int64 [inputs] if there is one.
-    `scaled` computes many rows in bfloat16, where it is there.
+    `scaled`, of experts `scaled_experts`, computes many rows in bfloat16, where it is there.
     """
 
     number: Number
@@ -82,6 +84,7 @@ class GpuWeight:
     before: int
     order: Tensor | None
     scaled: ScaledWeight | None = None
+    scaled_experts: ScaledExperts | None = None
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GpuWeight | None:
@@ -100,7 +103,8 @@ class GpuWeight:
         first = found[0] if found else None
         if first is None or len(found) < len(experts) or not all(_alike(each, first) for each in found):
             raise ValueError("its experts are not quantised alike")
-        return cls._of(found)
+        made = cls._of(found)
+        return replace(made, scaled_experts=ScaledExperts.of(found, made.codes))
 
     @classmethod
     def _of(cls, experts: Sequence[GroupedWeight]) -> GpuWeight:
@@ -135,7 +139,8 @@ class GpuWeight:
     def nbytes(self) -> int:
         """Bytes of all that it holds."""
         held = (self.codes, self.scale, self.zero, self.unit, self.groups, self.order)
-        return sum(each.nbytes for each in held if each is not None)
+        short = (each.scale for each in (self.scaled, self.scaled_experts) if each is not None)
+        return sum(each.nbytes for each in (*held, *short) if each is not None)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
@@ -151,6 +156,9 @@ class GpuWeight:
 
     def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight."""
+        many = len(x) > _MANY_EACH * len(self.codes)
+        if many and self.scaled_experts is not None and x.dtype == torch.bfloat16:
+            return self.scaled_experts.product(x, ends)
         return self._run(x if self.order is None else x[:, self.order], ends)
 
     def wide(self, dtype: torch.dtype) -> Tensor:

@@ -1,17 +1,21 @@
 """Products in 8 bits on both sides, for checkpoints that are made for them: weights in e4m3, inputs rounded to it on
-their way, each row, or each 128 numbers of it, with a scale of its own. By the library's kernels, from Hopper on."""
+their way, each row, or each 128 numbers of it, with a scale of its own. By the library's kernels, for experts by one of
+ours, from Hopper on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from common import log
+from llm_service.layers.gpu.scaled_kernel import scaled_product_kernel
 from llm_service.layers.quantized_weight import GroupedWeight, Number
 
 _log = log.get("kernels")
@@ -35,7 +39,7 @@ class ScaledWeight:
     def of(cls, weight: GroupedWeight, codes: Tensor) -> ScaledWeight | None:
         """Of a weight whose numbers are `codes` uint8; None where it is not made for this, or its device does not
         compute it."""
-        if not weight.rounds_inputs or weight.number is not Number.E4M3 or not _computes(weight.codes.device):
+        if not _is_made_for_it(weight):
             return None
         made = cls.laid_out(weight, codes)
         return made if made is not None and _is_right(made.blocks, weight.codes.device) else None
@@ -60,20 +64,93 @@ class ScaledWeight:
     def product(self, x: Tensor) -> Tensor:
         """x bfloat16 [m, inputs] → x Wᵀ [m, outputs], in the same type."""
         rows = functional.pad(x, (0, 0, 0, -len(x) % _ALIGNED))
-        parts = rows.reshape(len(rows), -1, _BLOCK if self.blocks else rows.shape[1])
-        scale = parts.abs().amax(2, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny * _HIGHEST)
-        scale /= _HIGHEST
-        numbers = (parts / scale).clamp_(-_HIGHEST, _HIGHEST).to(torch.float8_e4m3fn).view_as(rows)
+        numbers, scale = _rounded(rows, _BLOCK if self.blocks else rows.shape[1])
         how = ScalingType.BlockWise1x128 if self.blocks else ScalingType.RowWise
         return functional.scaled_mm(
             numbers,
             self.codes.t(),
-            scale.squeeze(2).t().contiguous().t() if self.blocks else scale.squeeze(2),
+            scale.t().contiguous().t() if self.blocks else scale,
             how,
             self.scale,
             ScalingType.BlockWise128x128 if self.blocks else how,
             output_dtype=torch.bfloat16,
         )[: len(x)]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLaunch:
+    """What one program computes, and with how many warps."""
+
+    rows: int = 64
+    outputs: int = 128
+    inputs: int = _BLOCK
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledExperts:
+    """`codes` e4m3 as bytes [experts, outputs, inputs], the tensor that another form has; `scale` float32 [experts,
+    inputs / 128, outputs], or without `blocks` [experts, 1, outputs]."""
+
+    codes: Tensor
+    scale: Tensor
+    blocks: bool
+
+    @classmethod
+    def of(cls, experts: Sequence[GroupedWeight], codes: Tensor) -> ScaledExperts | None:
+        """Of experts' weights whose numbers are `codes` uint8; None where they are not made for this, or their device
+        does not compute it."""
+        first = experts[0]
+        if not all(_is_made_for_it(each) for each in experts) or first.order is not None:
+            return None
+        groups = len(first.scale)
+        blocks = groups > 1
+        if blocks and (first.inputs != groups * _BLOCK or not _is_each(first.ends)):
+            return None
+        scale = torch.stack([each.scale.float() * each.unit for each in experts])
+        made = cls(codes, scale, blocks)
+        return made if _are_right(blocks, codes.device) else None
+
+    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x bfloat16 [m, inputs] → [m, outputs], in the same type: rows of expert e, which end before row `ends[e]`,
+        int32, by its weight."""
+        (experts, n, k), m, launch = self.codes.shape, len(x), ScaledLaunch()
+        out = x.new_empty(m, n)
+        if not m:
+            return out
+        numbers, scale = _rounded(x, _BLOCK if self.blocks else k)
+        tiles = m // launch.rows + min(m, experts)
+        scaled_product_kernel[(triton.cdiv(n, launch.outputs), tiles)](
+            out,
+            numbers,
+            scale,
+            *(self.codes, self.scale, ends),
+            *(n, k),
+            ONE=not self.blocks,
+            EXPERTS=experts,
+            POWER=triton.next_power_of_2(experts),
+            ROWS=launch.rows,
+            OUTPUTS=launch.outputs,
+            INPUTS=launch.inputs,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        return out
+
+
+def _rounded(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """x [m, k] as e4m3, and the scale of each `width` numbers, float32 [m, k / width]: the largest of them is the
+    largest that there is."""
+    parts = x.reshape(len(x), -1, width)
+    scale = parts.abs().amax(2, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny * _HIGHEST)
+    scale /= _HIGHEST
+    numbers = (parts / scale).clamp_(-_HIGHEST, _HIGHEST).to(torch.float8_e4m3fn)
+    return numbers.view_as(x), scale.squeeze(2)
+
+
+def _is_made_for_it(weight: GroupedWeight) -> bool:
+    return weight.rounds_inputs and weight.number is Number.E4M3 and _computes(weight.codes.device)
 
 
 def _is_each(ends: Tensor) -> bool:
@@ -88,22 +165,42 @@ def _computes(device: torch.device) -> bool:
 @cache
 def _is_right(blocks: bool, device: torch.device) -> bool:
     """Whether the library's kernel is there, and gives what plain torch does. Tried once, when a model is loaded."""
-    weight = torch.randn(2 * _BLOCK, 3 * _BLOCK, device=device).to(torch.float8_e4m3fn)
-    grid = (3, 2 * _BLOCK) if blocks else (1, 2 * _BLOCK)
-    scale = (torch.rand(grid[0], 2, device=device) + 0.5).repeat_interleave(_BLOCK, 1)
+    weight, wide = _example(blocks, device)
+    made = ScaledWeight.laid_out(weight, weight.codes)
+    assert made is not None
+    x = torch.randn(40, weight.inputs, device=device).bfloat16()
+    return _gives("products of e4m3", blocks, lambda: made.product(x), x.float() @ wide.T)
+
+
+@cache
+def _are_right(blocks: bool, device: torch.device) -> bool:
+    """The same of our kernel, for two experts."""
+    weight, wide = _example(blocks, device)
+    scale = (weight.scale * weight.unit).expand(2, -1, -1).contiguous()
+    made = ScaledExperts(weight.codes.expand(2, -1, -1).contiguous(), scale, blocks)
+    x = torch.randn(40, weight.inputs, device=device).bfloat16()
+    ends = torch.tensor([7, 40], dtype=torch.int32, device=device)
+    return _gives("experts' products of e4m3", blocks, lambda: made.product(x, ends), x.float() @ wide.T)
+
+
+def _example(blocks: bool, device: torch.device) -> tuple[GroupedWeight, Tensor]:
+    """A weight, and the same in float32."""
+    numbers = torch.randn(2 * _BLOCK, 3 * _BLOCK, device=device).to(torch.float8_e4m3fn)
+    groups = 3 if blocks else 1
+    scale = (torch.rand(groups, 2, device=device) + 0.5).repeat_interleave(_BLOCK, 1)
     ends = torch.arange(_BLOCK, 3 * _BLOCK + 1, _BLOCK) if blocks else torch.tensor([3 * _BLOCK])
     none, ones = torch.empty(0, 2 * _BLOCK, dtype=torch.int32), torch.ones(2 * _BLOCK, device=device)
-    codes = weight.view(torch.uint8)
-    made = ScaledWeight.laid_out(GroupedWeight(Number.E4M3, codes, 3 * _BLOCK, scale, none, ones, ends), codes)
-    assert made is not None
-    x = torch.randn(40, 3 * _BLOCK, device=device).bfloat16()
-    wide = weight.float() * scale.repeat_interleave(3 * _BLOCK // grid[0], 0).T
-    expected = x.float() @ wide.T
+    weight = GroupedWeight(Number.E4M3, numbers.view(torch.uint8), 3 * _BLOCK, scale, none, ones, ends)
+    return weight, numbers.float() * scale.repeat_interleave(3 * _BLOCK // groups, 0).T
+
+
+def _gives(what: str, blocks: bool, product: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Whether a product is there, and near to what is expected; if not, that is logged."""
     try:
-        error = (made.product(x).float() - expected).norm() / expected.norm()
-    except (RuntimeError, NotImplementedError) as refused:
-        _log.warning("products of e4m3 are not there", blocks=blocks, cause=str(refused).partition("\n")[0])
+        error = (product().float() - expected).norm() / expected.norm()
+    except Exception as refused:  # noqa: BLE001 - whatever a library or a compiler says, another form computes the same
+        _log.warning(f"{what} are not there", blocks=blocks, cause=str(refused).partition("\n")[0])
         return False
     if not (right := bool(error < 0.05)):
-        _log.warning("products of e4m3 are wrong here", blocks=blocks, error=float(error))
+        _log.warning(f"{what} are wrong here", blocks=blocks, error=float(error))
     return right

@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType
 from llm_service.layers.gpu import quantized_weight as module
 from llm_service.layers.gpu import scaled_weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
-from llm_service.layers.gpu.scaled_weight import ScaledWeight
+from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 from llm_service.models.quantized import Scheme
 from tests.random_weights import random_weight
@@ -43,6 +43,7 @@ def stand_in(a: Tensor, b: Tensor, scale_a: Tensor, how_a: Any, scale_b: Tensor,
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     scaled_weight._is_right.cache_clear()
+    scaled_weight._are_right.cache_clear()
     monkeypatch.setattr(functional, "scaled_mm", stand_in)
     monkeypatch.setattr(scaled_weight, "_computes", lambda _: True)
 
@@ -121,6 +122,67 @@ def test_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.MonkeyPatch) ->
     laid_out.product(torch.randn(5, 384))
     laid_out.product(torch.randn(3, 384))
     assert calls == [5]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [BLOCKS, {"columns": 384, "scale": torch.bfloat16}, {"columns": 384, "rows": 200, "scale": torch.float32}],
+    ids=["blocks", "a scale an output", "one scale"],
+)
+@pytest.mark.parametrize("counts", [(70, 0, 1, 9), (0, 0, 0, 200), (0, 0, 0, 0)], ids=str)
+def test_experts_products_are_near_those_of_their_wide_weights(how: dict[str, Any], counts: tuple[int, ...]) -> None:
+    weights = [made_for_it(200, 384, **how) for _ in counts]
+    laid_out = GpuWeight.of_experts([[weight] for weight in weights]).scaled_experts
+    assert laid_out is not None
+    assert laid_out.blocks == (how is BLOCKS)
+    rows = sum(counts)
+    x = (torch.randn(rows, 384) * torch.logspace(-4, 4, max(1, rows))[:rows].unsqueeze(1)).bfloat16()
+    given = laid_out.product(x, torch.tensor(counts).cumsum(0).int())
+    parts = zip(weights, x.float().split(counts), strict=True)
+    expected = torch.cat([part @ weight.wide().T for weight, part in parts])
+    assert given.dtype == torch.bfloat16
+    assert given.shape == expected.shape
+    error = (given.float() - expected).norm(dim=1)
+    assert (error <= 0.05 * expected.norm(dim=1)).all(), "each row has a scale of its own"
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        made_for_it(256, 600, **BLOCKS),
+        made_for_it(256, 640, **BLOCKS, before=64),
+        made_for_it(256, 640, columns=64, scale=torch.float32),
+        random_weight(Number.E4M3, 256, 640, **BLOCKS),
+        random_weight(Number.INT8, 256, 640, columns=640),
+    ],
+    ids=["inputs", "cut", "small groups", "16 bits", "int8"],
+)
+def test_experts_that_do_not_fit_are_left_to_another_kernel(weight: QuantizedWeight) -> None:
+    assert GpuWeight.of_experts([[weight], [weight]]).scaled_experts is None
+
+
+@pytest.mark.parametrize("trouble", ["refused", "wrong"])
+def test_a_compiler_that_cannot_make_the_kernel_leaves_experts_to_another(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ScaledExperts.product
+
+    def broken(self: ScaledExperts, *given: Any) -> Tensor:
+        if trouble == "refused":
+            raise RuntimeError("no such type\nat all")
+        return 1.2 * right(self, *given)
+
+    monkeypatch.setattr(ScaledExperts, "product", broken)
+    assert GpuWeight.of_experts([[made_for_it(256, 640, **BLOCKS)]]).scaled_experts is None
+
+
+def test_experts_with_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = GpuWeight.of_experts([[made_for_it(256, 384, **BLOCKS)] for _ in range(2)])
+    calls: list[int] = []
+    monkeypatch.setattr(ScaledExperts, "product", lambda _, x, ends: calls.append(len(x)) or x.new_zeros(len(x), 256))
+    for rows, dtype in ((129, torch.bfloat16), (129, torch.float32), (128, torch.bfloat16)):
+        laid_out.grouped_product(torch.randn(rows, 384).to(dtype), torch.tensor([rows - 2, rows]).int())
+    assert calls == [129]
 
 
 @pytest.mark.parametrize(

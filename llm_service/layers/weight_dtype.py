@@ -1,4 +1,4 @@
-"""Weights in 16 bits, where nothing is lost by it."""
+"""What type weights are kept in: what they may be rounded to, and 16 bits where nothing is lost by it."""
 
 from __future__ import annotations
 
