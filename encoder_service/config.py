@@ -31,7 +31,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     attention: str = option(
         "auto",
         "how the vision tower's attention is computed; auto takes the first that works here, in graphs the fastest",
-        choices=("auto", "flash3", "flash", "triton", "sdpa"),
+        choices=("auto", "flash3", "flash", "triton", "numba", "sdpa"),
     )
     graphs: str = option(
         "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"

@@ -329,6 +329,39 @@ def _to_powers(_: Any, _place: Any, _fours: Any, _less: Any) -> Any:
     return types.float32(types.intp, types.intp, types.float32), generate
 
 
+def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _less: Any) -> Any:
+    """Writes 2^(x · scale - less) of each number x at an address, of four times so many vectors, to `out` as bfloat16,
+    and gives the sum of what was not rounded yet. Otherwise as `to_powers`."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, address, fours, scale, less = given
+        scale, less = _spread(builder, scale), builder.fneg(_spread(builder, less))
+        known = [cgutils.alloca_once_value(builder, _constant(0.0)) for _ in range(_FOUR)]
+        with cgutils.for_range(builder, fours) as loop:
+            place = _at(builder, address, loop.index, _WORD(_FOUR * LINE))
+            powers = []
+            for index, total in enumerate(known):
+                number = _load(builder, _plus(builder, place, LINE * index), _VECTOR)
+                powers.append(_power(builder, _multiply_add(builder, number, scale, less)))
+                builder.store(builder.fadd(builder.load(total), powers[-1]), total)
+            for index in range(0, _FOUR, 2):
+                end = _at(builder, out, loop.index, _WORD(_FOUR * LINE // 2), LINE * index // 2)
+                _store(builder, _both_rounded(builder, *powers[index : index + 2]), end)
+        first, second, third, last = (builder.load(total) for total in known)
+        total = builder.fadd(builder.fadd(first, second), builder.fadd(third, last))
+        reduce = _declared(builder, "llvm.vector.reduce.fadd.v16f32", _SINGLE, [_SINGLE, _VECTOR])
+        return builder.call(reduce, [_SINGLE(-0.0), total], fastmath=("reassoc",))
+
+    return types.float32(types.intp, types.intp, types.intp, types.float32, types.float32), generate
+
+
+def _both_rounded(builder: Any, first: Value, second: Value) -> Value:
+    """32 bfloat16 of two vectors, one behind the other, as a vector. LLVM takes numbers of 16 bits for them."""
+    shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
+    convert = _declared(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", shorts, [_VECTOR, _VECTOR])
+    return builder.bitcast(builder.call(convert, [second, first]), _VECTOR)
+
+
 def _gate(_: Any, _out: Any, _gates: Any, _values: Any, _vectors: Any) -> Any:
     """Sets so many vectors at `out` to silu(gate) · value, of gates and values at two other addresses."""
 
@@ -611,6 +644,7 @@ scaled_stretch: Any = intrinsic(_scaled_stretch)
 add_scaled: Any = intrinsic(_add_scaled)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
+to_short_powers: Any = intrinsic(_to_short_powers)
 gate: Any = intrinsic(_gate)
 score_keys: Any = intrinsic(_score_keys)
 add_values: Any = intrinsic(_add_values)

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import log
+from common.cpu.compiling import CompilingProcess, Readiness, not_kept
+from common.devices import multiplies_bfloat16
 
 _log = log.get("attention")
 
@@ -87,6 +89,33 @@ def _sdpa(parts: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> 
         out[start:end].view(shape).copy_(F.scaled_dot_product_attention(one, two, three).transpose(1, 2))
         start = end
     return out
+
+
+class Numba:
+    """Our own kernel for CPUs with AVX512-BF16. What no earlier start has left on disk is compiled by a process beside
+    this one (`wait`: here and now, as where no folder can be written), and torch computes until then."""
+
+    name = "numba"
+
+    def __init__(self, *, wait: bool = False) -> None:
+        from common.cpu import jit, pair_attention  # numba takes its time
+
+        self._kernel = pair_attention
+        jit.use_threads(torch.get_num_threads())
+        missing = not_kept(pair_attention.KERNELS)
+        if missing and (wait or any(jit.find(name).folder is None for name in missing)):
+            for name in missing:
+                jit.find(name).compile()
+            missing = []
+        self._compiling = CompilingProcess(missing) if missing else None
+
+    def over(self, lengths: Lengths, device: torch.device) -> Segments:
+        if self._compiling is not None and self._compiling.readiness is not Readiness.THERE:
+            return Sdpa().over(lengths, device)
+        return self._kernel.PairAttention(lengths)
+
+    def stable(self, patches: int, longest: int, device: torch.device) -> None:  # noqa: ARG002
+        return None
 
 
 def runs(lengths: Lengths) -> list[tuple[int, int]]:
@@ -209,6 +238,7 @@ def max_segments(patches: int) -> int:
 BACKENDS: Final[dict[str, Callable[[], Backend]]] = {
     **{name: functools.partial(Flash, name) for name in _FLASH},
     "triton": Triton,
+    "numba": functools.cache(Numba),
     "sdpa": Sdpa,
 }
 """By name, the one to be preferred first."""
@@ -227,7 +257,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
         if why := _obstacle(name, device, dtype, wanted=True):
             raise AttentionUnavailable(f"--attention {name}: {why}")
         try:
-            return BACKENDS[name]()
+            return Numba(wait=True) if name == "numba" else BACKENDS[name]()
         except ImportError as error:
             raise AttentionUnavailable(f"--attention {name}: {error}") from error
     return next(_that_run(candidates(device, dtype), device, dtype, head_dim))
@@ -285,6 +315,11 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bo
 
         interpreted = wanted and triton.knobs.runtime.interpret
         return "" if device.type == "cuda" or interpreted else "it needs a GPU"
+    if name == "numba":
+        able = torch.backends.cpu.get_cpu_capability() == "AVX512" and multiplies_bfloat16()
+        if device.type != "cpu" or not able:
+            return "it needs a CPU with AVX512-BF16"
+        return "" if dtype == torch.bfloat16 else "it needs bfloat16"
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -145,10 +145,19 @@ class Runner:
     def _divide_cores(self, settings: WorkerSettings) -> CoreShare | None:
         if self.device.type != "cpu" or not settings.core_share:
             return None
-        share = CoreShare.of_this_host(torch.get_num_threads(), torch.set_num_threads)
+        share = CoreShare.of_this_host(torch.get_num_threads(), self._use_threads)
         if share is not None:
             share.between(self.blocks())
         return share
+
+    def _use_threads(self, count: int) -> None:
+        """Has torch compute on so many threads, and our kernels, where there are any."""
+        if isinstance(self._tower, AttendingTower) and self._tower.backend.name == "numba":
+            from common.cpu.jit import use_threads
+
+            use_threads(count)
+        else:
+            torch.set_num_threads(count)
 
     def blocks(self) -> Iterable[torch.nn.Module]:
         """What the tower computes one after the other, if it is built so."""

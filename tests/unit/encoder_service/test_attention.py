@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.cpu.compiling import Readiness
+from common.cpu.jit import use_threads
+from common.cpu.pair_attention import PairAttention
 from encoder_service.models import attention
 from encoder_service.models.attention import (
     AttentionUnavailable,
     Flash,
+    Numba,
     Sdpa,
     Triton,
     candidates,
@@ -48,6 +53,70 @@ def test_any_segments_equal_plain_torch(backend, lengths, seed):
     torch.testing.assert_close(ours, plain(parts, lengths), rtol=1e-5, atol=1e-5)
 
 
+SHORT = pytest.mark.skipif(
+    attention._obstacle("numba", CPU, torch.bfloat16, wanted=True) != "", reason="this processor lacks AVX512-BF16"
+)
+
+
+def in_short(lengths: list[int], heads: int, dim: int) -> list[torch.Tensor]:
+    """Queries and keys as rotary positions leave them, and values as a part of what is beside them."""
+    generator = torch.Generator().manual_seed(dim)
+    heads_of_all = torch.randn(sum(lengths), 3 * heads, dim, generator=generator).bfloat16()
+    return [*heads_of_all[:, : 2 * heads].clone().chunk(2, dim=1), heads_of_all[:, 2 * heads :]]
+
+
+@SHORT
+@pytest.mark.parametrize("dim", [4, 16, 36, 64, 72, 80, 96, 128, 160])
+def test_our_kernel_for_cpus_is_no_further_off_than_torch_s(dim: int) -> None:
+    lengths = [5, 130, 64, 64, 1, 257, 300]
+    parts = in_short(lengths, 3, dim)
+    ours, theirs = (backend.over(lengths, CPU)(*parts) for backend in (Numba(wait=True), Sdpa()))
+    exact = plain([part.float() for part in parts], lengths)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).pow(2).mean().sqrt() <= 1.01 * (theirs - exact).pow(2).mean().sqrt()
+    torch.testing.assert_close(ours.float(), exact, rtol=2e-2, atol=2e-2)
+
+
+@SHORT
+def test_our_kernel_for_cpus_gives_the_same_bits_in_any_company_and_on_any_number_of_threads() -> None:
+    lengths, known = [40, 333, 64], torch.get_num_threads()
+    parts, backend = in_short(lengths, 2, 72), Numba(wait=True)
+    together = backend.over(lengths, CPU)(*parts)
+    try:
+        use_threads(1)
+        each = zip(*(part.split(lengths) for part in parts), strict=True)
+        alone = [backend.over([len(q)], CPU)(q, k, v) for q, k, v in each]
+    finally:
+        use_threads(known)
+    assert torch.cat(alone).equal(together)
+
+
+@SHORT
+def test_what_is_not_a_number_stays_in_its_segment_and_high_scores_do_not_overflow() -> None:
+    lengths = [30, 300, 70]
+    q, k, v = in_short(lengths, 2, 64)
+    v[10, 0, 3] = torch.nan
+    out = Numba(wait=True).over(lengths, CPU)(100 * q, k, v)
+    assert out[:30, 0, 3].isnan().all()
+    assert out[30:].isfinite().all()
+    torch.testing.assert_close(
+        out[30:], Sdpa().over(lengths[1:], CPU)(100 * q[30:], k[30:], v[30:]), rtol=0.1, atol=0.1
+    )
+
+
+@SHORT
+def test_torch_computes_until_our_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = SimpleNamespace(readiness=Readiness.WAITING)
+    monkeypatch.setattr(attention, "not_kept", list)
+    monkeypatch.setattr(attention, "CompilingProcess", lambda names: process if names else None)
+    backend, parts = Numba(), in_short([90], 2, 64)
+    assert backend.over([90], CPU)(*parts).equal(Sdpa().over([90], CPU)(*parts))
+    process.readiness = Readiness.FAILED
+    assert not isinstance(backend.over([90], CPU), PairAttention)
+    process.readiness = Readiness.THERE
+    assert isinstance(backend.over([90], CPU), PairAttention)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.lists(SEGMENTS, min_size=2, max_size=4))
 def test_stable_segments_can_be_filled_again_and_again(cuts):
@@ -79,6 +148,8 @@ def test_neighbours_of_one_length_go_together():
     ("name", "device", "dtype", "why"),
     [
         ("flash", "cpu", torch.float32, "--attention flash: it needs a GPU"),
+        ("numba", "cuda", torch.bfloat16, "--attention numba: it needs a CPU with AVX512-BF16"),
+        pytest.param("numba", "cpu", torch.float32, "--attention numba: it needs bfloat16", marks=SHORT),
         ("flash", "cuda", torch.float32, "--attention flash: it needs bfloat16 or float16"),
         ("flash3", "cuda", torch.bfloat16, "--attention flash3: flash-attn 3 cannot be imported"),
     ],
@@ -105,6 +176,7 @@ def test_what_is_not_installed_is_refused_by_name(monkeypatch):
     ("device", "dtype", "names"),
     [
         ("cpu", torch.float32, ["sdpa"]),
+        pytest.param("cpu", torch.bfloat16, ["numba", "sdpa"], marks=SHORT),
         ("cuda", torch.float32, ["triton", "sdpa"]),
         ("cuda", torch.bfloat16, ["flash", "triton", "sdpa"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.core_share import CoreShare
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config, registry
 from encoder_service.item import Inspection, Plan
@@ -121,6 +123,33 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
         patches = preprocess(picture, (SIDE, SIDE), settings.processors[Modality.IMAGE])
         expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
         torch.testing.assert_close(rows_at(buffers[1], at, 4, settings), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_worker_divides_the_cores_while_it_computes_and_looks_before_each_block(checkpoints, buffers, monkeypatch):
+    name, used, looks = f"twinlens-test-{os.getpid()}", [], []
+    look = CoreShare.look
+
+    def counted(share: CoreShare) -> None:
+        looks.append(share)
+        look(share)
+
+    monkeypatch.setattr(CoreShare, "of_this_host", lambda _, use: CoreShare(name, 2, use))
+    monkeypatch.setattr(CoreShare, "look", counted)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    runner, other = Runner(worker_settings(checkpoints("qwen3_vl"), core_share=True), *buffers), CoreShare(name, 2, int)
+    put(buffers[0], 0, seed=0)
+    with other.computing():
+        looks.clear()
+        runner.run(Batch([piece(0, 4096)]))
+        assert used == [1]
+        assert len(looks) == 1 + len(runner.blocks())
+    runner.run(Batch([piece(0, 4096)]))
+    assert used == [1, 2]
+    used.clear()
+    with other.computing():
+        assert other._used == 2, "outside of a pass it holds no claim"
+    other.close()
+    runner._share_of_cores.close()
 
 
 def test_a_batch_may_be_prepared_while_another_is_computed(checkpoints, buffers):

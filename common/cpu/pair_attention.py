@@ -1,0 +1,225 @@
+"""Attention inside segments in bfloat16, compiled by numba for processors with AVX512-BF16. Keys lie in panels of pairs
+of numbers, values in panels of pairs of keys, as VDPBF16PS multiplies them; scores, the running softmax
+(https://arxiv.org/abs/2205.14135) and sums are float32. A query's sums do not depend on those beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.cpu import llvm
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_short_powers
+
+_WIDTH = 64
+"""Keys of a panel."""
+_VECTORS = _WIDTH // LANES
+_ROWS = 6
+"""Queries whose scores with a panel are kept in registers."""
+_TILE = 24
+"""Queries that go over the keys together: a multiple of all numbers of rows whose sums are kept in registers."""
+_STRETCH = 4 * _WIDTH
+"""Keys whose scores are known before they are weighed."""
+_WIDEST = 5
+"""Vectors of a value that are summed up together."""
+_PAIRS = np.empty(0, np.uint64)
+"""Says `add_products` that weights are pairs."""
+
+
+@inner
+def _pack_keys(panel: Any, keys: Any) -> None:
+    """Fills uint32 panel [words, 64] with keys [n, words], n ≤ 64, and zeros behind the last."""
+    for index in range(_WIDTH):
+        for word in range(panel.shape[0]):
+            panel[word, index] = keys[index, word] if index < keys.shape[0] else np.uint32(0)
+
+
+@inner
+def _pack_values(lanes: Any, values: Any) -> None:
+    """Fills uint32 lanes [parts, 32, width] with values [n, words], n ≤ 64: the same number of two neighbouring keys
+    side by side; zeros behind the last key and the last number."""
+    count, words = values.shape
+    width = lanes.shape[2]
+    for pair in range(_WIDTH // 2):
+        for part in range(lanes.shape[0]):
+            for word in range(width // 2):
+                place, one, other = part * (width // 2) + word, np.uint32(0), np.uint32(0)
+                if place < words and 2 * pair < count:
+                    one = values[2 * pair, place]
+                if place < words and 2 * pair + 1 < count:
+                    other = values[2 * pair + 1, place]
+                lanes[part, pair, 2 * word] = one & np.uint32(0xFFFF) | other << np.uint32(16)
+                lanes[part, pair, 2 * word + 1] = one >> np.uint32(16) | other & np.uint32(0xFFFF0000)
+
+
+def _pack(panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
+    """Fills uint32 panels [heads, p, words, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
+    words]; the others are as in `_attend`."""
+    count = len(begins)
+    for task in numba.prange(panels.shape[0] * count):
+        head, panel = np.intp(task) // count, np.intp(task) % count
+        begin = begins[panel, 1]
+        end = min(begin + _WIDTH, segments[begins[panel, 0], 1])
+        _pack_keys(panels[head, panel], keys[begin:end, head])
+        _pack_values(lanes[head, panel], values[begin:end, head])
+
+
+@inner
+def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
+    """sums [24, parts · width] += bfloat16 weights [24, 32 words] · lanes [parts, 32, width], of so many rows."""
+    parts, pairs, width = lanes.shape
+    for part in range(parts):
+        out, panel = sums.ctypes.data + part * width * FLOAT, lanes.ctypes.data + part * pairs * width * FLOAT
+        vectors = width // LANES
+        step = _TILE // 2 if vectors == 2 else 8 if vectors == 3 else 6 if vectors == 4 else 4
+        for row in range(0, rows, step):
+            places = (
+                *(out + row * sums.strides[0], sums.strides[0]),
+                *(weights.ctypes.data + row * weights.strides[0], weights.strides[0]),
+                *(panel, np.intp(0), np.intp(0)),
+            )
+            if vectors == 2:
+                add_products(12, 2, 2, NOTHING, _PAIRS, places, pairs)
+            elif vectors == 3:
+                add_products(8, 3, 3, NOTHING, _PAIRS, places, pairs)
+            elif vectors == 4:
+                add_products(6, 4, 4, NOTHING, _PAIRS, places, pairs)
+            else:
+                add_products(4, 5, 5, NOTHING, _PAIRS, places, pairs)
+
+
+@inner
+def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
+    """uint32 out and query [n, words], n ≤ 24, of one head, over the first `known` keys in panels [p, words, 64], their
+    values in lanes [p, parts, 32, width]."""
+    rows, words = query.shape
+    numbers, shorts = np.zeros((_TILE, words), np.uint32), np.empty((_TILE, _STRETCH // 2), np.uint32)
+    sums = np.zeros((_TILE, lanes.shape[1] * lanes.shape[3]), np.float32)
+    scores = np.empty((_TILE, _STRETCH), np.float32)
+    most, total = np.full(_TILE, -np.inf, np.float32), np.zeros(_TILE, np.float32)
+    shorts[rows:] = np.uint32(0)
+    for index in range(rows):
+        for word in range(words):
+            numbers[index, word] = query[index, word]
+    for start in range(0, known, _STRETCH):
+        here = min(_STRETCH, known - start)
+        wide = (here + _WIDTH - 1) // _WIDTH
+        for index in range(_TILE):
+            scores[index, : wide * _WIDTH] = np.float32(0.0)
+        for panel in range(wide):
+            keys = panels[start // _WIDTH + panel]
+            for row in range(0, rows, _ROWS):
+                places = (
+                    *(scores[row:, panel * _WIDTH :].ctypes.data, scores.strides[0]),
+                    *(numbers[row:].ctypes.data, numbers.strides[0]),
+                    *(keys.ctypes.data, np.intp(0), np.intp(0)),
+                )
+                add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, _PAIRS, places, words)
+        for index in range(rows):
+            scores[index, here : wide * _WIDTH] = -np.inf
+            above = max(most[index], highest(scores[index].ctypes.data, wide) * scale)
+            if start and above > most[index]:
+                less = np.exp2(most[index] - above)
+                total[index] *= less
+                sums[index] *= less
+            most[index] = above
+            total[index] += to_short_powers(shorts[index].ctypes.data, scores[index].ctypes.data, wide, scale, above)
+        for panel in range(wide):
+            weights = shorts[:, panel * _WIDTH // 2 : (panel + 1) * _WIDTH // 2]
+            _add_values(sums, weights, lanes[start // _WIDTH + panel], rows)
+    for index in range(rows):
+        share = np.float32(1.0) / total[index]
+        for word in range(words):
+            low, high = sums[index, 2 * word] * share, sums[index, 2 * word + 1] * share
+            out[index, word] = _short(low) | _short(high) << np.uint32(16)
+
+
+@numba.njit(inline="always")
+def _short(number: Any) -> Any:
+    """The bits of the nearest bfloat16, of two the even one; what is not a number stays none."""
+    bits = np.float32(number).view(np.uint32)
+    near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    held = near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000)
+    return np.uint32(held) >> np.uint32(16)
+
+
+def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
+    """out and query [n, heads, words] of two bfloat16 each, of which `group` heads share one of keys. segments int64
+    [s, 3]: where they begin and end, and the first panel of each; begins and tiles int64 [p, 2] and [t, 2]: a panel's,
+    or a tile's, segment and first place. `scale` includes log2 e."""
+    count = len(tiles)
+    for task in numba.prange(query.shape[1] * count):
+        head, tile = np.intp(task) // count, np.intp(task) % count
+        segment, row = tiles[tile, 0], tiles[tile, 1]
+        begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
+        known, last = end - begin, min(row + _TILE, end)
+        there = slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+        shared = head // group
+        here = panels[shared, there], lanes[shared, there]
+        _attend_tile(out[row:last, head], query[row:last, head], *here, known, scale)
+
+
+_pack_kernel = compiled(_pack)
+_attend_kernel = compiled(_attend, made_of=llvm)
+_any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
+_panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
+TYPED = {
+    "pack": Typed(_pack_kernel, (_panels, _lanes, _any, _any, _table, _table)),
+    "attend": Typed(
+        _attend_kernel,
+        (numba.uint32[:, :, ::1], _any, _panels, _lanes, _table, _table, numba.intp, numba.float32),
+    ),
+}
+KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
+"""Their names, as `common.cpu.jit.find` takes them."""
+
+
+class PairAttention:
+    """Full attention inside segments of so many neighbours each, in all layers of a pass."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        segments: list[tuple[int, int, int]] = []
+        begins: list[tuple[int, int]] = []
+        tiles: list[tuple[int, int]] = []
+        begin = 0
+        for index, length in enumerate(lengths):
+            end = begin + length
+            segments.append((begin, end, len(begins)))
+            begins += [(index, first) for first in range(begin, end, _WIDTH)]
+            tiles += [(index, first) for first in range(begin, end, _TILE)]
+            begin = end
+        self._segments, self._begins, self._tiles = (np.array(each, np.int64) for each in (segments, begins, tiles))
+        self._room: tuple[Array, Array] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v and the result bfloat16 [n, heads, head_dim], of an even head_dim whose numbers lie together; there
+        may be fewer heads of k and v, each shared by as many of q."""
+        heads, dim = k.shape[1:]
+        query, keys, values = (_words(each) for each in (q, k, v))
+        if self._room is None:
+            vectors = -(-dim // LANES)
+            parts = -(-vectors // _WIDEST)
+            width = max(2, -(-vectors // parts)) * LANES
+            count = len(self._begins)
+            self._room = (
+                np.empty((heads, count, dim // 2, _WIDTH), np.uint32),
+                np.empty((heads, count, parts, _WIDTH // 2, width), np.uint32),
+            )
+        out = np.empty(query.shape, np.uint32)
+        scale = np.float32(math.log2(math.e) / math.sqrt(dim))
+        _pack_kernel(*self._room, keys, values, self._segments, self._begins)
+        group = q.shape[1] // heads
+        _attend_kernel(out, query, *self._room, self._segments, self._tiles, group, scale)
+        return torch.from_numpy(out).view(torch.bfloat16)
+
+
+def _words(x: Tensor) -> Array:
+    """bfloat16 [n, heads, dim] as uint32 [n, heads, dim / 2] over the same memory."""
+    words: Array = x.view(torch.int32).numpy().view(np.uint32)
+    return words
