@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from common import errors
 from common.grpc_status import from_plain_status
+from common.tls_files import TlsFiles, TokenFile
 from twinlens.v1 import media_pb2
 
 OPTIONS = (
@@ -39,17 +40,31 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ChannelSecurity:
-    """How to speak to the other side: PEM files (empty: no TLS, no client certificate) and a bearer token."""
+    """How to speak to the other side: PEM files (empty: no TLS, no client certificate) and a bearer token, or the file
+    that holds it."""
 
     ca: str = ""
     cert: str = ""
     key: str = ""
     token: str = ""
+    token_file: TokenFile | None = None
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
-        """What every call carries."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """What every call carries: of a file, the token that is in it now."""
+        token = self.token_file.token if self.token_file else self.token
+        return (("authorization", f"Bearer {token}"),) if token else ()
+
+    def files(self) -> TlsFiles | None:
+        """What tells when channels have to be opened anew, for their files were replaced; None without TLS.
+
+        Raises OSError or ValueError where they cannot be used.
+        """
+        if not self.ca:
+            return None
+        files = TlsFiles(self.cert, self.key, self.ca, options=("certificate", "key", "roots"))
+        files.read()
+        return files
 
 
 def open_channel(target: str, security: ChannelSecurity, *, name: str = "") -> grpc.aio.Channel:

@@ -1,4 +1,5 @@
-"""Certificates that are replaced while a server runs: cert-manager, for one, writes new files long before old ones end.
+"""Certificates and tokens that are replaced while a process runs: cert-manager, for one, writes new files long before
+old ones end.
 
 Files are looked at, not watched: whoever needs them asks whether they have changed. What cannot be used, such as a
 certificate whose key has not been written yet, is left alone, and looked at again next time.
@@ -6,6 +7,7 @@ certificate whose key has not been written yet, is left alone, and looked at aga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,8 @@ _Seen = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """A certificate chain, its private key, and the roots that callers' certificates must come from, or none; PEM."""
+    """A certificate chain and its private key, empty where none is shown, and the roots that the other side's
+    certificates must come from, or none; PEM."""
 
     cert: bytes
     key: bytes
@@ -28,24 +31,30 @@ class Certificates:
 
 
 class TlsFiles:
-    """The files that `--tls-cert`, `--tls-key` and `--tls-client-ca` name."""
+    """The files of one side of TLS; of a server those that `--tls-cert`, `--tls-key` and `--tls-client-ca` name."""
 
-    def __init__(self, cert: str, key: str, ca: str = "") -> None:
-        """Reads nothing yet. `ca` "" means that callers need no certificate."""
+    def __init__(
+        self,
+        cert: str,
+        key: str,
+        ca: str = "",
+        *,
+        options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca"),
+    ) -> None:
+        """Reads nothing yet. A name may be "" where there is no such file; `options` are what messages call them."""
         self._cert, self._key, self._ca = cert, key, ca
+        self._options = options
         self._used: _Seen = ()
         self._refused: _Seen = ()
 
     def read(self) -> Certificates:
         """What is in the files. Raises OSError or ValueError where it cannot be used."""
         seen = self._look()
-        credentials.check_files(
-            ca=("--tls-client-ca", self._ca), cert=("--tls-cert", self._cert), key=("--tls-key", self._key)
-        )
-        roots = Path(self._ca).read_bytes() if self._ca else None
-        certificates = Certificates(Path(self._cert).read_bytes(), Path(self._key).read_bytes(), roots)
+        options = self._options
+        credentials.check_files(ca=(options[2], self._ca), cert=(options[0], self._cert), key=(options[1], self._key))
+        cert, key, ca = (Path(name).read_bytes() if name else b"" for name in (self._cert, self._key, self._ca))
         self._used = seen
-        return certificates
+        return Certificates(cert, key, ca or None)
 
     def changed(self) -> Certificates | None:
         """What is in the files, where that is not what was read last and can be used; logged. It raises nothing."""
@@ -57,12 +66,11 @@ class TlsFiles:
         except (OSError, ValueError) as error:
             self._refuse(str(error))
             return None
-        _log.info("certificates were replaced", cert=self._cert)
+        _log.info("certificates were replaced", cert=self._cert or self._ca)
         return certificates
 
     def _look(self) -> _Seen:
-        files = [Path(name).stat() for name in (self._cert, self._key, self._ca) if name]
-        return tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files)
+        return _seen(self._cert, self._key, self._ca)
 
     def _refuse(self, cause: str) -> None:
         """Says it once for each state of the files."""
@@ -73,3 +81,37 @@ class TlsFiles:
         if seen != self._refused:
             self._refused = seen
             _log.warning("certificates were replaced by what cannot be used; the old ones stay", cause=cause)
+
+
+class TokenFile:
+    """A file that holds a bearer token. `read` gives what is in it; it raises ValueError for what is no token."""
+
+    def __init__(self, path: str, read: Callable[[], str]) -> None:
+        """Reads the file. Raises as `read`."""
+        self._path, self._read = path, read
+        self._looked_at = self._look()
+        self._token = read()
+
+    @property
+    def token(self) -> str:
+        """The token that is there now; while there is none that can be used, the last one."""
+        looked = self._look()
+        if looked != self._looked_at:
+            self._looked_at = looked
+            try:
+                self._token = self._read()
+                _log.info("a token was replaced", file=self._path)
+            except ValueError as error:
+                _log.warning("a token was replaced by what cannot be used; the old one stays", cause=str(error))
+        return self._token
+
+    def _look(self) -> _Seen:
+        try:
+            return _seen(self._path)
+        except OSError:
+            return ()
+
+
+def _seen(*names: str) -> _Seen:
+    files = [Path(name).stat() for name in names if name]
+    return tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.config import is_port, option, size, words
 from common.grpc_channel import ChannelSecurity
+from common.tls_files import TokenFile
 from twinlens import credentials
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -106,8 +107,9 @@ class GatewayConfig:
 
     def link(self) -> ChannelSecurity:
         """How LLM services are spoken to. Raises ValueError where the token's file holds none."""
-        token = _tokens(self.llm_token_file)[0] if self.llm_token_file else self.llm_token
-        return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, token)
+        file = self.llm_token_file
+        token_file = TokenFile(file, lambda: _tokens(file)[0]) if file else None
+        return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, self.llm_token, token_file)
 
 
 def _tokens(file: str) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -70,6 +70,7 @@ class LlmService:
     the `adapters` over it are what it served then as well; `told` is what it last said of its load."""
 
     address: str
+    name: str
     channel: grpc.aio.Channel
     stub: LlmServiceAsyncStub
     generate: grpc.aio.UnaryStreamMultiCallable[Outgoing, llm_pb2.GenerateResponse]
@@ -85,6 +86,12 @@ class LlmService:
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
         return model == self.model or model in self.adapters
+
+    def reconnect(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        """Has further calls take another channel. Returns the one before, on which others may be under way."""
+        before, self.channel = self.channel, channel
+        self.stub, self.generate = LlmServiceStub(channel), generate_method(channel)
+        return before
 
     @property
     def load(self) -> int:
@@ -127,6 +134,8 @@ class LlmServices:
 
     def __init__(self, addresses: Sequence[str], security: ChannelSecurity) -> None:
         self._security = security
+        self._files = security.files()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._resolver = Resolver(addresses)
         self._known: dict[str, LlmService] = {}
         self._listed = asyncio.Event()
@@ -134,7 +143,7 @@ class LlmServices:
 
     def _open(self, address: str, name: str) -> LlmService:
         channel = open_channel(address, self._security, name=name)
-        service = LlmService(address, channel, LlmServiceStub(channel), generate_method(channel))
+        service = LlmService(address, name, channel, LlmServiceStub(channel), generate_method(channel))
         service.watcher = tasks.start(self._watch(service), f"watch {address}")
         return service
 
@@ -204,8 +213,9 @@ class LlmServices:
 
     async def _keep_resolving(self) -> None:
         """Looks names and lists up again and again. A service that is on none of them any more gets no new request."""
-        leaving: set[asyncio.Task[None]] = set()
         while True:
+            if self._files is not None and self._files.changed():
+                self._reconnect()
             wanted = await self._resolver.resolve()
             for address in wanted.keys() - self._known.keys():
                 try:
@@ -214,10 +224,23 @@ class LlmServices:
                     _log.error("an LLM service cannot be spoken to", address=address, cause=str(error))
             self._listed.set()
             for address in self._known.keys() - wanted.keys():
-                closing = tasks.start(self._close(self._known.pop(address), _LAST_SECONDS), f"close {address}")
-                leaving.add(closing)
-                closing.add_done_callback(leaving.discard)
+                self._leave(self._close(self._known.pop(address), _LAST_SECONDS), address)
             await asyncio.sleep(_WATCH_SECONDS)
+
+    def _reconnect(self) -> None:
+        """Calls from now on show, and trust, the certificates that are in the files now; others go on to their end."""
+        for service in self.services:
+            try:
+                channel = open_channel(service.address, self._security, name=service.name)
+            except OSError as error:  # replaced once more, and not whole yet
+                _log.error("an LLM service is spoken to as before", address=service.address, cause=str(error))
+                continue
+            self._leave(service.reconnect(channel).close(_LAST_SECONDS), service.address)
+
+    def _leave(self, closing: Coroutine[Any, Any, None], address: str) -> None:
+        task = tasks.start(closing, f"close {address}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _close(self, service: LlmService, grace: float | None) -> None:
         """Forgets a service; what is under way there has `grace` seconds to end."""

@@ -11,6 +11,7 @@ from common.devices import check_device, cuda_memory, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig, read_token
 from common.media.item import Modality
+from common.tls_files import TokenFile
 from twinlens import credentials
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
@@ -344,10 +345,11 @@ class LlmConfig(ServerConfig):
 
     def link(self) -> ChannelSecurity:
         """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
-        token = read_token(self.encoder_token, self.encoder_token_file)
+        token, file = read_token(self.encoder_token, ""), self.encoder_token_file
+        token_file = TokenFile(file, lambda: read_token("", file)) if file else None
         credentials.check_files(
             ca=("--encoder-ca", self.encoder_ca),
             cert=("--encoder-cert", self.encoder_cert),
             key=("--encoder-key", self.encoder_key),
         )
-        return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token)
+        return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token, token_file)

@@ -36,7 +36,7 @@ class Connections:
     """
 
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
-        self._metadata = security.metadata
+        self._security = security
         self._connections = [_connection(open_channel(address, security, name=name)) for _ in range(count)]
         self.stub = EncoderServiceStub(self._connections[0].channel)
 
@@ -52,7 +52,7 @@ class Connections:
         """
         connection = min(self._connections, key=lambda connection: connection.open)
         try:
-            metadata = (*self._metadata, *tracing.outgoing(), (STATED, str(len(request))))
+            metadata = (*self._security.metadata, *tracing.outgoing(), (STATED, str(len(request))))
             call: Call = connection.encode(request, timeout=timeout, metadata=metadata)
         except grpc.aio.UsageError as error:
             raise Unavailable("the encoder could not be reached", reason=UNREACHABLE) from error

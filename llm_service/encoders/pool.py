@@ -7,7 +7,8 @@ in the list moves few items; an encoder that is crowded is passed over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any
 
 from common import log, tasks
 from common.errors import Unavailable
@@ -37,6 +38,7 @@ class EncoderPool:
         self._sources = Resolver(addresses)
         self._configured = bool(addresses)
         self._absence = Absence()
+        self._files = settings.security.files()
         self._replicas: dict[str, tuple[Replica, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._resolver: asyncio.Task[None] | None = None
@@ -68,6 +70,9 @@ class EncoderPool:
 
     async def _keep_resolving(self) -> None:
         while True:
+            if self._files is not None and self._files.changed():
+                for each in self.replicas:
+                    self._retire(each.reconnect(self.settings.timeout), f"reconnect {each.address}")
             wanted = await self._sources.resolve()
             for address in wanted.keys() - self._replicas.keys():
                 self._add(address, wanted[address])
@@ -90,11 +95,15 @@ class EncoderPool:
         replica, watcher = self._replicas.pop(address)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        task = tasks.start(replica.close(grace), f"close {address}")
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        task = self._retire(replica.close(grace), f"close {address}")
         if grace is None:
             await task
+
+    def _retire(self, closing: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = tasks.start(closing, name)
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        return task
 
     async def refuses(self, identity: bytes) -> bool:
         """Whether two encoders have died over this item; where that is still in question it is waited for, so that no

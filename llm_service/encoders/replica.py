@@ -109,8 +109,16 @@ class Replica:
             mirrors=settings.mirrors,
             on_lost=self._lost,
         )
-        self._metadata = settings.security.metadata
-        self._connections = Connections(address, name, settings.security, settings.connections)
+        self._connections = self._connect()
+
+    def _connect(self) -> Connections:
+        return Connections(self.address, self.name, self._settings.security, self._settings.connections)
+
+    async def reconnect(self, grace: float) -> None:
+        """Has further calls take new connections, by the files that there are now; those under way have `grace` seconds
+        to end. Raises OSError where the files cannot be read just now: all stays as it is then."""
+        before, self._connections = self._connections, self._connect()
+        await before.close(grace)
 
     @property
     def usable(self) -> bool:
@@ -144,13 +152,17 @@ class Replica:
         await self.health.watch(self._check, changed)
 
     async def _check(self) -> Verdict:
-        began = time.monotonic()
+        began, metadata = time.monotonic(), self._settings.security.metadata
         try:
             info: Any = await self._connections.stub.GetInfo(
-                encoder_pb2.EncoderServiceGetInfoRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
+                encoder_pb2.EncoderServiceGetInfoRequest(),
+                timeout=_CHECK_TIMEOUT,
+                metadata=metadata,
             )
             load: Any = await self._connections.stub.GetLoad(
-                encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_CHECK_TIMEOUT, metadata=self._metadata
+                encoder_pb2.EncoderServiceGetLoadRequest(),
+                timeout=_CHECK_TIMEOUT,
+                metadata=metadata,
             )
         except grpc.aio.AioRpcError as error:
             self.trouble = trouble(error.code(), error.details() or "", self._settings.security)

@@ -52,6 +52,53 @@ def test_tls_to_callers_and_to_llm_services(tmp_path: Path) -> None:
         assert llm.metadata["authorization"] == "Bearer inner"
 
 
+class Shown(FakeLlm):
+    """An LLM service that remembers which certificates its callers showed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.certificates: list[str] = []
+
+    def Generate(self, request, context):
+        (pem,) = context.auth_context()["x509_pem_cert"]
+        self.certificates.append(pem.decode().strip())
+        yield from super().Generate(request, context)
+
+
+def test_a_certificate_and_a_token_that_are_replaced_are_shown_to_llm_services(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    cert, key, ca, token = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem", "token"))
+    authority.cert_pem.write_to_path(str(ca))
+
+    def issue(word: str) -> str:
+        issued = authority.issue_cert("gateway")
+        issued.private_key_pem.write_to_path(str(key))
+        cert.write_bytes(issued.cert_chain_pems[0].bytes())
+        token.write_text(f"{word}\n")
+        return cert.read_text().strip()
+
+    first = issue("one")
+    server = authority.issue_cert("127.0.0.1")
+    chain = [(server.private_key_pem.bytes(), server.cert_chain_pems[0].bytes())]
+    credentials = grpc.ssl_server_credentials(chain, ca.read_bytes(), require_client_auth=True)  # type: ignore[arg-type]
+    llm = Shown()
+    with (
+        serving(llm=llm, credentials=credentials) as address,
+        gateway(address, llm_ca=ca, llm_cert=cert, llm_key=key, llm_token_file=token) as running,
+    ):
+        door = Door(running)
+
+        def shown() -> tuple[str, str | bytes]:
+            assert door.post("/v1/chat/completions", {"messages": [said("x")]}).status == 200
+            return llm.certificates[-1], llm.metadata["authorization"]
+
+        until(lambda: door.get("/health/ready").status == 200, "it is ready")
+        assert shown() == (first, "Bearer one")
+        second = issue("number two")
+        assert shown()[1] == "Bearer number two"
+        until(lambda: shown()[0] == second, "the new certificate is shown")
+
+
 def test_a_certificate_that_is_replaced_is_shown_to_callers(tmp_path: Path) -> None:
     authority = trustme.CA()
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
