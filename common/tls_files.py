@@ -1,9 +1,7 @@
-"""Certificates and tokens that are replaced while a process runs: cert-manager, for one, writes new files long before
-old ones end.
+"""Certificates and tokens that are replaced while a process runs, as cert-manager does long before old ones end.
 
-Files are looked at, not watched: whoever needs them asks whether they have changed. What cannot be used, such as a
-certificate whose key has not been written yet, is left alone, and looked at again next time.
-"""
+Files are looked at, not watched. What cannot be used, such as a certificate whose key has not been written yet, is left
+alone, and looked at again next time."""
 
 from __future__ import annotations
 

@@ -38,6 +38,11 @@ OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-
 OF_OTHERS |= {"--no-build-isolation"}
 OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's
 OF_OTHERS |= {f"--{name}" for name in ("backend", "constraint", "data", "profile", "tokenizer")}  # of guidellm
+OF_OTHERS |= {
+    f"--{name}" for name in ("url", "endpoint-type", "streaming", "ui", "concurrency", "request-count", "isl")
+}
+OF_OTHERS |= {f"--{name}" for name in ("osl", "extra-inputs", "random-seed", "use-server-token-count")}  # and these
+OF_OTHERS |= {f"--image-{name}" for name in ("width-mean", "height-mean", "format")}  # of aiperf
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 HOMES = (ROOT, *(ROOT / service for service in SERVICES))
