@@ -36,7 +36,7 @@ VISION: Final = EncoderParts(
     section="vision_config",
     files=("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
-"""Of the Qwen families."""
+"""Of towers for pictures, as Qwen has them: the default of a family."""
 
 
 QWEN2_AUDIO_PARTS: Final = EncoderParts(

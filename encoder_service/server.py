@@ -33,7 +33,7 @@ from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.media.planner import LibraryPlanner, PlannerTimes
 from encoder_service.meters import Meters
-from encoder_service.servicer import EncoderServicer, ServedModel
+from encoder_service.servicer import Components, EncoderServicer
 from encoder_service.transports.link import Link
 from encoder_service.worker.messages import WorkerSettings
 from twinlens import __version__
@@ -148,7 +148,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             dtype=dtype.value,
         )
         meters.watch(encoder, link)
-        servicer.served = ServedModel(config, checkpoint.name, model, encoder, link, meters)
+        servicer.served = Components(config, checkpoint.name, model, encoder, link, meters)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()

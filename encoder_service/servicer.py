@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class Components:
     """What the servicer speaks for."""
 
     config: EncoderConfig
@@ -51,7 +51,7 @@ class EncoderServicer(EncoderServiceServicer):
     """Answers for one model. `served` is None until the service has started."""
 
     def __init__(self) -> None:
-        self.served: ServedModel | None = None
+        self.served: Components | None = None
         self._open_streams = 0
 
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Context) -> AsyncGenerator[Any, None]:
@@ -181,13 +181,13 @@ class EncoderServicer(EncoderServiceServicer):
         await store.shrink()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 
-    def _ready(self) -> ServedModel:
+    def _ready(self) -> Components:
         if self.served is None:
             raise Unavailable("the encoder is starting", reason="STARTING")
         return self.served
 
     async def _prefetch(
-        self, served: ServedModel, index: int, item: convert.ItemOrError
+        self, served: Components, index: int, item: convert.ItemOrError
     ) -> encoder_pb2.EncodeHeader | encoder_pb2.EncodeError:
         try:
             if isinstance(item, TwinlensError):

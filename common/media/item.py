@@ -17,6 +17,11 @@ class Modality(enum.StrEnum):
     VIDEO = "video"
     AUDIO = "audio"
 
+    @property
+    def has_times(self) -> bool:
+        """Whether each step of its grid along time has a time of its own."""
+        return self is Modality.VIDEO
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

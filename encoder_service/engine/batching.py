@@ -63,8 +63,8 @@ def order(unit: Unit) -> tuple[bool, int, int]:
 def assemble(waiting: Sequence[Unit], workers: int, budget: int, max_units: int) -> list[list[Unit]]:
     """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `max_units` units.
 
-    The first in order always go, one to a worker, even if they are larger than the budget; those after them go where
-    they fit. What was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
+    The very first in order always goes, even if it is larger than the budget; those after it go where they fit. What
+    was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
     workers become [1000] and [200 100 50].
     """
     if not waiting or workers < 1:

@@ -173,8 +173,9 @@ def _is_consistent(header: Header, merge: int) -> bool:
     grid = header.grid
     if header.modality is Modality.AUDIO:
         return (grid.t, grid.h) == (1, 1) and header.tokens <= grid.w and not (header.timestamps or header.grid_rows)
-    # A picture has no times; nor has what comes with its replacement, in which they stand.
-    groups = len(header.timestamps) + (header.modality is Modality.IMAGE or bool(header.replacement))
+    # What comes with its replacement has no times; they stand in it.
+    timed = header.modality.has_times and not header.replacement
+    groups = len(header.timestamps) + (not timed)
     if grid.h % merge or grid.w % merge or groups != grid.t:
         return False
     return header.all_rows * merge**2 == grid.patches

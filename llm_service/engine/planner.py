@@ -84,7 +84,7 @@ class Schedule:
 
 
 class Planner:
-    """Chooses, admits, preempts and has drafts verified; it touches queues and block tables, and nothing else."""
+    """Chooses, admits, preempts and has drafts verified; it changes queues, block tables and what sequences draft."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class Sequence:
     structure of the answer allows behind none, one, … of them. `proposed` are those that a model proposed with the last
     step. It is `rolled_back` where layers have states and one of
     its drafts was wrong: the next step computes what is known from before these drafts on. Only the methods change a
-    sequence, and of these none that answers a question.
+    sequence, and of these none that answers a question, but for what it remembers.
 
     `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
     `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the

@@ -45,8 +45,9 @@ class ServedModel:
         """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask; `library`
         is what it has said. Raises CheckpointError where neither serves it."""
         if checkpoint.config.get("model_type") in FAMILIES:
-            text, vision = TextConfig.of(checkpoint.config), checkpoint.config.get("vision_config", {})
-            levels = 1 + len(vision.get("deepstack_visual_indexes") or ())
+            text = TextConfig.of(checkpoint.config)
+            encoder = checkpoint.config.get(text.family.encoder.section, {})
+            levels = 1 + len(encoder.get("deepstack_visual_indexes") or ())
             return cls(text.family, text.hidden_size, text.vocab_size, text.max_position, levels)
         return cls.by_library(library or describe(checkpoint))
 

@@ -99,7 +99,7 @@ class PromptBuilder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """SpecialToken ids of a text; special tokens are recognised only where that is allowed."""
+        """Token ids of a text; special tokens are recognised only where that is allowed."""
         return self._ids(self._split(text)) if allow_special else self._tokenize(text)
 
     def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality]) -> list[Piece]:

@@ -31,11 +31,12 @@ class MediaLayout:
     def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaLayout:
         """Reads config.json, of the family that it names unless one is given; raises CheckpointError where that is not
         served."""
-        vision, family = config.get("vision_config", {}), family or family_of(config)
+        family = family or family_of(config)
+        encoder = config.get(family.encoder.section, {})
         return cls(
-            merge=1 if family.replaced else int(vision.get("spatial_merge_size", 2)),
+            merge=1 if family.replaced else int(encoder.get("spatial_merge_size", 2)),
             modalities=family.modalities,
-            tokens_per_second=float(vision.get("tokens_per_second", 2)),
+            tokens_per_second=float(encoder.get("tokens_per_second", 2)),
             replaced=family.replaced,
         )
 

@@ -1,4 +1,4 @@
-"""Runs a step plan on one device: embed, fuse, forward, sample. It keeps the weights and the KV cache, nothing else."""
+"""Runs a step plan on one device: embed, fuse, forward, sample."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class FewRows:
         """None where the layer is made of other parts, sums over ranks come between, a weight does not lie in panels,
         or the processor lacks the vectors that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
-        if layer.ranks > 1 or not isinstance(mlp, MLP) or not isinstance(attention, SelfAttention):
+        if layer.ranks > 1 or type(mlp) is not MLP or type(attention) is not SelfAttention:  # others do more, or else
             return None
         if not wide_vectors():
             return None
