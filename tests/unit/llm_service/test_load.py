@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
+from common.core_share import CoreShare
+from common.cpu import jit
 from common.library import LibraryModel
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.group import ALONE
@@ -22,7 +25,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
-from llm_service.worker.memory import Gauge
+from llm_service.worker.memory import Gauge, prompt
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.local_engine import LocalEngine
 
@@ -94,6 +97,40 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     assert seen == [(1, 1), (64, 8), "measured"]  # one token first, for the kernels of few rows
     (kind,) = runner.caches.paged.values()
     assert runner.caches.blocks == (25 << 20) // (kind.shape.block_elements * 4) < 8 * 4096 // 16
+
+
+def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, used, looks = f"twinlens-test-{os.getpid()}", list[int](), list[CoreShare]()
+    look = CoreShare.look
+
+    def counted(share: CoreShare) -> None:
+        looks.append(share)
+        look(share)
+
+    monkeypatch.setattr(jit, "use_threads", used.append)
+    monkeypatch.setattr(CoreShare, "of_this_host", lambda _, use: CoreShare(name, 2, use))
+    monkeypatch.setattr(CoreShare, "look", counted)
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
+    settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_cache_bytes=1 << 20, threads=1, core_share=True)
+    memory, other = SharedBuffer.create("test-rows", 1 << 20), CoreShare(name, 2, int)
+    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert runner.share is not None
+    used.clear()
+    plan = prompt(1, settings.block_size)[0]
+    with other.computing():
+        looks.clear()
+        runner.run(plan)
+        assert used == [1]
+        assert looks.count(runner.share) == 1 + TextConfig.of(Checkpoint(checkpoints("qwen3_vl")).config).layers
+    runner.run(plan)
+    assert used == [1, 2]
+    with other.computing():
+        assert other._used == 2, "between steps it holds no claim"
+    other.close()
+    runner.share.close()
 
 
 def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints: Callable[..., Path]) -> None:
