@@ -10,6 +10,7 @@ from typing import Final
 from common.errors import DataLoss, InvalidInput, Unsupported
 from common.media import kept_rows
 from common.media.item import (
+    HEADER_SHAPES,
     Embedding,
     Grid,
     Header,
@@ -59,7 +60,7 @@ def read_media(message: media_pb2.Media, field: str, served: Container[Modality]
     if modality is None:
         raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
     if modality not in served:
-        reason = "NO_AUDIO" if modality is Modality.AUDIO else "NO_VISION"
+        reason = HEADER_SHAPES[modality].unserved
         raise Unsupported(f"{modality} is not served by this model", reason=reason, field=f"{field}.modality")
     source = _read_source(message, field)
     if message.known_key and not isinstance(source, Url):

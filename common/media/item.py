@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from common.wire import DType
 
@@ -17,10 +17,24 @@ class Modality(enum.StrEnum):
     VIDEO = "video"
     AUDIO = "audio"
 
-    @property
-    def has_times(self) -> bool:
-        """Whether each step of its grid along time has a time of its own."""
-        return self is Modality.VIDEO
+
+@dataclass(frozen=True, slots=True)
+class HeaderShape:
+    """What the headers of one modality's items have: a plane of patches, which are merged, or positions in a row,
+    [1, 1, w] in the grid; and a time for each step along the grid's time. `unserved` is the reason where a model does
+    not take such items."""
+
+    has_plane: bool
+    has_times: bool
+    unserved: str
+
+
+HEADER_SHAPES: Final = {
+    Modality.IMAGE: HeaderShape(has_plane=True, has_times=False, unserved="NO_VISION"),
+    Modality.VIDEO: HeaderShape(has_plane=True, has_times=True, unserved="NO_VISION"),
+    Modality.AUDIO: HeaderShape(has_plane=False, has_times=False, unserved="NO_AUDIO"),
+}
+"""A row for each modality."""
 
 
 @dataclass(frozen=True, slots=True)

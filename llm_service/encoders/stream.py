@@ -16,7 +16,7 @@ from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unau
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
 from common.grpc_status import from_plain_status
 from common.media.convert import read_header, read_stages, verify_checksum
-from common.media.item import Header, Modality
+from common.media.item import HEADER_SHAPES, Header
 from common.row_frames import RowsFrame, unpack
 from common.stages import Stage
 from common.wire import RowLayout
@@ -170,11 +170,11 @@ class EncodeStream:
 
 def _is_consistent(header: Header, merge: int) -> bool:
     """Whether grid, rows and times go together. Of a clip, how many rows its grid has is its family's business."""
-    grid = header.grid
-    if header.modality is Modality.AUDIO:
+    grid, shape = header.grid, HEADER_SHAPES[header.modality]
+    if not shape.has_plane:
         return (grid.t, grid.h) == (1, 1) and header.tokens <= grid.w and not (header.timestamps or header.grid_rows)
     # What comes with its replacement has no times; they stand in it.
-    timed = header.modality.has_times and not header.replacement
+    timed = shape.has_times and not header.replacement
     groups = len(header.timestamps) + (not timed)
     if grid.h % merge or grid.w % merge or groups != grid.t:
         return False
