@@ -179,7 +179,7 @@ class LlmConfig(ServerConfig):
     max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
     max_requests: int = option(
         0,
-        "requests served or waiting; further ones are refused at once; 0: --max-running and --max-waiting together",
+        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting",
         minimum=0,
     )
     max_waiting: int = option(
@@ -268,7 +268,7 @@ class LlmConfig(ServerConfig):
 
     def request_limit(self) -> int:
         """Requests served or waiting, as it was asked for or as the device is."""
-        return self.max_requests or self.step_limits()[0] + self.max_waiting
+        return self.max_requests or 2 * self.step_limits()[0] + self.max_waiting
 
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""

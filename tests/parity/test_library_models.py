@@ -74,7 +74,7 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
     listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
     known = [made.model_type for made in library_models.library().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
-    assert listed[len(known) :] == ["glmasr", "qwen3_asr"], "those for sounds alone"
+    assert listed[len(known) :] == ["glmasr", "qwen2_audio", "qwen3_asr"], "those for sounds alone"
 
 
 def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None:
