@@ -60,8 +60,9 @@ def read_media(message: media_pb2.Media, field: str, served: Container[Modality]
     if modality is None:
         raise InvalidInput("the modality is not set", reason="BAD_MODALITY", field=f"{field}.modality")
     if modality not in served:
-        reason = HEADER_SHAPES[modality].unserved
-        raise Unsupported(f"{modality} is not served by this model", reason=reason, field=f"{field}.modality")
+        shape = HEADER_SHAPES[modality]
+        why = f"{modality} is not served by this model"
+        raise Unsupported(why, reason=shape.unserved, field=f"{field}.modality")
     source = _read_source(message, field)
     if message.known_key and not isinstance(source, Url):
         raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
