@@ -252,7 +252,7 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     launch = asdict(scaled_weight.ScaledLaunch())
     same = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs")} | {"EXPERTS": 128, "POWER": 128}
     types = {"x": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32"}
-    for one in (False, True):
+    for one in (False, True) if capability >= 90 else ():  # where `ScaledExperts` is used
         kernel = scaled_kernel.scaled_product_kernel
         name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
         found[name] = compiled(capability, kernel, dtype, (), types, ONE=one, **same, **launch)

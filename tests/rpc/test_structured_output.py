@@ -153,7 +153,8 @@ def test_one_callers_expensive_structures_hold_no_other_up(qwen3: Pair) -> None:
             asking.cache_salt = "modest"
             assert answer(qwen3.text, asking).choices
         assert not all(each.done() for each in refused)
-    assert {each.result().reason for each in refused} == {"BAD_STRUCTURE"}
+    found = {each.result().reason for each in refused}
+    assert found <= {"BAD_STRUCTURE", "STRUCTURE_TOO_LARGE"}, "of time, or of bytes where the machine is fast"
 
 
 def test_an_abort_reaches_requests_of_its_own_salt_alone(qwen3: Pair) -> None:
