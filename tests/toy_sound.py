@@ -13,7 +13,7 @@ import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.media.item import Grid, Modality, Options, Pixels
+from common.media.item import HEADER_SHAPES, Grid, HeaderShape, Modality, Options, Pixels
 from encoder_service.__main__ import main
 from encoder_service.families.family import Processor
 from encoder_service.families.qwen3_vl import QWEN3_VL
@@ -94,7 +94,6 @@ SPEC = ModalitySpec(
     formats={"TOY": Format(lambda head: head.startswith(_HEAD), frozenset({"audio/x-toy"}))},
     options=frozenset(),
     has_pixels=False,
-    has_times=True,
     is_slow=False,
     max_items=lambda _: 1,
     max_bytes=lambda _: 1 << 20,
@@ -106,8 +105,12 @@ SPEC = ModalitySpec(
 )
 
 
+SHAPE = HeaderShape(has_plane=True, has_times=True, unserved="NO_AUDIO")
+
+
 def register() -> None:
     """Serves sounds in this process."""
+    HEADER_SHAPES[Modality.AUDIO] = SHAPE
     SPECS[Modality.AUDIO] = SPEC
     FAMILIES["qwen3_vl"] = FAMILY
 

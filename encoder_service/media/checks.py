@@ -9,7 +9,7 @@ from functools import partial
 
 from common.errors import InvalidInput
 from common.media import kept_rows
-from common.media.item import Embedding, Key, Options, Pixels, Url
+from common.media.item import HEADER_SHAPES, Embedding, Key, Options, Pixels, Url
 from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
 from encoder_service.media import sniff
@@ -28,7 +28,7 @@ def check_item(item: Item, limits: MediaLimits) -> None:
             raise InvalidInput(f"pixels are not {item.modality}", reason="BAD_PIXELS", field=f"{item.field}.pixels")
         case Pixels() as pixels:
             _check_size(item, spec, limits)
-            _check_pixels(pixels, spec, f"{item.field}.pixels", limits)
+            _check_pixels(pixels, item, spec, limits)
             _check_pixel_options(pixels, item.options, item.field)
         case data:
             if not data:
@@ -43,7 +43,9 @@ def _check_size(item: Item, spec: ModalitySpec, limits: MediaLimits) -> None:
         raise InvalidInput(f"the media is larger than {max_bytes} bytes", reason=spec.too_large, field=item.field)
 
 
-def _check_pixels(pixels: Pixels, spec: ModalitySpec, field: str, limits: MediaLimits) -> None:
+def _check_pixels(pixels: Pixels, item: Item, spec: ModalitySpec, limits: MediaLimits) -> None:
+    field, has_times = f"{item.field}.pixels", HEADER_SHAPES[item.modality].has_times
+
     def refuse(why: str) -> InvalidInput:
         return InvalidInput(why, reason="BAD_PIXELS", field=field)
 
@@ -54,7 +56,7 @@ def _check_pixels(pixels: Pixels, spec: ModalitySpec, field: str, limits: MediaL
     if len(pixels.data) != pixels.frames * pixels.height * pixels.width * 3:
         raise refuse("the data is not frames · height · width · 3 bytes")
     times = pixels.timestamps
-    if times and not (spec.has_times and len(times) == pixels.frames and _are_times(times) and _in_order(times)):
+    if times and not (has_times and len(times) == pixels.frames and _are_times(times) and _in_order(times)):
         raise refuse("timestamps must be one for each frame of a video, from 0 on, in order")
     check_sides(pixels.width, pixels.height, field, limits)
 
@@ -115,7 +117,7 @@ def check_rows(
         raise _bad_rows(f"the grid is not one of a {item.modality}", field)
     if grid.h * grid.w > max_patches:
         raise _bad_rows(f"the grid has more than {max_patches} patches", field)
-    _check_times(rows, field, has_times=spec.has_times)
+    _check_times(rows, field, has_times=HEADER_SHAPES[item.modality].has_times)
     if rows.kept_rows and not ("kept_rows" in spec.options and kept_rows.fits(rows.kept_rows, squares)):
         raise _bad_rows("kept_rows are not those of the video's grid", field)
     if rows.count != (kept_rows.count(rows.kept_rows) if rows.kept_rows else squares):

@@ -14,11 +14,11 @@ from encoder_service.media.limits import MediaLimits, check_picture, check_sound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalitySpec:
-    """How items of one modality are told, bounded and decoded.
+    """How items of one modality are told, bounded and decoded; `common.media.item.HEADER_SHAPES` has the rest of it.
 
     `formats` are those that are taken. `options` are those that it knows. `has_pixels` says that a caller may have
-    decoded it, `has_times` that its frames have times. `is_slow` says that it takes long, to look into as well, so that
-    not all decode processes are given to it at once, and what was opened to look at it is kept open to be decoded.
+    decoded it. `is_slow` says that it takes long, to look into as well, so that not all decode processes are given to
+    it at once, and what was opened to look at it is kept open to be decoded.
 
     `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
     reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
@@ -29,7 +29,6 @@ class ModalitySpec:
     formats: Mapping[str, sniff.Format]
     options: frozenset[str]
     has_pixels: bool
-    has_times: bool
     is_slow: bool
     max_items: Callable[[MediaLimits], int]
     max_bytes: Callable[[MediaLimits], int]
@@ -45,7 +44,6 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.IMAGES,
         options=frozenset(("min_pixels", "max_pixels")),
         has_pixels=True,
-        has_times=False,
         is_slow=False,
         max_items=lambda limits: limits.max_images,
         max_bytes=lambda limits: limits.max_image_bytes,
@@ -59,7 +57,6 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.VIDEOS,
         options=frozenset(("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")),
         has_pixels=True,
-        has_times=True,
         is_slow=True,
         max_items=lambda limits: limits.max_videos,
         max_bytes=lambda limits: limits.max_video_bytes,
@@ -73,7 +70,6 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.AUDIOS,
         options=frozenset(),
         has_pixels=False,
-        has_times=False,
         is_slow=True,
         max_items=lambda limits: limits.max_audios,
         max_bytes=lambda limits: limits.max_audio_bytes,

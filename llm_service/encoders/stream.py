@@ -99,7 +99,7 @@ class EncodeStream:
     def _check(self, header: Header, layout: RowLayout) -> None:
         if layout != self._layout:
             raise DataLoss("the encoder's rows do not fit this model")
-        if not _is_consistent(header, self._merge):
+        if not is_consistent(header, self._merge):
             raise DataLoss("the encoder's header contradicts itself")
         places = [part.rows for part in header.replacement]
         if (sum(places) if self._replaced else header.tokens) != header.tokens or min(places, default=0) < 0:
@@ -168,7 +168,7 @@ class EncodeStream:
             yield event
 
 
-def _is_consistent(header: Header, merge: int) -> bool:
+def is_consistent(header: Header, merge: int) -> bool:
     """Whether grid, rows and times go together. Of a clip, how many rows its grid has is its family's business."""
     grid, shape = header.grid, HEADER_SHAPES[header.modality]
     if not shape.has_plane:

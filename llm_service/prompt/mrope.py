@@ -36,7 +36,7 @@ class MediaLayout:
         return cls(
             merge=1 if family.replaced else int(encoder.get("spatial_merge_size", 2)),
             modalities=family.modalities,
-            tokens_per_second=float(encoder.get("tokens_per_second", 2)),
+            tokens_per_second=float(encoder.get("tokens_per_second", 4)),
             replaced=family.replaced,
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.quantized import FORMS as TIMED
 from common.gpu import CudaCapture
@@ -51,14 +52,10 @@ def test_products_of_any_number_of_rows(weight: QuantizedWeight, dtype: torch.dt
         assert error.norm() / expected.norm() < (1e-5 if precise else 6e-3), rows
 
 
-@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.INT8])
-@pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
-def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> None:
-    every = experts(number, len(counts), 768, 1024)
-    weight = GpuWeight.of_experts([[part.to(CUDA) for part in parts] for parts in every])
-    x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
+def replayed(weight: GpuWeight, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """What a graph of a grouped product gives, the rows of each expert apart."""
     ends = torch.tensor(counts, device=CUDA).cumsum(0).int()
-    out = torch.empty(len(x), 768, dtype=torch.bfloat16, device=CUDA)
+    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=CUDA)
 
     def run() -> None:
         out.copy_(weight.grouped_product(x, ends))
@@ -68,7 +65,16 @@ def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> No
         replay = CudaCapture(CUDA)(run)
         out.zero_()
         replay()
-    for parts, given, rows in zip(every, out.split(list(counts)), x.split(list(counts)), strict=True):
+    return out.split(list(counts))
+
+
+@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.INT8])
+@pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
+def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> None:
+    every = experts(number, len(counts), 768, 1024)
+    weight = GpuWeight.of_experts([[part.to(CUDA) for part in parts] for parts in every])
+    x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
+    for parts, given, rows in zip(every, replayed(weight, x, counts), x.split(list(counts)), strict=True):
         if len(rows):
             wide = torch.cat([each.wide() for each in parts]).to(CUDA).double()
             expected = rows.double() @ wide.T
@@ -98,18 +104,7 @@ def test_many_rows_of_experts_are_multiplied_in_8_bits_on_both_sides(rows: int, 
     assert laid_out.scaled_experts is not None, "our kernel does not compile here"
     counts = (300, 0, 1, 63, 900)
     x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
-    out = torch.empty(len(x), 768, dtype=torch.bfloat16, device=CUDA)
-    ends = torch.tensor(counts, device=CUDA).cumsum(0).int()
-
-    def run() -> None:
-        out.copy_(laid_out.grouped_product(x, ends))
-
-    with torch.inference_mode():
-        run()
-        replay = CudaCapture(CUDA)(run)
-        out.zero_()
-        replay()
-    for weight, given, part in zip(each, out.split(counts), x.split(counts), strict=True):
+    for weight, given, part in zip(each, replayed(laid_out, x, counts), x.split(counts), strict=True):
         if len(part):
             expected = part.double() @ weight.wide().double().T
             assert 6e-3 < (given.double() - expected).norm() / expected.norm() < 0.05

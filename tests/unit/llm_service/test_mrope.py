@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from transformers import Qwen2_5_VLConfig
 
 from common.media.item import Grid, Header, Modality
 from llm_service.families.family import InPrompt, Rows
@@ -72,6 +73,12 @@ def test_spans_are_found_in_any_order() -> None:
     one, _ = positions(9, [first, second], PLAIN)
     other, _ = positions(9, [second, first], PLAIN)
     assert np.array_equal(one, other)
+
+
+def test_what_a_configuration_leaves_out_is_as_the_library_has_it() -> None:
+    theirs = Qwen2_5_VLConfig().vision_config
+    layout = MediaLayout.of({"model_type": "qwen2_5_vl", "vision_config": {}})
+    assert (layout.merge, layout.tokens_per_second) == (theirs.spatial_merge_size, theirs.tokens_per_second)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,18 @@ def made_for_it(outputs: int, inputs: int, **how: Any) -> QuantizedWeight:
     return replace(random_weight(Number.E4M3, outputs, inputs, **how), rounds_inputs=True)
 
 
+def check_rows(given: Tensor, expected: Tensor) -> None:
+    """Each row is near, however small it is: it has a scale of its own."""
+    assert given.dtype == torch.bfloat16
+    assert given.shape == expected.shape
+    assert ((given.float() - expected).norm(dim=1) <= 0.05 * expected.norm(dim=1)).all()
+
+
+def growing_rows(rows: int, inputs: int) -> Tensor:
+    """bfloat16 [rows, inputs], the last ones 10⁸ times as large as the first."""
+    return (torch.randn(rows, inputs) * torch.logspace(-4, 4, max(1, rows))[:rows].unsqueeze(1)).bfloat16()
+
+
 @pytest.mark.parametrize(
     ("weight", "blocks"),
     [
@@ -74,13 +86,9 @@ def test_a_product_is_near_the_wide_weight_s(weight: QuantizedWeight, blocks: bo
     laid_out = scaled(weight)
     assert laid_out is not None
     assert laid_out.blocks == blocks
-    x = (torch.randn(rows, weight.inputs) * torch.logspace(-4, 4, rows).unsqueeze(1)).bfloat16()
+    x = growing_rows(rows, weight.inputs)
     x[0] = 0
-    given, expected = laid_out.product(x), x.float() @ weight.wide().T
-    assert given.dtype == torch.bfloat16
-    assert given.shape == expected.shape
-    error = (given.float() - expected).norm(dim=1)
-    assert (error <= 0.05 * expected.norm(dim=1)).all(), "each row has a scale of its own"
+    check_rows(laid_out.product(x), x.float() @ weight.wide().T)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +144,10 @@ def test_experts_products_are_near_those_of_their_wide_weights(how: dict[str, An
     assert laid_out is not None
     assert laid_out.blocks == (how is BLOCKS)
     rows = sum(counts)
-    x = (torch.randn(rows, 384) * torch.logspace(-4, 4, max(1, rows))[:rows].unsqueeze(1)).bfloat16()
+    x = growing_rows(rows, 384)
     given = laid_out.product(x, torch.tensor(counts).cumsum(0).int())
     parts = zip(weights, x.float().split(counts), strict=True)
-    expected = torch.cat([part @ weight.wide().T for weight, part in parts])
-    assert given.dtype == torch.bfloat16
-    assert given.shape == expected.shape
-    error = (given.float() - expected).norm(dim=1)
-    assert (error <= 0.05 * expected.norm(dim=1)).all(), "each row has a scale of its own"
+    check_rows(given, torch.cat([part @ weight.wide().T for weight, part in parts]))
 
 
 @pytest.mark.parametrize(
