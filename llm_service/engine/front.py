@@ -80,7 +80,7 @@ class EngineFront:
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._handover = Handover(handover_seconds)
+        self._handover = Handover(handover_seconds, 1 + settings.speculative_tokens)
         self._answers: dict[type, deque[asyncio.Future[FromEngine]]] = {State: deque(), Flushed: deque()}
         self._ids = 0
         self._first: asyncio.Future[Ready] | None = None

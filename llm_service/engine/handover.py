@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from common.errors import DeadlineExceeded, TwinlensError, Unavailable
 from llm_service.engine.engine_request import EngineRequest, Event
-from llm_service.engine.messages import Complete, Token
+from llm_service.engine.messages import Token
 
 _SUSPECT = 2
 """Ends of engines. One is chance; at the second one all that were there twice are looked at one by one."""
@@ -22,12 +22,15 @@ def engine_lost() -> Unavailable:
 
 
 class Handover:
-    """Every request that has not been let go of. While no engine serves they wait, for `seconds` at most."""
+    """Every request that has not been let go of. While no engine serves they wait, for `seconds` at most. A step gives
+    a choice `tokens_per_step` at most."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, tokens_per_step: int = 1) -> None:
         self._seconds = seconds
+        self._tokens_per_step = tokens_per_step
         self._requests: dict[int, EngineRequest] = {}
         self._on_trial: EngineRequest | None = None
+        self._trial_tokens = 0
         self._lost_at: float | None = None
         self.handed_over = 0
 
@@ -64,8 +67,8 @@ class Handover:
                 continue
             if request.deaths >= _SUSPECT:
                 if self._on_trial is not None:
-                    continue  # until that one has got a token: what an engine died over is the step to it
-                self._on_trial = request
+                    continue  # until that one is past the step that an engine died over
+                self._on_trial, self._trial_tokens = request, self._tokens_to_pass(request)
             chosen.append(request)
             request.held = True
             self.handed_over += request.deaths > 0
@@ -76,7 +79,10 @@ class Handover:
     def heard(self, request: EngineRequest, event: Event) -> bool:
         """Passes on what the engine says of a request; whether another one may be sent now."""
         request.put(event)
-        return request is self._on_trial and isinstance(event, Token | Complete) and self._end_trial(request)
+        if request is not self._on_trial or not isinstance(event, Token):
+            return False
+        self._trial_tokens -= 1
+        return self._trial_tokens == 0 and self._end_trial(request)
 
     def let_go(self, id: int) -> bool:
         """No engine reads anything of a request any more; whether another one may be sent now."""
@@ -142,6 +148,11 @@ class Handover:
         """Ends a request that no engine has."""
         request.fail(error)
         self.let_go(request.id)
+
+    def _tokens_to_pass(self, request: EngineRequest) -> int:
+        """Tokens of a suspect after which the step that an engine died over lies behind it. The tokens of the step
+        before may never have been heard of (that one was launched before they were told) and are computed again."""
+        return (self._tokens_per_step + 1) * request.add.sampling.n
 
     def _end_trial(self, request: EngineRequest) -> bool:
         if request is not self._on_trial:

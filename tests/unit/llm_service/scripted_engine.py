@@ -84,10 +84,11 @@ def front_of(
     *script: ScriptedEngine | Exception,
     on_ready: Callable[[bool], None] = lambda _: None,
     handover_seconds: float = 0.0,
+    drafts: int = 0,
 ) -> EngineFront:
     """A front over these engines, not yet started."""
     monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
-    settings: Any = None  # which are passed on unread
+    settings: Any = SimpleNamespace(speculative_tokens=drafts)  # the rest is passed on unread
     return EngineFront(
         settings,
         -1,

@@ -99,10 +99,10 @@ class Line:
 
 @asynccontextmanager
 async def line(
-    monkeypatch: pytest.MonkeyPatch, engines: int = 2, *, handover_seconds: float = FOREVER
+    monkeypatch: pytest.MonkeyPatch, engines: int = 2, *, handover_seconds: float = FOREVER, drafts: int = 0
 ) -> AsyncIterator[Line]:
     script = [ScriptedEngine() for _ in range(engines)]
-    front = front_of(monkeypatch, *script, handover_seconds=handover_seconds)
+    front = front_of(monkeypatch, *script, handover_seconds=handover_seconds, drafts=drafts)
     starting = asyncio.create_task(front.start())
     script[0].serves()
     await starting
@@ -224,7 +224,7 @@ async def test_a_request_that_kills_every_engine_ends_and_takes_nobody_along(mon
         assert deaths == 3
         assert made.released == [deadly.id]
         assert (await error_of(deadly)).reason == "ENGINE_UNAVAILABLE"
-        for _ in requests:
+        for _ in range(2 * len(requests)):
             here = [request for request in requests if request.id in made.adds()]
             await made.begin(*here)
             await made.hear(*(token(request, 1) for request in here))
@@ -246,12 +246,36 @@ async def test_suspects_go_in_one_by_one_and_the_rest_beside_them(monkeypatch: p
         await made.hear(token(bystander, 1))
         assert second.id not in made.adds()
         await made.hear(token(first, 1))
+        assert second.id not in made.adds(), "that token may have been there before, and never been told"
+        await made.hear(token(first, 2))
         assert made.adds() == [first.id, bystander.id, second.id]
         await made.begin(second)
         await made.replace()
         assert made.released == [second.id], "the engine ended over the one that was tried"
         assert made.adds() == [first.id, bystander.id]
         assert made.front.requests == 2
+
+
+@pytest.mark.parametrize(("drafts", "n"), [(0, 1), (0, 3), (4, 1), (2, 2)])
+async def test_a_suspect_is_tried_past_what_one_step_may_have_given_untold(
+    monkeypatch: pytest.MonkeyPatch, drafts: int, n: int
+) -> None:
+    """A step is launched before the last one's tokens are told. An engine that dies over it takes them along, and the
+    next one computes them again on its way there."""
+    async with line(monkeypatch, 4, drafts=drafts) as made:
+        deadly, second = made.submit(n=n), made.submit(n=n)
+        for _ in range(2):
+            await made.begin(deadly, second)
+            await made.replace()
+        await made.begin(deadly)
+        again = [token(deadly, 7, choice) for _ in range(1 + drafts) for choice in range(n)]
+        await made.hear(*again)
+        assert second.id not in made.adds()
+        await made.replace()
+        assert made.released == [deadly.id], "the end is charged to it alone"
+        await made.begin(second)
+        await made.hear(*(token(second, 7, choice) for choice in range(n)))
+        assert made.front.requests == 1
 
 
 async def test_an_end_is_charged_to_those_that_the_engine_had_begun_on(monkeypatch: pytest.MonkeyPatch) -> None:
