@@ -25,7 +25,7 @@ class Handover:
     """Every request that has not been let go of. While no engine serves they wait, for `seconds` at most. A step gives
     a choice `tokens_per_step` at most."""
 
-    def __init__(self, seconds: float, tokens_per_step: int = 1) -> None:
+    def __init__(self, seconds: float, tokens_per_step: int) -> None:
         self._seconds = seconds
         self._tokens_per_step = tokens_per_step
         self._requests: dict[int, EngineRequest] = {}
