@@ -116,18 +116,21 @@ class Fetch:
                 await self._open(entry.landed)
             await self._parallelise(entry.landed, cache.layout.row_bytes)
             assert self._stream is not None
-            began = time.perf_counter()
+            missing, began = entry.header.tokens - entry.landed, time.perf_counter()
+            ended = began
+            mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
             try:
-                with tracing.span("landing", rows=entry.header.tokens - entry.landed):
-                    mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
-                    async with aclosing(self._stream.rows(cache.view(entry), mirror)) as runs:
-                        async for rows, transport in runs:
-                            cache.advance(entry, rows, transport)
+                async with aclosing(self._stream.rows(cache.view(entry), mirror)) as runs:
+                    async for rows, transport in runs:
+                        ended = time.perf_counter()  # what is told once all rows are here is none of their time
+                        cache.advance(entry, rows, transport)
             except TwinlensError:  # once all rows are here, how the stream ends is of no account
                 if not entry.complete:
+                    ended = time.perf_counter()
                     raise
             finally:
-                add(self.stages, "landing", Stage.between(began, time.perf_counter()))
+                add(self.stages, "landing", Stage.between(began, ended))
+                tracing.record([("landing", began, ended)], rows=missing)
             self.stages |= {f"encoder_{name}": stage for name, stage in self._stream.stages.items()}
 
         await self._persistently(receive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from common import tracing
 from llm_service.generation.media_rows import MediaRows
 from llm_service.request import PromptLayout
-from tests.unit.llm_service.scripted import Bench, Call, ScriptedEncoder, bench, eventually, request, well
+from tests.unit.llm_service.scripted import (
+    ROWS,
+    Bench,
+    Call,
+    ScriptedEncoder,
+    bench,
+    eventually,
+    request,
+    settled,
+    well,
+)
 
 NO_SPANS = PromptLayout([], [])
 
@@ -79,3 +90,26 @@ async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_
         traced = sum(end - start for start, end in ends if start is not None and end is not None) / 1e9
         assert media.stages()["landing"].seconds >= 0.9 * traced, "two clocks may differ a little"
         media._release()
+
+
+async def test_landing_ends_with_the_last_row_however_long_the_encoder_talks_on() -> None:
+    seen = asyncio.Event()
+
+    async def talks_on(call: Call) -> None:
+        await call.header()
+        await call.rows(0, ROWS)
+        await seen.wait()
+        await call.done()
+
+    async with bench(ScriptedEncoder([talks_on])) as b:
+        await b.usable(1)
+        fetches = await b.receiver.fetch_headers(request(b"picture"))
+        (entry,) = await b.receiver.acquire(fetches)
+        await settled(entry)
+        complete = time.perf_counter()
+        seen.set()
+        await eventually(lambda: "landing" in fetches[0].stages)
+        ended = fetches[0].stages["landing"].ended
+        assert ended is not None
+        assert ended <= complete
+        b.cache.release(entry)
