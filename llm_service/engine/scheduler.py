@@ -170,7 +170,6 @@ class Scheduler:
         proposals = schedule.proposals if self.limits.proposes else None
         step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule), proposals)
         self._planned_steps += 1
-        self.counters.draft_tokens += sum(len(sequence.drafts) for sequence in schedule.num_scheduled_tokens)
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)
         for sequence, count in schedule.num_scheduled_tokens.items():
@@ -279,6 +278,7 @@ class Scheduler:
             if sequence.table.spare >= 0 and not sequence.drafts:
                 self.blocks.drafts_verified(sequence.table, right=not sequence.rolled_back)
             self.counters.generated_tokens += 1
+            self.counters.draft_tokens += drafts  # here, so that a state told while a step runs agrees
             self.counters.accepted_draft_tokens += accepted
             ended = _finish_reason(sequence, token)
             if isinstance(ended, TwinlensError):

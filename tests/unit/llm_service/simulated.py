@@ -300,7 +300,9 @@ class Simulation:
 
     def step(self, *, check: bool = True) -> Step | None:
         """One turn of the engine's loop; None where there was nothing to compute."""
+        drafted = self.scheduler.counters.draft_tokens
         step, started = self.scheduler.schedule()
+        assert self.scheduler.counters.draft_tokens == drafted, "drafts count once they are verified"
         for event in started:
             outcome = self.outcomes[event.id]
             outcome.started += 1
@@ -334,7 +336,11 @@ class Simulation:
         self.now += self._takes(len(step.work) - len(step.prefill), prompts)
         result = msgspec.structs.replace(result, began=began, ended=self.now, proposed=self._propose(step, result))
         self._chosen = result.tokens
+        counters = self.scheduler.counters
+        drafted, accepted = counters.draft_tokens, counters.accepted_draft_tokens
         tokens = self.scheduler.finish(step, result)
+        assert counters.draft_tokens - drafted == sum(token.drafts for token in tokens), "the totals are what was told"
+        assert counters.accepted_draft_tokens - accepted == sum(token.accepted for token in tokens)
         for scored in self.scheduler.take_scored():
             outcome = self.outcomes[scored.id]
             assert not outcome.over
