@@ -26,7 +26,14 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
-from llm_service.layers.gpu import gdn_kernels, quantized_kernel, routing_kernels, scaled_kernel, scaled_weight
+from llm_service.layers.gpu import (
+    adapter_kernels,
+    gdn_kernels,
+    quantized_kernel,
+    routing_kernels,
+    scaled_kernel,
+    scaled_weight,
+)
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
@@ -70,7 +77,7 @@ _POINTERS += (
 )
 _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "row", "size", "inner")
 _ALIGNED += ("stride", "vocabulary", "query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
-_ALIGNED += ("more_row",)
+_ALIGNED += ("more_row", "x_row", "inputs", "outputs")
 
 Needs = tuple[int, int, bool, int]
 """Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, and a thread's
@@ -160,7 +167,21 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
         "add and norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
         "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
         "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
-    } | routing(capability, dtype)
+    } | {**routing(capability, dtype), **adapters(capability, dtype)}
+
+
+def adapters(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """Of rank 64, the most of a rank that one program takes."""
+    launch, types = adapter_kernels.AdapterLaunch.of(64, dtype), dict.fromkeys(("rows", "ranks", "blocks"), "*i32")
+    types["parts"] = "i32"
+    made = {
+        "shrink": (adapter_kernels.shrink_kernel, launch.shrink),
+        "expand": (adapter_kernels.expand_kernel, launch.expand),
+    }
+    return {
+        name: compiled(capability, kernel, dtype, ("between",), types, **given)
+        for name, (kernel, given) in made.items()
+    }
 
 
 def routing(capability: int, dtype: torch.dtype) -> dict[str, Needs]:

@@ -4,19 +4,29 @@ touched."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.layers.adapter_tiles import RowTiles, tile_numbers
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import PackedLinear
 
-_LONG = 4
-"""Rows from which on two products by torch are faster than our kernel, which reads an adapter anew for each."""
+
+class AdapterKernel(Enum):
+    """What adds to rows next to which others have another adapter; the value is the number of rows of one adapter from
+    which on torch's products are faster. NONE: torch's alone."""
+
+    NONE = 1
+    CPU = 4  # reads an adapter anew for each row
+    GPU = 256  # reads it anew for each tile
+
 
 Pair = tuple[Tensor, Tensor]
 """This rank's share of A [r, inputs] and of B [outputs of a part, r], the scale in it."""
@@ -45,10 +55,12 @@ def adapted_runs(slots: np.ndarray) -> list[AdaptedRun]:
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
     """The rows of a batch that adapters add to: `long` runs, whose rows share what is read of an adapter, and the slot
-    of each row of the others, int64 [n], -1 for the rest; None where there are no others."""
+    of each row of the others, int64 [n], -1 for the rest; None where there are no others. `tiles` are the others on a
+    GPU."""
 
     long: list[AdaptedRun]
     few: np.ndarray | None
+    tiles: RowTiles | None = None
 
     @classmethod
     def of(cls, slots: np.ndarray, least: int) -> AdaptedRows:
@@ -66,10 +78,9 @@ class AdaptedRows:
 @dataclass(slots=True)
 class AdapterRows:
     """What all layers read of a step: which rows go through which slot. A step's last layer may compute some of the
-    rows alone, which are told apart by how many they are. With `kernel` there is one for few rows, while numba's are
-    selected."""
+    rows alone, which are told apart by how many they are. The `kernel` for CPUs counts while numba's are selected."""
 
-    kernel: bool = False
+    kernel: AdapterKernel = AdapterKernel.NONE
     _by_count: dict[int, AdaptedRows] = field(default_factory=dict)
 
     @property
@@ -83,9 +94,35 @@ class AdapterRows:
 
     def use(self, slots: np.ndarray, places: np.ndarray) -> None:
         """The slot of each row of the next step, int [n], -1 for none; `places` [m] are those that are wanted of its
-        last layer, in order: all of them where m is n."""
-        least = _LONG if self.kernel and selection.is_numba() else 1
-        self._by_count = {len(each): AdaptedRows.of(each, least) for each in (slots[places], slots)}
+        last layer, in order: all of them where m is n. For a GPU, `put` follows."""
+        kernel = self.kernel
+        if kernel is AdapterKernel.CPU and not selection.is_numba():
+            kernel = AdapterKernel.NONE
+        self._by_count = {len(each): AdaptedRows.of(each, kernel.value) for each in (slots[places], slots)}
+
+    def numbers(self) -> list[np.ndarray]:
+        """What a GPU's kernels read of the next step: to be moved there, and given to `put`."""
+        if self.kernel is not AdapterKernel.GPU:
+            return []
+        return [tile_numbers(rows.few) for rows in self._by_count.values() if rows.few is not None]
+
+    def put(self, numbers: Sequence[Tensor]) -> None:
+        """`numbers`, on the device."""
+        given = iter(numbers)
+        for count, rows in self._by_count.items():
+            if rows.few is not None and self.kernel is AdapterKernel.GPU:
+                self._by_count[count] = AdaptedRows(rows.long, rows.few, RowTiles(next(given), count))
+
+    @contextmanager
+    def over(self, tiles: RowTiles | None) -> Iterator[None]:
+        """Meanwhile layers compute a batch of these tiles, whatever they hold by then; without tiles one without
+        adapters."""
+        before = self._by_count
+        self._by_count = {} if tiles is None else {tiles.tokens: AdaptedRows([], None, tiles)}
+        try:
+            yield
+        finally:
+            self._by_count = before
 
     def of(self, count: int) -> AdaptedRows:
         """Those of a batch of so many rows."""
@@ -105,9 +142,14 @@ class LinearAdapters:
         self._ranks = np.zeros((slots, len(linear.parts)), np.int64)
         self._places = [linear.places(part) for part in linear.parts]
         self._runs = [_runs(places) for places in self._places]
-        table = [(number, *run) for number, runs in enumerate(self._runs) for run in runs]
-        self._arrays = (self.a.numpy(), self.b.numpy()) if rows.kernel else None
+        table = [(number, begin, end) for number, runs in enumerate(self._runs) for begin, end in runs]
+        self._arrays = (self.a.numpy(), self.b.numpy()) if rows.kernel is AdapterKernel.CPU else None
         self._table = np.array(table, np.int64)
+        if rows.kernel is AdapterKernel.GPU:
+            from llm_service.layers.gpu.adapter_kernels import output_blocks  # Triton is not everywhere
+
+            self._there = torch.zeros(slots, len(linear.parts), dtype=torch.int32, device=like.device)
+            self._blocks = torch.tensor(output_blocks(table), dtype=torch.int32, device=like.device)
 
     @property
     def active(self) -> bool:
@@ -124,6 +166,8 @@ class LinearAdapters:
                 rank = self._ranks[slot, number] = a.shape[0]
                 self.a[slot, number, :rank].copy_(a)
                 self.b[slot, :rank, self._places[number].to(self.b.device)] = b.T.to(self.b)
+        if self.rows.kernel is AdapterKernel.GPU:
+            self._there[slot].copy_(torch.from_numpy(self._ranks[slot]))
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """See `AddsToRows`."""
@@ -132,7 +176,11 @@ class LinearAdapters:
             ranks = self._ranks[run.slot].tolist()
             if any(ranks):
                 self._add(run, ranks, x[run.begin : run.end], out[run.begin : run.end])
-        if rows.few is not None:
+        if rows.tiles is not None:
+            from llm_service.layers.gpu import adapter_kernels  # Triton is not everywhere
+
+            adapter_kernels.add(out, x, self.a, self.b, self._there, self._blocks, rows.tiles)
+        elif rows.few is not None:
             assert self._arrays is not None, "there is a kernel"
             from llm_service.layers.cpu import adapter_kernel  # numba takes its time
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from safetensors.torch import load
-from torch import nn
+from torch import Tensor, nn
 
-from llm_service.layers.adapters import AdapterRows, LinearAdapters, Pair
+from llm_service.layers.adapter_tiles import RowTiles
+from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters, Pair
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
@@ -41,9 +43,10 @@ def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
 class RankAdapters:
     """`slots` for adapters of `rank` at most. What is loaded is on the host, as long as it is in no slot."""
 
-    def __init__(self, decoder: Decoder, slots: int, rank: int) -> None:
-        on_cpu = decoder.device.type == "cpu" and decoder.dtype == torch.float32
-        self._rows = AdapterRows(kernel=on_cpu and selection.allows_panels())
+    def __init__(self, decoder: Decoder, slots: int, rank: int, kernel: AdapterKernel | None = None) -> None:
+        """`kernel` is what adds to few rows, None: what the decoder's device is fastest with."""
+        self._rows = AdapterRows(kernel=_kernel_for(decoder) if kernel is None else kernel)
+        self._number = slots
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
         self._dtype = decoder.dtype
         self._loaded: dict[int, dict[PackedLinear, dict[str, Pair]]] = {}
@@ -56,7 +59,7 @@ class RankAdapters:
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that these need, as `common.cpu.jit.find` takes them."""
-        if not self._rows.kernel:
+        if self._rows.kernel is not AdapterKernel.CPU:
             return set()
         from llm_service.layers.cpu.adapter_kernel import KERNELS  # numba takes its time
 
@@ -92,3 +95,33 @@ class RankAdapters:
         rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
         wanted = [draw.at for draw in plan.draws] or [0]  # where there are none, any place
         self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(wanted))
+
+    def numbers(self) -> list[np.ndarray]:
+        """What has to be on the device for the rows of the plan, before they are computed without a graph."""
+        return self._rows.numbers()
+
+    def put(self, numbers: Sequence[Tensor]) -> None:
+        """`numbers`, there."""
+        self._rows.put(numbers)
+
+    @property
+    def capturable(self) -> bool:
+        """Steps with adapters in them may be captured."""
+        return self._rows.kernel is AdapterKernel.GPU
+
+    def tiles(self, tokens: int) -> RowTiles:
+        """What a graph of so many tokens reads: room for any batch that it fits, filled with one without adapters."""
+        return RowTiles.nobody(tokens, self._number, next(iter(self._slots.values())).a.device)
+
+    def over(self, tiles: RowTiles | None) -> AbstractContextManager[None]:
+        """See `AdapterRows`."""
+        return self._rows.over(tiles)
+
+
+def _kernel_for(decoder: Decoder) -> AdapterKernel:
+    if decoder.device.type == "cuda":
+        from llm_service.layers.gpu import row_kernels
+
+        return AdapterKernel.GPU if row_kernels.run_on(decoder.device) else AdapterKernel.NONE
+    fits = decoder.dtype == torch.float32 and selection.allows_panels()
+    return AdapterKernel.CPU if fits else AdapterKernel.NONE

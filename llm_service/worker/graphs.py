@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from common import log
 from common.gpu import Capture
+from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
 from llm_service.layers.transfer import ALIGNMENT, aligned
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.plan import Chunk, StepPlan
+from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.device_tables import DeviceTables
 
@@ -176,12 +179,13 @@ class GraphNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One size. `numbers` are what it reads of a step, `states` what its layers with states read; `deep` says whether
-    it adds deepstack levels."""
+    """One size. `numbers` are what it reads of a step, `states` what its layers with states read, `adapters` which rows
+    go through which slot; without, it is for steps without adapters. `deep` says whether it adds deepstack levels."""
 
     tokens: int
     numbers: GraphNumbers
     states: list[StateMetadata]
+    adapters: RowTiles | None
     deep: bool
     replay: Callable[[], None]
 
@@ -196,7 +200,15 @@ class Graph:
         if self.states:
             segments = Segment.of(plan.chunks, plan.slots, plan.passed)
             moved += [states.numbers(segments) for states in self.states]
+        if self.adapters is not None:
+            moved.append(self.adapters.numbers(np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])))
         return moved
+
+    @property
+    def read(self) -> list[Tensor]:
+        """Where replays read what `of` gives."""
+        tiles = [] if self.adapters is None else [self.adapters.packed]
+        return [self.numbers.packed, *(states.packed for states in self.states), *tiles]
 
 
 class GraphRunner:
@@ -217,25 +229,29 @@ class GraphRunner:
         *,
         max_bytes: int,
         agree: Callable[[int], int] = lambda number: number,
+        adapters: RankAdapters | None = None,
     ) -> None:
         """Captures graphs, except for those with which all would hold more than `max_bytes`; `agree` is given 1 or 0
-        and answers with the least of all ranks.
+        and answers with the least of all ranks. With `adapters` there is a second one of each size, for steps with some
+        of them.
 
         The largest comes first: graphs share memory, as much as the largest needs, and none of it is given back as long
         as one of them is left. So one that needs too much has to be tried while there is no other.
         """
         self.replays = 0
         self._decoder, self._caches, self._bounds = decoder, caches, bounds
+        self._adapters = adapters if adapters is not None and adapters.capturable else None
         self._null_slot = caches.null_block * caches.block_size
         like = torch.empty(decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._buffers = Buffers.of(bounds, caches.block_size, like)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._decodes: list[Graph] = []
         self._prefills: list[Graph] = []
-        wanted = [(size, True) for size in decode_sizes(bounds.sequences)]
-        wanted += [(size, False) for size in prefill_sizes(bounds.tokens)]
-        for size, decodes_only in sorted(wanted, reverse=True):
-            graph = self._capture(size, capture, decodes_only=decodes_only)
+        kinds = [False] if self._adapters is None else [False, True]
+        wanted = [(size, True, adapted) for size in decode_sizes(bounds.sequences) for adapted in kinds]
+        wanted += [(size, False, adapted) for size in prefill_sizes(bounds.tokens) for adapted in kinds]
+        for size, decodes_only, adapted in sorted(wanted, reverse=True):
+            graph = self._capture(size, capture, decodes_only=decodes_only, adapted=adapted)
             if agree(int(capture.held <= max_bytes)):
                 (self._decodes if decodes_only else self._prefills).insert(0, graph)
             else:
@@ -244,17 +260,20 @@ class GraphRunner:
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Sequences of each decode graph, and tokens of each prefill graph, the smallest first."""
-        return [graph.tokens for graph in self._decodes], [graph.tokens for graph in self._prefills]
+        """Sequences of each decode graph, and tokens of each prefill graph, the smallest first; those for steps without
+        adapters."""
+        decodes, prefills = ([g.tokens for g in each if g.adapters is None] for each in (self._decodes, self._prefills))
+        return decodes, prefills
 
-    def find(self, chunks: Sequence[Chunk], *, deep: bool) -> Graph | None:
-        """The graph that fits a batch, which has deepstack rows or has not."""
+    def find(self, chunks: Sequence[Chunk], *, deep: bool, adapted: bool = False) -> Graph | None:
+        """The graph that fits a batch, which has deepstack rows or adapters, or has not."""
         tokens = sum(chunk.count for chunk in chunks)
         if len(chunks) > self._bounds.sequences:
             return None
         decodes_only = tokens == len(chunks) and not deep
         graphs = self._decodes if decodes_only else self._prefills
-        return next((graph for graph in graphs if graph.tokens >= tokens), None)
+        fit = (graph for graph in graphs if graph.tokens >= tokens and (graph.adapters is not None) == adapted)
+        return next(fit, None)
 
     def replay(
         self,
@@ -271,8 +290,7 @@ class GraphRunner:
         buffers.hidden[:n].copy_(hidden)
         if graph.deep:
             self._put_deepstack(deepstack, n)
-        read = [graph.numbers.packed, *(states.packed for states in graph.states)]
-        for target, given in zip(read, moved, strict=True):
+        for target, given in zip(graph.read, moved, strict=True):
             target.copy_(given)
         tables.gather(graph.numbers.rows, longest, out=buffers.block_table[: len(graph.numbers.rows)])
         graph.replay()
@@ -287,13 +305,13 @@ class GraphRunner:
             self._buffers.deep[:, deepstack.index] = deepstack.values
             self._filled = tokens
 
-    def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool) -> Graph:
+    def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool, adapted: bool) -> Graph:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
         buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
         tiling = self._caches.tiling
-        tiles = 0 if decodes_only else -(-tokens // tiling.tile) + sequences
-        numbers = GraphNumbers.padding(tokens, sequences, tiles, tiling, self._null_slot, self._decoder.device)
+        most = 0 if decodes_only else -(-tokens // tiling.tile) + sequences
+        numbers = GraphNumbers.padding(tokens, sequences, most, tiling, self._null_slot, self._decoder.device)
         metadata = numbers.metadata(
             buffers.block_table, longest_query=1 if decodes_only else tokens, longest=self._bounds.context
         )
@@ -302,8 +320,11 @@ class GraphRunner:
         levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
         states = self._caches.state_metadata(tokens, sequences, decodes_only=decodes_only)
         batches = self._caches.batches_over(metadata, states)
+        adapters = self._adapters
+        tiles = adapters.tiles(tokens) if adapters is not None and adapted else None
 
         def run() -> None:
-            out.copy_(self._decoder(hidden, numbers.positions, self._caches.layers, batches, levels))
+            with nullcontext() if adapters is None else adapters.over(tiles):
+                out.copy_(self._decoder(hidden, numbers.positions, self._caches.layers, batches, levels))
 
-        return Graph(tokens, numbers, [*states.values()], deep, capture(run))
+        return Graph(tokens, numbers, [*states.values()], tiles, deep, capture(run))

@@ -119,6 +119,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
     runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
+    runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     if graphs:
         bounds = CaptureBounds(
             settings.max_running,
@@ -127,7 +128,6 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             settings.row_levels,
         )
         runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
-    runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     if settings.core_share and device.type == "cpu" and group.size == 1:
         runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
         if runner.share is not None and isinstance(decoder, Decoder):

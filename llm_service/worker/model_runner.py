@@ -138,7 +138,8 @@ class ModelRunner:
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
         assert isinstance(self._decoder, Decoder), "the library's are not captured"
-        self.graphs = GraphRunner(self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree)
+        given = self._decoder, self.caches, bounds, capture
+        self.graphs = GraphRunner(*given, max_bytes=max_bytes, agree=agree, adapters=self.adapters)
 
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""
@@ -189,8 +190,9 @@ class ModelRunner:
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
-        eager = self.graphs is None or bool(plan.adapters)  # graphs were captured without any adapter
-        graph = None if eager or self.graphs is None else self.graphs.find(plan.chunks, deep=deep)
+        graph: Graph | None = None
+        if self.graphs is not None:
+            graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters))
         moved = self._move(plan, graph)
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)
@@ -237,13 +239,17 @@ class ModelRunner:
         else:
             appended = []  # tables are read on the host
         given = [np.frombuffer(plan.token_ids, np.int32), positions, drawn, carried]
-        there = to_device([*given, *appended, *read], self._decoder.device)
+        adapted = self.adapters.numbers() if self.adapters is not None and graph is None else []
+        there = to_device([*given, *appended, *read, *adapted], self._decoder.device)
         first, last = len(given), len(given) + len(appended)
+        end = last + len(read)
+        if self.adapters is not None and graph is None:
+            self.adapters.put(there[end:])
         if batch is not None:
             self._tables.update(there[first:last])
         every = self._keeps_all(plan) or np.array_equal(drawn, np.arange(positions.shape[1]))
         token_ids, places, wanted, carry = there[:first]
-        return _Moved(token_ids, places, wanted, carry, None if every else wanted, there[last:], batch)
+        return _Moved(token_ids, places, wanted, carry, None if every else wanted, there[last:end], batch)
 
     def _token_ids(self, plan: StepPlan, moved: _Moved) -> Tensor:
         """int [n], with those that the step before chose, which never left the device."""

@@ -24,6 +24,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.models.adapter_folder import Adaptable, read
@@ -149,6 +150,7 @@ class LocalEngine:
         draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
         max_loras: int = 0,
+        adapter_kernel: AdapterKernel | None = None,
         draft_model: Path | None = None,
         mtp: bool = False,
     ) -> None:
@@ -175,7 +177,7 @@ class LocalEngine:
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             shapes = shapes_of(TextConfig.of(checkpoint.config))
-            self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8)
+            self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
             for number, folder in enumerate(adapters, 1):
                 adapter = read(str(folder.parent), folder.name, Adaptable(shapes, 8))
                 self.runner.adapt(Install(number, adapter))

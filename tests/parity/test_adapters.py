@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm_service.layers.adapters import AdapterKernel
 from llm_service.request import SamplingParams
 from tests import reference
 from tests.adapters import ALL, ATTENTION, make_adapter, merged
@@ -47,3 +48,14 @@ def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path
         for _ in range(2):
             outcomes = engine.run([prompt] * len(numbers), GREEDY, numbers)
             assert [outcome.tokens for outcome in outcomes] == [said[number] for number in numbers], given
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.soak)])
+def test_kernels_for_gpus_give_the_same_tokens(checkpoints: Callable[..., Path], family: str) -> None:
+    directory = checkpoints(family)
+    folders, numbers = adapters_of(directory), [2, 0, 1, 4, 3]
+    prompt = make_prompt(directory, [noise(60, 90), "What is in the picture?"])
+    said = [expected(directory, folder, prompt) for folder in (None, *folders)]
+    engine = LocalEngine(directory, adapters=folders, adapter_kernel=AdapterKernel.GPU)
+    outcomes = engine.run([prompt] * len(numbers), GREEDY, numbers)
+    assert [outcome.tokens for outcome in outcomes] == [said[number] for number in numbers]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from llm_service.layers.adapters import AdapterRows, LinearAdapters
+from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.config import TextConfig
@@ -21,13 +21,21 @@ RANK, ROWS = 5, 9
 SLOTS = np.array([0, -1, 1, 1, -1, 0, 0, 0, 0])
 
 
+each_kernel = pytest.mark.parametrize("kernel", AdapterKernel)
+
+
+def use(rows: AdapterRows, places: np.ndarray) -> None:
+    rows.use(SLOTS, places)
+    rows.put([torch.from_numpy(numbers) for numbers in rows.numbers()])
+
+
 def linears(directory: Path, group: TensorGroup) -> dict[str, tuple[PackedLinear, str]]:
     decoder = Decoder(TextConfig.of(Checkpoint(directory).config), group, torch.float32, torch.device("cpu"))
     return {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
 
 
 def added(
-    linear: PackedLinear, part: str, halves: list[torch.Tensor], x: torch.Tensor, *, kernel: bool
+    linear: PackedLinear, part: str, halves: list[torch.Tensor], x: torch.Tensor, *, kernel: AdapterKernel
 ) -> torch.Tensor:
     """To zeros, by an adapter in slot 1 and twice that in slot 0."""
     rows = AdapterRows(kernel=kernel)
@@ -35,13 +43,13 @@ def added(
     a, b = linear.share(part, *halves)
     adapters.put(0, {part: (a, 2 * b)})
     adapters.put(1, {part: (a, b)})
-    rows.use(SLOTS, np.arange(ROWS))
+    use(rows, np.arange(ROWS))
     return adapters.add(x, torch.zeros(ROWS, linear.outputs))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
-@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
-def test_two_ranks_add_what_one_does(checkpoints: Callable[..., Path], family: str, kernel: bool) -> None:
+@each_kernel
+def test_two_ranks_add_what_one_does(checkpoints: Callable[..., Path], family: str, kernel: AdapterKernel) -> None:
     directory = checkpoints(family)
     whole = linears(directory, ALONE)
     ranks = [linears(directory, TensorGroup(rank, 2)) for rank in range(2)]
@@ -63,8 +71,8 @@ def test_two_ranks_add_what_one_does(checkpoints: Callable[..., Path], family: s
             torch.testing.assert_close(out[:, its.places(part)], mine[:, rows], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
-def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: bool) -> None:
+@each_kernel
+def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: AdapterKernel) -> None:
     linear, part = linears(checkpoint, ALONE)["layers.0.self_attn.k_proj"]
     rows = AdapterRows(kernel=kernel)
     adapters = linear.adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
@@ -74,7 +82,7 @@ def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: bool) 
     pair = linear.share(part, torch.randn(RANK, linear.inputs), torch.randn(len(linear.places(part)), RANK))
     for slot in (0, 1):
         adapters.put(slot, {part: pair})
-    rows.use(SLOTS, np.arange(ROWS))
+    use(rows, np.arange(ROWS))
     out = linear(x)
     assert torch.equal(out[SLOTS < 0], base[SLOTS < 0])
     assert not torch.equal(out, base)
@@ -84,14 +92,15 @@ def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: bool) 
     assert torch.equal(linear(x), base)
 
 
-def test_a_part_of_the_rows_is_told_apart(checkpoint: Path) -> None:
+@each_kernel
+def test_a_part_of_the_rows_is_told_apart(checkpoint: Path, kernel: AdapterKernel) -> None:
     linear, part = linears(checkpoint, ALONE)["layers.0.mlp.down_proj"]
-    rows = AdapterRows(kernel=True)
+    rows = AdapterRows(kernel=kernel)
     adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
     halves = torch.randn(RANK, linear.inputs), torch.randn(linear.outputs, RANK)
     adapters.put(1, {part: linear.share(part, *halves)})
     x, places = torch.randn(ROWS, linear.inputs), np.array([1, 3, 8])
-    rows.use(SLOTS, places)
+    use(rows, places)
     every = adapters.add(x, torch.zeros(ROWS, linear.outputs))
     some = adapters.add(x[places], torch.zeros(3, linear.outputs))
     torch.testing.assert_close(some, every[places])
