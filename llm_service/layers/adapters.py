@@ -151,6 +151,13 @@ class LinearAdapters:
             self._there = torch.zeros(slots, len(linear.parts), dtype=torch.int32, device=like.device)
             self._blocks = torch.tensor(output_blocks(table), dtype=torch.int32, device=like.device)
 
+    def warm_up(self) -> None:
+        """Has a GPU's kernels compiled, where they are not, over a row without an adapter."""
+        if self.rows.kernel is AdapterKernel.GPU:
+            x = self.a.new_zeros(1, self._linear.inputs)
+            with self.rows.over(RowTiles.nobody(1, len(self.a), x.device)):
+                self.add(x, x.new_zeros(1, self._linear.outputs))
+
     @property
     def active(self) -> bool:
         """See `AddsToRows`."""

@@ -65,6 +65,12 @@ class RankAdapters:
 
         return set(KERNELS)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Has a GPU's kernels compiled, so that no request waits."""
+        for layer in self._slots.values():
+            layer.warm_up()
+
     def load(self, number: int, adapter: Adapter) -> None:
         """Keeps this rank's share of an adapter, which has been checked, under a number that no other has had."""
         tensors = load(adapter.weights)

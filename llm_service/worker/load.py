@@ -80,6 +80,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         if not isinstance(decoder, Decoder):
             raise CheckpointError("--lora-dir is not for a model that the library computes")
         adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
+        adapters.warm_up()
     adapter_kernels = adapters.kernels() if adapters is not None else set[str]()
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))

@@ -16,7 +16,7 @@ _INPUTS, _SPLIT, _RANKS, _OUTPUTS = 128, 1024, 64, 64
 """What a program takes: inputs at a time and in all, of a rank at a time, outputs."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count"])
 def shrink_kernel(
     between,
     x,
@@ -64,7 +64,7 @@ def shrink_kernel(
             tl.store(between + there[:, None] * (RANKS * PIECES) + low, total, inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count", "splits"])
 def expand_kernel(
     out,
     between,

@@ -40,6 +40,8 @@ def added(
     """To zeros, by an adapter in slot 1 and twice that in slot 0."""
     rows = AdapterRows(kernel=kernel)
     adapters = LinearAdapters(linear, 2, RANK + 3, rows, torch.empty(0))
+    adapters.warm_up()
+    assert not rows.any
     a, b = linear.share(part, *halves)
     adapters.put(0, {part: (a, 2 * b)})
     adapters.put(1, {part: (a, b)})
