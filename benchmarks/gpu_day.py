@@ -26,7 +26,7 @@ from benchmarks.tables import Table, take
 _PART_SECONDS = 530.0
 _LEAST_SECONDS = 10.0
 """With less left, a section is not begun."""
-_KERNEL_TESTS = ("test_rows_on_gpu", "test_vision_attention_on_gpu", "test_gdn_on_gpu")
+_KERNEL_TESTS = ("test_rows_on_gpu", "test_adapters_on_gpu", "test_vision_attention_on_gpu", "test_gdn_on_gpu")
 _TESTS = (
     "test_graphs_on_gpu",
     "test_parity_on_gpu",
