@@ -65,7 +65,7 @@ def test_a_service_that_ends_before_the_first_event_is_not_there(stuck: FakeLlm)
     stuck.play = play
     with ExitStack() as server:
         address = server.enter_context(serving(llm=stuck))
-        with LlmClient(address) as client, client.generate("hello") as events:
+        with LlmClient(address) as client, client.generate("hello", timeout=60) as events:
             server.close()
             with pytest.raises(NotReachableError):
                 next(events)
