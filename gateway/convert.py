@@ -184,7 +184,7 @@ def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
             _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
         case "video_url":
             media = _media(media_pb2.MODALITY_VIDEO, part.video_url.url)
-            _set_options(media, **dict(settings))
+            _set_options(media, **settings.of_videos)
         case _:
             clip = part.input_audio
             media = _media(media_pb2.MODALITY_AUDIO, f"data:audio/{clip.format};base64,{clip.data}")

@@ -155,10 +155,12 @@ class RequestReader:
         return MediaItem(media.modality, media.source, self._options(media), media.mime_type, field, index)
 
     def _options(self, media: Media) -> Options:
-        """With this service's pruning of videos, where a video is to be encoded and nothing is said of that."""
+        """With this service's pruning of videos, where a video is to be encoded, and nothing is said of that, nor
+        of its sound, with which none are pruned."""
         given, rate = media.options, self._config.video_pruning_rate
         is_made = media.modality is Modality.VIDEO and not isinstance(media.source, Key | Embedding)
-        if not (rate and is_made and given.video_pruning_rate is None and given.kept_rows is None):
+        said = given.video_pruning_rate is not None or given.kept_rows is not None or given.with_sound
+        if not (rate and is_made) or said:
             return given
         return replace(given, video_pruning_rate=rate)
 

@@ -63,6 +63,7 @@ def video(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     pruning_rate: float | None = None,
+    with_sound: bool = False,
     mime_type: str | None = None,
     known_key: bytes = b"",
 ) -> Media:
@@ -70,7 +71,7 @@ def video(
 
     `fps` frames are taken of each second, at most `max_frames` in all; `min_pixels` and `max_pixels` bound all
     frames together; `pruning_rate` is the share of tokens to drop, 0 to below 1 (each None: the model's setting).
-    `mime_type` and `known_key` as in `image`.
+    `with_sound` says that its own sound goes with its frames. `mime_type` and `known_key` as in `image`.
     """
     options = MediaOptions(
         fps=fps,
@@ -79,6 +80,8 @@ def video(
         max_pixels=max_pixels,
         video_pruning_rate=pruning_rate,
     )
+    if with_sound:
+        options.with_sound = True
     return _media(MODALITY_VIDEO, source, options, mime_type, known_key)
 
 

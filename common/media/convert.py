@@ -46,7 +46,10 @@ DTYPES: Final = {
     DType.BFLOAT16: media_pb2.DATA_TYPE_BFLOAT16,
     DType.FLOAT16: media_pb2.DATA_TYPE_FLOAT16,
 }
-_OPTIONS: Final = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")
+_OPTIONS: Final = (
+    *("min_pixels", "max_pixels", "fps", "max_frames"),
+    *("video_pruning_rate", "kept_rows", "with_sound"),
+)
 _MAX_KEPT_BYTES: Final = 1 << 17
 """Of a million rows. They are part of a key as well."""
 _MODALITY_OF: Final[dict[int, Modality]] = {number: modality for modality, number in MODALITIES.items()}

@@ -48,12 +48,15 @@ class Options:
     max_frames: int | None = None
     video_pruning_rate: float | None = None
     kept_rows: bytes | None = None
+    with_sound: bool | None = None
 
     def stated(self) -> dict[str, Any]:
-        """The options that were given and change something, for the content key: a rate of 0 prunes nothing."""
+        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, and a
+        video without its sound is as it is anyway."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        if self.video_pruning_rate == 0:
-            del given["video_pruning_rate"]
+        for name in ("video_pruning_rate", "with_sound"):
+            if name in given and not given[name]:
+                del given[name]
         return given
 
 

@@ -84,6 +84,8 @@ class MediaLoader:
 
     async def _plan_by_family(self, flight: Flight, model: ModelConfig, time_budget: TimeBudget) -> Plan:
         item, spec = flight.item, SPECS[flight.item.modality]
+        if item.options.with_sound:
+            raise checks.no_video_sound(item.field)
         processor = model.processors[item.modality]
         match item.source:
             case Embedding() as rows:

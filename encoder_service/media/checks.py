@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.media import kept_rows
-from common.media.item import HEADER_SHAPES, Embedding, Key, Options, Pixels, Url
+from common.media.item import HEADER_SHAPES, Embedding, Key, Modality, Options, Pixels, Url
 from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
 from encoder_service.media import sniff
@@ -34,6 +34,8 @@ def check_item(item: Item, limits: MediaLimits) -> None:
             if not data:
                 raise InvalidInput("the media is empty", reason="MEDIA_EMPTY", field=f"{item.field}.data")
             _check_size(item, spec, limits)
+            if item.options.with_sound:
+                _check_size(item, SPECS[Modality.AUDIO], limits)
             sniff.check(data, spec.formats, item.modality, item.mime_type, item.field)
 
 
@@ -80,6 +82,8 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
         raise refuse("video_pruning_rate", "must be at least 0 and below 1")
     if options.video_pruning_rate and options.kept_rows is not None:
         raise refuse("video_pruning_rate", "does not go with kept_rows")
+    if options.with_sound and (options.video_pruning_rate or options.kept_rows is not None):
+        raise refuse("with_sound", "does not go with rows that are dropped")
 
 
 def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
@@ -88,6 +92,14 @@ def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
         raise _bad_option(field, "max_frames", "does not go with decoded frames, which are all kept")
     if options.fps is not None and pixels.timestamps:
         raise _bad_option(field, "fps", "does not go with timestamps")
+    if options.with_sound:
+        raise _bad_option(field, "with_sound", "does not go with decoded frames, which have none")
+
+
+def no_video_sound(field: str) -> TwinlensError:
+    """What is raised where a model has no place for a video's sound between its frames."""
+    why = "this model does not take a video together with its sound"
+    return Unsupported(why, reason="NO_VIDEO_SOUND", field=f"{field}.options.with_sound")
 
 
 def _are_times(seconds: Sequence[float]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from common.media.item import Modality
+from common.media.item import Modality, Options
 from encoder_service.item import Inspection
 from encoder_service.media import sniff
 from encoder_service.media.limits import MediaLimits, check_picture, check_sound, check_video
@@ -55,7 +55,7 @@ SPECS: dict[Modality, ModalitySpec] = {
     ),
     Modality.VIDEO: ModalitySpec(
         formats=sniff.VIDEOS,
-        options=frozenset(("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows")),
+        options=frozenset(Options.__dataclass_fields__),
         has_pixels=True,
         is_slow=True,
         max_items=lambda limits: limits.max_videos,

@@ -11,6 +11,7 @@ from common.errors import InvalidInput, Unavailable
 from common.media.item import Grid, Modality, PromptPart
 from common.processes import Child, ChildDied
 from encoder_service.item import Footage, Inspection, Item, Plan
+from encoder_service.media.checks import no_video_sound
 from encoder_service.media.messages import (
     ChooseFrames,
     Chosen,
@@ -140,6 +141,8 @@ class LibraryPlanner:
 
 
 def _without_options(item: Item) -> None:
+    if item.options.with_sound:
+        raise no_video_sound(item.field)
     if stated := item.options.stated():
         name = next(iter(stated))
         field = f"{item.field}.options.{name}"

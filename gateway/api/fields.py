@@ -62,6 +62,21 @@ class MediaSettings(Model):
     fps: float | None = None
     max_frames: Int | None = None
     video_pruning_rate: float | None = None
+    with_sound: bool | None = None
+    use_audio_in_video: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_sound(self) -> MediaSettings:
+        """vLLM calls it otherwise."""
+        if None not in (self.with_sound, self.use_audio_in_video) and self.with_sound != self.use_audio_in_video:
+            raise ValueError("with_sound and use_audio_in_video are one thing, and say two")
+        return self
+
+    @property
+    def of_videos(self) -> dict[str, Any]:
+        """By the names of `MediaOptions`."""
+        given = self.model_dump(exclude={"use_audio_in_video"})
+        return given | {"with_sound": self.use_audio_in_video if self.with_sound is None else self.with_sound}
 
 
 VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {

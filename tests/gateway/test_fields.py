@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params as chat_params
 from gateway.api.chat_request import ChatRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.launch import ROOT
+from twinlens import v1
 
 PAGE = (ROOT / "docs/HTTP.md").read_text()
 ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (served|accepted|refused) \|(.*)\|$", re.MULTILINE)
@@ -175,11 +176,22 @@ def test_fields_that_go_together(door: Scripted) -> None:
 def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scripted) -> None:
     parts = [PICTURE, {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]
     settings = {"min_pixels": 4096, "max_pixels": 8192, "fps": 1.5, "max_frames": 8, "video_pruning_rate": 0.5}
+    settings["with_sound"] = False
     outcome = post(door, messages=[{"role": "user", "content": parts}], mm_processor_kwargs=settings)
     picture, video = (part.media for part in outcome.asked.chat.messages[0].parts)
     assert {field.name: value for field, value in video.options.ListFields()} == settings
     assert {field.name for field, _ in picture.options.ListFields()} == {"min_pixels", "max_pixels"}
     assert video.url == "https://example.org/a.mp4"
+
+
+@pytest.mark.parametrize("settings", [{"use_audio_in_video": True}, {"with_sound": True, "use_audio_in_video": True}])
+def test_sound_between_frames_is_asked_for_by_either_name(door: Scripted, settings: dict[str, bool]) -> None:
+    parts = [{"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]
+    messages = [{"role": "user", "content": parts}]
+    outcome = post(door, messages=messages, mm_processor_kwargs=settings)
+    assert outcome.asked.chat.messages[0].parts[0].media.options == v1.MediaOptions(with_sound=True)
+    both = post(door, messages=messages, mm_processor_kwargs={"with_sound": False, "use_audio_in_video": True})
+    assert (both.status, both.body["error"]["code"]) == (400, "BAD_FIELD")
 
 
 def test_reasons_on_the_page_are_those_that_the_gateway_gives() -> None:

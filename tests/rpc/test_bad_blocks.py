@@ -114,6 +114,7 @@ PIXELS = {
     "too small": Bad(lambda: pixels(height=1, width=1, data=b"abc"), "IMAGE_TOO_SMALL", "pixels"),
     "too narrow": Bad(lambda: pixels(height=4, width=1000, data=bytes(12000)), "IMAGE_RATIO", "pixels"),
     "a time beyond all times": Bad(lambda: pixels(VIDEO, timestamps=[1e308]), "VIDEO_TOO_LONG"),
+    "frames with sound": Bad(lambda: with_options(pixels(VIDEO), with_sound=True), "BAD_OPTION", "options.with_sound"),
     "frames that are ages apart": Bad(lambda: with_options(pixels(VIDEO), fps=1e-300), "VIDEO_TOO_LONG"),
     "a choice of frames": Bad(lambda: with_options(pixels(VIDEO), max_frames=4), "BAD_OPTION", "options.max_frames"),
     "a rate for frames that have times": Bad(

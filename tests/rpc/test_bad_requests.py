@@ -59,6 +59,18 @@ ITEMS = {
     "rows without end": Bad(
         lambda: video(pictures.video(pictures.frames(8)), kept_rows=bytes(1 << 18)), "BAD_OPTION", "options.kept_rows"
     ),
+    "sound of a picture": Bad(lambda: head(with_sound=True), "BAD_OPTION", "options.with_sound"),
+    "sound, and rows dropped": Bad(
+        lambda: video(pictures.video(pictures.frames(8)), with_sound=True, video_pruning_rate=0.5),
+        "BAD_OPTION",
+        "options.with_sound",
+    ),
+    "sound between frames": Bad(
+        lambda: video(pictures.video(pictures.frames(8)), with_sound=True),
+        "NO_VIDEO_SOUND",
+        "options.with_sound",
+        UNIMPLEMENTED,
+    ),
     "a rate and rows": Bad(
         lambda: video(pictures.video(pictures.frames(8)), video_pruning_rate=0.5, kept_rows=b"\1"),
         "BAD_OPTION",

@@ -46,7 +46,7 @@ _SAMPLING = (
 
 _PREPROCESSING = {
     "image": ("min_pixels", "max_pixels"),
-    "video": ("fps", "max_frames", "video_pruning_rate"),
+    "video": ("fps", "max_frames", "video_pruning_rate", "with_sound"),
 }
 """What may be asked of items of each kind."""
 
@@ -121,6 +121,8 @@ def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
     pruning = "share of a video's rows to drop, 0 to below 1: those that change least from frame to frame"
     group.add_argument("--video-pruning-rate", type=float, metavar="R", help=pruning)
+    sound = "a video's own sound goes with its frames"
+    group.add_argument("--with-sound", action="store_const", const=True, help=sound)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -192,6 +194,7 @@ def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
         fps=arguments.fps,
         max_frames=arguments.max_frames,
         pruning_rate=arguments.video_pruning_rate,
+        with_sound=bool(arguments.with_sound),
     )
 
 

@@ -231,11 +231,12 @@ def test_every_source_is_carried_on(source: dict[str, Any], kind: type) -> None:
         (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film"), 0.75),
         (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film", options=v1.MediaOptions(video_pruning_rate=0.0)), 0.0),
         (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film", options=v1.MediaOptions(kept_rows=b"\1")), None),
+        (v1.Media(modality=v1.MODALITY_VIDEO, data=b"film", options=v1.MediaOptions(with_sound=True)), None),
         (v1.Media(modality=v1.MODALITY_VIDEO, key=b"k" * 32), None),
         (v1.Media(modality=v1.MODALITY_VIDEO, embedding=v1.EmbeddingBlock(count=1)), None),
         (v1.Media(modality=v1.MODALITY_IMAGE, data=b"picture"), None),
     ],
-    ids=["unset", "none", "rows", "a key", "ready-made", "a picture"],
+    ids=["unset", "none", "rows", "sound", "a key", "ready-made", "a picture"],
 )
 def test_videos_are_pruned_as_the_service_is_told_where_a_request_says_nothing(
     media: v1.Media, rate: float | None

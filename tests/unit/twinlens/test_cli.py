@@ -68,10 +68,11 @@ class TestAsk:
 
     def test_preprocessing_flags_go_to_the_media_that_they_mean(self, llm: FakeLlm, llm_address: str, picture) -> None:
         flags = ["--max-pixels", "100", "--fps", "1", "--max-frames", "4", "--video-pruning-rate", "0.5"]
+        flags.append("--with-sound")
         assert ask(llm_address, "what?", "--image", picture, "--video", picture, *flags) == 0
         image, video, _ = llm.requests[0].chat.messages[0].parts
         assert image.media.options == v1.MediaOptions(max_pixels=100)
-        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4, video_pruning_rate=0.5)
+        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4, video_pruning_rate=0.5, with_sound=True)
 
     def test_sounds_stand_among_the_other_media(self, llm: FakeLlm, llm_address: str, picture) -> None:
         flags = ["--audio", picture, "--image", picture, "--audio", "https://example.org/a.mp3"]
