@@ -1,17 +1,16 @@
-"""LoRA adapters of random weights in peft's form, and the library's model with one merged into it."""
+"""LoRA adapters of random weights in peft's form, as small or as bad as a test wants them."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -58,28 +57,3 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]
     said = {"peft_type": "LORA", "bias": "none", "base_model_name_or_path": None, **config}
     (folder / "adapter_config.json").write_text(json.dumps(said))
     return folder
-
-
-@contextmanager
-def merged(directory: Path, folder: Path | None) -> Iterator[None]:
-    """Meanwhile the library's model of a checkpoint has W + s B A in place of W."""
-    from tests import reference
-
-    model = reference.model(directory)
-    before: dict[str, torch.Tensor] = {}
-    if folder is not None:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
-        scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-        for name, a in tensors.items():
-            if ".lora_A." in name:
-                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                weight = model.get_parameter(f"{module}.weight")
-                before[module] = weight.detach().clone()
-                b = tensors[name.replace(".lora_A.", ".lora_B.")]
-                weight.data += scale * b.float() @ a.float()
-    try:
-        yield
-    finally:
-        for module, weight in before.items():
-            model.get_parameter(f"{module}.weight").data.copy_(weight)

@@ -50,6 +50,11 @@ def processor(directory: Path) -> Any:
 @lru_cache(maxsize=8)
 def model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The library's model of a checkpoint, on the CPU."""
+    return new_model(directory, dtype)
+
+
+def new_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same for whoever changes it."""
     loaded = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, local_files_only=True)
     return loaded.eval()
 
@@ -119,10 +124,13 @@ _ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_
 
 
 @torch.no_grad()
-def reference_generate(directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64) -> list[int]:
-    """Greedy token ids, exactly `max_tokens` of them: stops are ignored."""
+def reference_generate(
+    directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64, *, by: Any = None
+) -> list[int]:
+    """Greedy token ids, exactly `max_tokens` of them: stops are ignored. `by` is another model than the library's of
+    the checkpoint."""
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
-    loaded = model(directory)
+    loaded = by or model(directory)
     stops = loaded.generation_config.eos_token_id
     loaded.generation_config.eos_token_id = None
     try:

@@ -1,61 +1,86 @@
-"""Rows of several LoRA adapters in one batch give the tokens of the library's model with each merged into it."""
+"""Rows of several LoRA adapters in one batch give the tokens of peft's model with each of them, read from the files
+that peft saves."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.request import SamplingParams
-from tests import reference
-from tests.adapters import ALL, ATTENTION, make_adapter, merged
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+from tests.adapters import ALL, ATTENTION
+from tests.parity.local_engine import LocalEngine, make_prompt
+from tests.peft_reference import PeftReference
 from tests.pictures import noise
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
-ADAPTERS: list[dict[str, object]] = [
-    {"rank": 4, "modules": ALL},
-    {"rank": 8, "modules": ATTENTION, "lora_alpha": 16, "use_rslora": True},
-    {"rank": 2, "modules": ("q_proj", "v_proj", "in_proj_qkv"), "strength": 2.0},
-    {"rank": 3, "modules": ("down_proj", "up_proj", "o_proj", "out_proj", "in_proj_z"), "dtype": torch.bfloat16},
-]
+NUMBERS = [2, 0, 1, 4, 3, 0, 1]
 
 
-def adapters_of(directory: Path) -> list[Path]:
-    folder = directory.parent / f"{directory.name}-adapters"
-    return [make_adapter(directory, folder / str(n), seed=n, **given) for n, given in enumerate(ADAPTERS)]  # type: ignore[arg-type]
-
-
-def expected(directory: Path, folder: Path | None, prompt: Prompt) -> list[int]:
-    with merged(directory, folder):
-        return reference.reference_generate(directory, prompt.inputs, TOKENS)
+def configs(family: str) -> list[dict[str, Any]]:
+    """Four adapters as peft is told of them; it wants each pattern to fit something."""
+    attends = 3 if family.startswith("qwen3_5") else 1
+    return [
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": rf"model\.language_model\.layers\..*\.({'|'.join(ALL)})",
+            "rank_pattern": {"v_proj": 2, "up_proj": 6},
+            "alpha_pattern": {f"^model.language_model.layers.{attends}.self_attn.o_proj": 16, "down_proj": 4},
+        },
+        {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION), "use_rslora": True},
+        {
+            "r": 2,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "v_proj", "in_proj_qkv"],
+            "layers_to_transform": [0, attends],
+        },
+        {
+            "r": 3,
+            "lora_alpha": 12,
+            "target_modules": ["o_proj", "out_proj", "in_proj_z"],
+            "rank_pattern": {"o_proj": 5},
+            "use_rslora": True,
+            "dtype": torch.bfloat16,
+        },
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], family: str) -> None:
+def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], tmp_path: Path, family: str) -> None:
     directory = checkpoints(family)
-    folders = adapters_of(directory)
+    peft = PeftReference(directory, tmp_path, configs(family))
     prompt = make_prompt(directory, [noise(60, 90), "What is in the picture?"])
-    said = [expected(directory, folder, prompt) for folder in (None, *folders)]
+    said = [peft.generate(number, prompt.inputs, TOKENS) for number in range(5)]
     assert len({tuple(each) for each in said}) == len(said), "the adapters prove nothing"
-    numbers = [2, 0, 1, 4, 3, 0, 1]
     for given in ({}, {"max_loras": 2, "step_tokens": 32, "prefix_cache": True}):
-        engine = LocalEngine(directory, adapters=folders, **given)  # type: ignore[arg-type]
+        engine = LocalEngine(directory, adapters=peft.folders, **given)  # type: ignore[arg-type]
         for _ in range(2):
-            outcomes = engine.run([prompt] * len(numbers), GREEDY, numbers)
-            assert [outcome.tokens for outcome in outcomes] == [said[number] for number in numbers], given
+            outcomes = engine.run([prompt] * len(NUMBERS), GREEDY, NUMBERS)
+            assert [outcome.tokens for outcome in outcomes] == [said[number] for number in NUMBERS], given
+
+
+def test_the_files_are_those_that_peft_writes(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    given = configs("qwen3_vl")[0]
+    folder = PeftReference(checkpoints("qwen3_vl"), tmp_path, [given]).folders[0]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["peft_version"]
+    assert all(config[field] == value for field, value in given.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.soak)])
-def test_kernels_for_gpus_give_the_same_tokens(checkpoints: Callable[..., Path], family: str) -> None:
+def test_kernels_for_gpus_give_the_same_tokens(checkpoints: Callable[..., Path], tmp_path: Path, family: str) -> None:
     directory = checkpoints(family)
-    folders, numbers = adapters_of(directory), [2, 0, 1, 4, 3]
+    peft, numbers = PeftReference(directory, tmp_path, configs(family)), NUMBERS[:5]
     prompt = make_prompt(directory, [noise(60, 90), "What is in the picture?"])
-    said = [expected(directory, folder, prompt) for folder in (None, *folders)]
-    engine = LocalEngine(directory, adapters=folders, adapter_kernel=AdapterKernel.GPU)
+    engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=AdapterKernel.GPU)
     outcomes = engine.run([prompt] * len(numbers), GREEDY, numbers)
-    assert [outcome.tokens for outcome in outcomes] == [said[number] for number in numbers]
+    assert [outcome.tokens for outcome in outcomes] == [
+        peft.generate(number, prompt.inputs, TOKENS) for number in numbers
+    ]

@@ -1,0 +1,52 @@
+"""LoRA adapters as peft makes, saves and computes them: what parity tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import reference
+
+from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip - it imports transformers
+
+
+class PeftReference:
+    """The library's model of a checkpoint with adapters in it, numbered from 1 on, which lie in `folders` as peft saves
+    them; 0 is none. Their numbers are random; those of an adapter with a `dtype` are of that type in its file."""
+
+    def __init__(self, directory: Path, folder: Path, adapters: Sequence[Mapping[str, Any]]) -> None:
+        self._directory = directory
+        self._names = [f"adapter{number}" for number, _ in enumerate(adapters, 1)]  # a bare number is a layer's to peft
+        self.folders = [folder / name for name in self._names]
+        configs = [_config(given) for given in adapters]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._model: PeftModel = get_peft_model(
+                reference.new_model(directory), configs[0], adapter_name=self._names[0]
+            )
+            for name, config in zip(self._names[1:], configs[1:], strict=True):
+                self._model.add_adapter(name, config)
+        for name, given in zip(self._names, adapters, strict=True):
+            own = [weight for key, weight in self._model.named_parameters() if key.endswith(f".{name}.weight")]
+            for weight in own:
+                weight.data = weight.data.to(given.get("dtype", torch.float32))
+            self._model.save_pretrained(str(folder), selected_adapters=[name])
+            for weight in own:
+                weight.data = weight.data.float()  # as peft loads them
+
+    def generate(self, number: int, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
+        """Greedy token ids with an adapter, or with none."""
+        own = self._model.get_base_model()
+        if not number:
+            with self._model.disable_adapter():
+                return reference.reference_generate(self._directory, inputs, tokens, by=own)
+        self._model.set_adapter(self._names[number - 1])
+        return reference.reference_generate(self._directory, inputs, tokens, by=own)
+
+
+def _config(given: Mapping[str, Any]) -> LoraConfig:
+    """Neither matrix begins with zeros."""
+    return LoraConfig(**{field: value for field, value in given.items() if field != "dtype"}, init_lora_weights=False)
