@@ -9,12 +9,14 @@ from pathlib import Path
 import grpc
 import httpx2 as httpx
 import pytest
+import torch
 
-from tests.adapters import make_adapter
+from tests.adapters import ALL, make_adapter
 from tests.launch import Service, gateway, llm_server, send, stopped
+from tests.peft_reference import PeftReference
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, refusal, tokens
 from tests.waiting import until
-from twinlens import LlmClient, TwinlensError, user
+from twinlens import LlmClient, TwinlensError, user, v1
 
 PROMPT = user("Tell me at some length about two red circles.")
 
@@ -164,6 +166,42 @@ def test_the_gateway_lists_adapters_and_sends_requests_to_them(client: LlmClient
 
         assert said("zero") != said(base["id"])
         assert http.post("/v1/completions", json={"model": "none", "prompt": "x"}).status_code == 404
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_two_ranks_give_the_tokens_of_peft_while_adapters_come_and_go(
+    checkpoints: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    directory, ids = checkpoints(family), [*range(20, 60)]
+    given = [{"r": rank, "lora_alpha": 4 * rank, "target_modules": list(ALL[:4])} for rank in (2, 3, 8)]
+    peft = PeftReference(directory, tmp_path, given)
+    said = [peft.generate(number, {"input_ids": torch.tensor([ids])}, 48) for number in range(4)]
+    assert len({tuple(each) for each in said}) == 4, "the adapters prove nothing"
+    flags = {**LLM_FLAGS, "lora_dir": tmp_path, "max_loras": 2, "max_lora_rank": 8, "tp": 2}
+    with llm_server(directory, light=False, **flags) as running, LlmClient(running.address) as calls:
+
+        def begun(number: int) -> Iterator[v1.GenerateResponse]:
+            model = peft.folders[number - 1].name if number else ""
+            stream = iter(calls.generate(asked(v1.TokensInput(ids=ids), greedy(48), model=model)))
+            assert next(stream).HasField("started")
+            return stream
+
+        def rest(stream: Iterator[v1.GenerateResponse]) -> list[int]:
+            return [token for event in stream for token in event.delta.token_ids]
+
+        first, second, third = (path.name for path in peft.folders)
+        calls.load_adapter(first, first)
+        streams = [begun(0), begun(1)]
+        calls.load_adapter(second, second)
+        streams.append(begun(2))
+        calls.unload_adapter(first)
+        calls.load_adapter(third, third)
+        streams += [begun(3), begun(0), begun(2)]
+        assert [rest(each) for each in streams] == [said[number] for number in (0, 1, 2, 3, 0, 2)]
+        assert [each.name for each in calls.get_info().adapters] == [second, third]
+        assert calls.get_load().adapter_fills >= 3
+        until(lambda: idle(calls), "nothing is held")
 
 
 def test_without_a_folder_there_are_none(checkpoints: Callable[..., Path]) -> None:
