@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -36,7 +36,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
     its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3. `one_item`: what
-    stands for a picture depends on how many a prompt has, so that one alone is served.
+    stands for a picture depends on how many a prompt has, so that one alone is served. `text` is the text's part of the
+    configuration, as JSON has it, every default filled in.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     levels: int = 1
     axes: int = 1
     one_item: bool = False
+    text: dict[str, Any] = {}
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

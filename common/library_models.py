@@ -164,7 +164,7 @@ def frames_of(processor: Any, total: int, fps: float) -> list[int]:
 _SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
@@ -313,8 +313,19 @@ def describe(folder: Path) -> LibraryModel:
         placeholders=ids,
         levels=level_count(config),
         one_item=not stand_alone(processor),
+        text=text_of(config),
         axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
+
+
+def text_of(config: Any) -> dict[str, Any]:
+    """The text's part of a configuration as JSON has it, every default filled in; whether its head is its table of
+    tokens the whole model says."""
+    with torch.device("meta"):
+        model = class_of(config)(config)
+    head = model.get_output_embeddings()
+    found: dict[str, Any] = msgspec.json.decode(config.get_text_config(decoder=True).to_json_string(use_diff=False))
+    return {**found, "tie_word_embeddings": head is not None and head.weight is model.get_input_embeddings().weight}
 
 
 _BLANK_FRAMES, _BLANK_SIDES = 64, (48, 64)

@@ -23,8 +23,13 @@ FAMILIES: Final = {
 }
 """By `model_type` in config.json, as in the encoder service."""
 
-TEXT_FAMILIES: Final = {"qwen2": Family({}, attention_bias=True), "qwen3": Family({}, qk_norm=True)}
-"""Of models without media, which propose drafts for those."""
+TEXT_FAMILIES: Final = {
+    "llama": Family({}),
+    "qwen2": Family({}, attention_bias=True),
+    "qwen3": Family({}, qk_norm=True),
+}
+"""By the `model_type` of a text: of models without media, which propose drafts for those, and of models that no family
+is for, where our decoder computes the text and the library the rest."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
@@ -30,6 +32,21 @@ _MTP = "mtp."
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 
 
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """What of a checkpoint a decoder computes: its shape, and the decoder's own name for each of its tensors, None for
+    those of other sides."""
+
+    config: TextConfig
+    own_name: Callable[[str], str | None]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> TextSide:
+        """Of a family of ours; raises CheckpointError as `TextConfig.of`."""
+        config = TextConfig.of(checkpoint.config)
+        return cls(config, partial(_own_name, tied=config.tied))
+
+
 def load_decoder(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -37,15 +54,17 @@ def load_decoder(
     group: TensorGroup = ALONE,
     *,
     weight_dtype: str = "",
+    text: TextSide | None = None,
 ) -> Decoder:
-    """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone.
+    """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone; `text` says what of
+    the checkpoint that is, None: what its family does.
 
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
     stay. On a CPU whose products of bfloat16 are ours, these and what is kept of tokens (`Decoder.kv_dtype`) alone are
     bfloat16, with sums in float32: what is between them is float32 (`Decoder.dtype`). Raises CheckpointError where a
     weight is missing or does not fit, or the ranks cannot share the model.
     """
-    config, int8 = TextConfig.of(checkpoint.config), weight_dtype == "int8"
+    text, int8 = text or TextSide.of(checkpoint), weight_dtype == "int8"
     scheme = Scheme.of(checkpoint.config)
     if int8 and scheme is not None:
         raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
@@ -55,13 +74,20 @@ def load_decoder(
         dtype, rounded = torch.float32, rounded or "bfloat16"
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
-        decoder = Decoder(config, group, dtype, torch.device("cpu") if scheme is not None else device)
+        decoder = Decoder(text.config, group, dtype, torch.device("cpu") if scheme is not None else device)
         decoder.kv_dtype = kept
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
-    _fill(decoder, checkpoint, lambda name: _own_name(name, tied=config.tied), device, rounded, tied=config.tied)
+    _fill(decoder, load_weights(checkpoint, text.own_name), device, rounded)
+    return decoder.eval()
+
+
+def fill_plain(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
+    """Fills a decoder that is to compute with torch's operators alone, by the names that it has for them. Raises
+    CheckpointError as `load_decoder`."""
+    _read(decoder, ((name, _Held(tensor)) for name, tensor in tensors), lambda _, place, stored: place(stored))
     return decoder.eval()
 
 
@@ -80,39 +106,39 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
         decoder = MtpDecoder(target)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    _fill(decoder, checkpoint, _mtp_name, target.device, rounded)
+    _fill(decoder, load_weights(checkpoint, _mtp_name), target.device, rounded)
     return decoder.eval()
 
 
-def _fill(
-    decoder: Decoder,
-    checkpoint: Checkpoint,
-    own_name: Callable[[str], str | None],
-    device: torch.device,
-    rounded: Rounded,
-    *,
-    tied: bool = False,
-) -> None:
+def _fill(decoder: Decoder, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:
     """Reads what a decoder needs, by the names that it has there, and has it laid out on a device."""
-    needed = dict(targets(decoder, tied=tied))
-    missing = set(needed)
-    for name, stored in load_weights(checkpoint, own_name):
-        if name not in needed:
-            raise CheckpointError(f"{name} does not fit the model: there is no place for it")
-        try:
-            _place(*needed[name], stored, device, rounded)
-        except ValueError as error:
-            raise CheckpointError(f"{name} does not fit the model: {error}") from error
-        missing.discard(name)
-    missing -= {name for name in missing if isinstance(module := needed[name][0], Experts) and module.whole()}
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+    _read(decoder, weights, partial(_place, device=device, rounded=rounded))
     decoder.to(device)
     for part in decoder.modules():
         if isinstance(part, PackedLinear):
             part.finalize(rounded=rounded)
     finalize_linears(decoder)
     decoder.finalize()
+
+
+def _read(
+    decoder: Decoder, weights: Iterable[tuple[str, Stored]], place: Callable[[nn.Module, Place, Stored], None]
+) -> None:
+    """Has each of a decoder's weights put in its place. Raises CheckpointError where one is missing or does not
+    fit."""
+    needed = dict(targets(decoder, tied=decoder.config.tied))
+    missing = set(needed)
+    for name, stored in weights:
+        if name not in needed:
+            raise CheckpointError(f"{name} does not fit the model: there is no place for it")
+        try:
+            place(*needed[name], stored)
+        except ValueError as error:
+            raise CheckpointError(f"{name} does not fit the model: {error}") from error
+        missing.discard(name)
+    missing -= {name for name in missing if isinstance(module := needed[name][0], Experts) and module.whole()}
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
 
 
 def _mtp_name(name: str) -> str | None:
@@ -146,7 +172,20 @@ def _copy(parameter: nn.Parameter, stored: Stored) -> None:
     fill(parameter, stored[:])
 
 
-def _place(module: nn.Module, place: Place, stored: Stored, device: torch.device, rounded: Rounded) -> None:
+class _Held:
+    """A tensor in memory as one in a file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+
+def _place(module: nn.Module, place: Place, stored: Stored, *, device: torch.device, rounded: Rounded) -> None:
     """Reads this rank's share of a tensor. What is whole then, and large, is finalized: so no more than one weight is
     there in a longer type than it will have."""
     place(stored)

@@ -1,10 +1,12 @@
-"""Whether the library's text model computes in chunks, and packed with others, what it computes of a whole prompt:
-tried on a model of the checkpoint's own configuration, shrunk, with rows that are drawn. No list could say it."""
+"""Whether the library's text model computes in chunks, and packed with others, what it computes of a whole prompt, and
+whether our decoder does: tried on a model of the checkpoint's own configuration, shrunk, with rows that are drawn. No
+list could say it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +33,21 @@ from common.library_models import (
     rope_positions,
     row_token,
     shrink,
+    text_of,
 )
-from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
+from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.decoder import Deepstack
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.generic import LibraryDecoder, media_tokens, text_alone
+from llm_service.models.library_names import named_tensors
+from llm_service.models.loader import fill_plain
 
 _log = log.get("trial")
+_CPU = torch.device("cpu")
 _BLOCK = 16
 _CLOSE = 1e-3
 """Of the largest logit: rounding of float32 is a thousandth of it, another mask a thousand times as much."""
@@ -94,23 +102,11 @@ def try_out(folder: Path, group: TensorGroup = ALONE) -> Finding:
 def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGroup = ALONE) -> Finding:
     """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
     name = config.model_type
-    try:
-        shrink(config.get_text_config(decoder=True), group.size)
-        model = made_up(config, text_alone)
-        prompt = prompted()
-        has_axes = hasattr(model.base_model, "get_rope_index")
-        positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
-        expected = _whole(model, prompt)
-        said = _generated(model, prompt)
-        axes = 3 if has_axes else 1
-        decoder = LibraryDecoder(model, torch.float32, torch.device("cpu"), axes=axes, group=group)
-        differences = {rule: _difference(decoder, prompt, positions, expected, rule) for rule in SpanRule}
-        later = _difference_of_answer(decoder, said)
-    except CheckpointError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        _log.warning("a model cannot be tried", kind=name, why=f"{type(error).__name__}: {error}")
-        raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
+    with _tried(name):
+        case = _Case.of(config, prompted, group.size)
+        decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
+        differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
+        later = _difference_of_answer(decoder, case.said)
     for rule, difference in differences.items():
         if difference < _CLOSE:
             if not later < _CLOSE:  # nor where there is no number
@@ -120,6 +116,62 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGr
     split = f"over {group.size} ranks " if group.size > 1 else ""
     what = f"{split}{name} gives other logits in chunks than of a whole prompt"
     raise CheckpointError(f"{what}: they differ by {least:.1%}")
+
+
+@torch.inference_mode()
+def try_ours(folder: Path) -> None:
+    """Tries our decoder in the place of the library's text model, on one rank. Raises CheckpointError where it lacks
+    what the text asks for, or its logits are not the library's."""
+    config = config_of(folder)
+    try_ours_of(config, lambda: _prompt(folder, config))
+
+
+@torch.inference_mode()
+def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> None:
+    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
+    with _tried(config.model_type):
+        case = _Case.of(config, prompted)
+        made = Decoder(TextConfig.of(text_of(config)), ALONE, torch.float32, _CPU)
+        decoder = fill_plain(made, named_tensors(case.model))
+        difference = max(_difference(decoder, case), _difference_of_answer(decoder, case.said))
+    if not difference < _CLOSE:
+        raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {difference:.1%}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A small model with drawn weights, a prompt with int64 `positions` [3, n] on so many axes that count, and what the
+    library says: the logits that it `expects` of the whole prompt, [n, vocabulary], and an answer."""
+
+    model: Any
+    prompt: TrialPrompt
+    positions: Tensor
+    axes: int
+    expected: Tensor
+    said: _Said
+
+    @classmethod
+    def of(cls, config: Any, prompted: Callable[[], TrialPrompt], ranks: int = 1) -> _Case:
+        """Of a configuration, which is shrunk so that heads can be split over so many ranks."""
+        shrink(config.get_text_config(decoder=True), ranks)
+        model = made_up(config, text_alone)
+        prompt = prompted()
+        has_axes = hasattr(model.base_model, "get_rope_index")
+        positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
+        expected, said = _whole(model, prompt), _generated(model, prompt)
+        return cls(model, prompt, positions, 3 if has_axes else 1, expected, said)
+
+
+@contextmanager
+def _tried(name: str) -> Iterator[None]:
+    """What a model that does not run fails with becomes a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        _log.warning("a model cannot be tried", kind=name, why=f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
 
 
 def drawn_prompt(config: Any) -> TrialPrompt:
@@ -215,7 +267,7 @@ def _generated(model: Any, prompt: TrialPrompt) -> _Said:
     return _Said(said, len(text), logits)
 
 
-def _difference_of_answer(decoder: LibraryDecoder, said: _Said) -> float:
+def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: _Said) -> float:
     """As `_difference`, of what was said."""
     count = len(said.prompt.ids)
     ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), [(0, count)], [])
@@ -234,17 +286,17 @@ class _Features:
         return None
 
 
-def _difference(
-    decoder: LibraryDecoder, prompt: TrialPrompt, positions: Tensor, expected: Tensor, rule: SpanRule
-) -> float:
+def _difference(decoder: Decoder | LibraryDecoder, case: _Case, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
     chunk of another one that begins with other words, and of the prompt at once."""
-    decoder.spans, runs = rule, [] if rule is SpanRule.NOWHERE else prompt.runs
+    prompt, positions, runs = case.prompt, case.positions, case.prompt.runs if rule is not SpanRule.NOWHERE else []
+    if isinstance(decoder, LibraryDecoder):
+        decoder.spans = rule
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
     whole = _logits(decoder, prompt, positions, [(0, length)], runs)
     cut = _logits(decoder, prompt, positions, [(0, first), (first, last + 1), (last + 1, length)], runs)
-    return max(_relative(each, expected) for each in (whole, cut))
+    return max(_relative(each, case.expected) for each in (whole, cut))
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -253,14 +305,14 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _logits(
-    decoder: LibraryDecoder,
+    decoder: Decoder | LibraryDecoder,
     prompt: TrialPrompt,
     positions: Tensor,
     cuts: list[tuple[int, int]],
     runs: list[tuple[int, int]],
 ) -> Tensor:
     blocks = -(-len(prompt.ids) // _BLOCK)
-    specs = [mixer.cache_spec() for mixer in decoder.mixers()]
+    specs: list[Any] = [mixer.cache_spec() for mixer in decoder.mixers()]
     shapes = cache_shapes(specs, 2 * blocks, _BLOCK)
     caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
     layers = [next(caches[spec]) for spec in specs]
@@ -273,14 +325,26 @@ def _logits(
         chunks = [PagedChunk(begin, end - begin, table) for table in tables]
         count = end - begin
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
-        made = {spec: decoder.backend(shape).batch(chunks, here) for spec, shape in shapes.items()}
+        batches = [_batch(decoder, shapes[spec], chunks, here) for spec in specs]
         placed = positions[:, begin:end].repeat(1, 2)
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
-        ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
-        out = decoder(packed, placed, layers, [made[spec] for spec in specs], deepstack, token_ids=ids)
+        given = packed, placed, layers, batches, deepstack
+        if isinstance(decoder, LibraryDecoder):
+            ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
+            out = decoder(*given, token_ids=ids)
+        else:
+            out = decoder(*given)
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
+
+
+def _batch(
+    decoder: Decoder | LibraryDecoder, shape: CacheShape, chunks: list[PagedChunk], spans: list[tuple[int, int]]
+) -> AttentionBatch:
+    if isinstance(decoder, LibraryDecoder):
+        return decoder.backend(shape).batch(chunks, spans)
+    return TorchBackend(shape, _CPU).batch(chunks)
 
 
 def _deepstack(prompt: TrialPrompt, begin: int, end: int) -> Deepstack | None:

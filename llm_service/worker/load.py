@@ -25,6 +25,7 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
+from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel
@@ -140,7 +141,8 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
     if not settings.max_loras:
         return None
-    shapes = shapes_of(TextConfig.of(Checkpoint.resolve(settings.model).config))
+    library = settings.library
+    shapes = shapes_of(TextConfig.of(Checkpoint.resolve(settings.model).config if library is None else library.text))
     adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)
     return partial(read, settings.lora_dir, adaptable=adaptable)
 
@@ -149,8 +151,9 @@ def _decoder(
     settings: EngineSettings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup
 ) -> Decoder | LibraryDecoder:
     """Ours, or the library's, for which not everything is there."""
-    if settings.library is None:
-        return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype)
+    text = None if settings.library is None else known_text(checkpoint, settings.library, group)
+    if settings.library is None or text is not None:
+        return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     asked = {
         f"--weight-dtype {settings.weight_dtype}": bool(settings.weight_dtype),
         "--compile": settings.compile,

@@ -29,7 +29,10 @@ from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
+from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, Install, TokenLogprobs
@@ -146,6 +149,7 @@ class LocalEngine:
         weight_dtype: str = "",
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
+        by_library: bool = False,
         speculative_tokens: int = 0,
         draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
@@ -156,11 +160,14 @@ class LocalEngine:
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
-        if library is not None:
+        text = None if library is None or by_library else known_text(checkpoint, library)
+        decoder: Decoder | LibraryDecoder
+        if library is None or text is not None:
+            decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
+        else:
             decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device))
             attention = decoder.backend
-        else:
-            decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype)
+        self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
         arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)

@@ -27,7 +27,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield running
 
 
-@pytest.mark.parametrize(("kind", "more"), [("qwen2_5_omni_thinker", {VIDEO, SOUND}), ("gemma3", set())])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("qwen2_5_omni_thinker", {VIDEO, SOUND}), ("gemma3", set()), ("internvl", set())]
+)
 def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_path: Path) -> None:
     """Pictures, videos and sounds; rows that see each other; one rank and two."""
     assert {"one picture", TWO, RANKS} | more < through_services(make(kind, tmp_path))

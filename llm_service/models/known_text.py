@@ -1,0 +1,78 @@
+"""The text of a model that no family is for, where our decoder computes it: its configuration is of a kind that ours
+knows, and what ours makes of it in small is what the library makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from common import log
+from common.checkpoint import Checkpoint, CheckpointError
+from common.library import LibraryModel
+from common.library_models import config_of
+from common.weights import SliceReader
+from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models.config import TextConfig
+from llm_service.models.library_names import HEAD, TABLE, own_names
+from llm_service.models.loader import TextSide
+from llm_service.models.trial import try_ours
+
+_log = log.get("known_text")
+_ROWS = 4096
+
+
+def known_text(checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup = ALONE) -> TextSide | None:
+    """What `load_decoder` takes of a checkpoint; None where the library has to compute its text on any rank of a group,
+    and a line of the log says why. Takes seconds, as a small model is tried."""
+    why, found = "", None
+    try:
+        found = _found(checkpoint, library)
+    except CheckpointError as error:
+        why = str(error)
+    if not group.all_reduce_min(int(found is not None)):
+        found, why = None, why or "another rank cannot"
+    if group.rank == 0:
+        kind = library.text.get("model_type", "?")
+        if found is None:
+            _log.info("the library computes the text", kind=kind, why=why)
+        else:
+            _log.info("our decoder computes the text", kind=kind)
+    return found
+
+
+def _found(checkpoint: Checkpoint, library: LibraryModel) -> TextSide:
+    kind = library.text.get("model_type")
+    if kind not in TEXT_FAMILIES:
+        raise CheckpointError(f"our decoder knows no {kind}")
+    config = TextConfig.of(library.text)
+    names = own_names(config_of(checkpoint.folder), checkpoint.tensors)
+    try_ours(checkpoint.folder)
+    if config.tied:
+        config, names = _as_stored(checkpoint, config, names)
+    return TextSide(config, names.get)
+
+
+def _as_stored(checkpoint: Checkpoint, config: TextConfig, names: dict[str, str]) -> tuple[TextConfig, dict[str, str]]:
+    """A configuration that ties the head to the table of tokens, and names, as a checkpoint has both: some have a head
+    nevertheless, which then counts as the library has it, and some have the head alone."""
+    stored = {own: name for name, own in names.items() if own in (HEAD, TABLE)}
+    if HEAD not in stored:
+        return config, names
+    if TABLE not in stored:
+        return config, {name: TABLE if own == HEAD else own for name, own in names.items()}
+    if not _equal(checkpoint, stored[HEAD], stored[TABLE]):
+        return replace(config, tied=False), names
+    return config, {name: own for name, own in names.items() if own != HEAD}
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two matrices are; one that is quantised has no tensor of its name."""
+    found = [checkpoint.tensors.get(name) for name in (one, other)]
+    if None in found or len({(info.dtype, info.shape) for info in found if info is not None}) > 1:
+        return False
+    with SliceReader(checkpoint) as reader:
+        first, second = reader[one], reader[other]
+        rows = range(0, first.get_shape()[0], _ROWS)
+        return all(torch.equal(first[row : row + _ROWS], second[row : row + _ROWS]) for row in rows)

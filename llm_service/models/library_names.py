@@ -1,0 +1,79 @@
+"""Which tensors are the text's, and what our decoder calls them: of the library's models in memory, and of checkpoints
+in every layout that the library reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import CheckpointError
+from common.library_models import class_of
+
+HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
+_EXPERT = ".experts."
+"""Of a tensor's name: the library stacks experts when it loads them; ours takes them as they are."""
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The text's tensors of a model of the library, by the decoder's names; a head that is tied is left out."""
+    names, tied = _Names(model), model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name, tensor in model.state_dict().items():
+        own = names.own(name)
+        if own is not None and not (tied and own == HEAD):
+            yield own, tensor
+
+
+def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
+    """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
+    the text's. Raises CheckpointError where the library does more to one of them than to rename it."""
+    with torch.device("meta"):
+        model = class_of(config)(config)
+    names, renamed = _Names(model), {}
+    weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
+    for name, (there, changed) in _renamed(model, {*stored, *weights}).items():
+        if (own := names.own(there)) is None:
+            continue
+        if changed and _EXPERT not in there:
+            raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
+        renamed[name] = own
+    return renamed
+
+
+class _Names:
+    """What a model of the library calls the parts that our decoder has."""
+
+    def __init__(self, model: Any) -> None:
+        names = {id(part): name for name, part in model.named_modules()}
+        parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+        inner, table, head = (names.get(id(part), "") for part in parts)
+        if not (inner and table and head):
+            raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+        self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
+
+    def own(self, name: str) -> str | None:
+        """The decoder's name of a tensor; None where it has none."""
+        module, _, kind = name.rpartition(".")
+        if (own := self._outer.get(module)) is not None:
+            return f"{own}.{kind}"
+        return name.removeprefix(self._inner) if name.startswith(self._inner) else None
+
+
+def _renamed(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """The name in a model of each tensor of a checkpoint that the library reads, and whether it changes it besides;
+    of one that it puts together with others, the name without that."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    steps, known = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    found: dict[str, tuple[str, bool]] = {}
+    for name in sorted(stored):
+        there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if there in known:
+            plain = name if pattern is None else rename_source_key(name, renamings, [])[0]
+            found[name] = (there if pattern is None else plain), pattern is not None
+    return found

@@ -1,0 +1,129 @@
+"""Models that no family is for, whose text our decoder computes all the same: ids and tokens are the library's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+
+from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.families import registry
+from llm_service.families.family import Family
+from llm_service.models import trial
+from llm_service.models.decoder import Decoder
+from llm_service.models.generic import LibraryDecoder
+from llm_service.models.known_text import known_text
+from llm_service.models.trial import drawn_prompt, try_ours_of
+from tests.parity.library_side import GREEDY, Served, compare
+from tools.models.compare import PROMPTS
+from tools.models.tiny import config_of_recipe, make
+
+Rename = Callable[[str], str]
+
+LAYOUTS: dict[str, Rename] = {
+    "as the library has them": lambda name: re.sub(r"^language_model\.model", "model.language_model", name),
+    "as they were published first": lambda name: name,
+    "as a release between wrote them": lambda name: re.sub(
+        r"^language_model\.model", "model.language_model.model", name
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.mark.parametrize("kind", ["llava", "internvl"])
+def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path)
+    assert isinstance(Served.of(folder).engine().decoder, Decoder)
+    assert {"one picture", "two of different sizes"} <= compare(folder)
+
+
+def test_either_decoder_gives_the_same_tokens(llava: Path) -> None:
+    served = Served.of(llava)
+    prompts = [served.prompt(parts) for parts in PROMPTS.values()]
+    engines = served.engine(), served.engine(by_library=True)
+    assert [type(engine.decoder) for engine in engines] == [Decoder, LibraryDecoder]
+    ours, theirs = ([outcome.tokens for outcome in engine.run(prompts, GREEDY)] for engine in engines)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_found_by_their_names_in_every_layout(llava: Path, layout: str, tmp_path: Path) -> None:
+    tensors = load_file(llava / "model.safetensors")
+    assert any(name.startswith("language_model.model.") for name in tensors)
+    renamed = {LAYOUTS[layout](name): tensor for name, tensor in tensors.items()}
+    renamed[LAYOUTS[layout]("language_model.model.layers.0.self_attn.rotary_emb.inv_freq")] = torch.ones(8)
+    for file in llava.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    one, other = (Served.of(folder) for folder in (llava, tmp_path))
+    prompt = one.prompt(PROMPTS["one picture"])
+    engine = other.engine()
+    assert isinstance(engine.decoder, Decoder)
+    assert engine.run([prompt], GREEDY)[0].tokens == one.engine().run([prompt], GREEDY)[0].tokens
+
+
+@pytest.mark.parametrize("stored", ["both alike", "both, and they differ", "the head alone", "the table alone"])
+def test_a_head_that_should_be_the_table_is_what_the_checkpoint_has(stored: str, tmp_path: Path) -> None:
+    """InternVL's configuration says that they are one, and its larger checkpoints have both."""
+    folder = make("internvl", tmp_path)
+    assert Checkpoint(folder).config.get("tie_word_embeddings", True)
+    tensors = load_file(folder / "model.safetensors")
+    (table,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    head = "language_model.lm_head.weight"
+    assert head not in tensors
+    match stored:
+        case "both alike":
+            tensors[head] = tensors[table].clone()
+        case "both, and they differ":
+            tensors[head] = torch.randn(tensors[table].shape, generator=torch.Generator().manual_seed(3))
+        case "the head alone":
+            tensors[head] = tensors.pop(table)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert isinstance(Served.of(folder).engine().decoder, Decoder)
+    assert "one picture" in compare(folder)
+
+
+def test_the_log_says_once_whose_decoder_computes(llava: Path) -> None:
+    served = Served.of(llava)
+    with capture_logs() as told:
+        assert known_text(Checkpoint(llava), served.found) is not None
+    assert [(line["event"], line["kind"]) for line in told] == [("our decoder computes the text", "llama")]
+
+
+def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
+    folder = make("llava", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    served = Served.of(folder)
+    with capture_logs() as told:
+        assert known_text(Checkpoint(folder), served.found) is None
+    why = "rotary scaling dynamic is not supported"
+    assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
+
+
+def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HyperCLOVA X has Llama's tensors by their names, and scales what comes of them."""
+    monkeypatch.setitem(registry.TEXT_FAMILIES, "hyperclovax", Family({}))
+    config = config_of_recipe("hyperclovax_vision_v2")
+    config.text_config.use_post_norm, config.text_config.residual_multiplier = False, 0.5
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+        try_ours_of(config, lambda: drawn_prompt(config))
+
+
+def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial.try_ours(llava)
+    right = trial.PagedChunk
+    monkeypatch.setattr(trial, "PagedChunk", lambda context, count, blocks: right(max(0, context - 1), count, blocks))
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        trial.try_ours(llava)
