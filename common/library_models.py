@@ -49,8 +49,9 @@ def library() -> Any:
 
 
 def config_of(folder: Path) -> Any:
-    """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. Raises
-    CheckpointError where the library knows no such model."""
+    """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. That
+    weights are quantised is left out, since the library reads none that are. Raises CheckpointError where the library
+    knows no such model."""
     kind = Checkpoint(folder).config.get("model_type", "?")
     if kind not in library().CONFIG_MAPPING:
         raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
@@ -58,7 +59,10 @@ def config_of(folder: Path) -> Any:
         found = library().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"the library cannot read the configuration of {kind}: {_first_line(error)}") from error
-    return getattr(found, "thinker_config", found)
+    found = getattr(found, "thinker_config", found)
+    for part in (found, found.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
+    return found
 
 
 def class_of(config: Any) -> Any:
@@ -256,16 +260,25 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
 
 
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint's model without what `strip` takes away from it, whose weights are not read."""
+    """The checkpoint's model without what `strip` takes away from it, whose weights are not read. Raises
+    CheckpointError where the library cannot read what is left, or it is quantised."""
     config = config_of(folder)
     try:
-        model = _without(class_of(config), strip).from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True
+        model, told = _without(class_of(config), strip).from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"the library cannot load the model: {_first_line(error)}") from error
+    modules = {name for name, _ in model.named_modules()}
+    beside = [name for name in told["unexpected_keys"] if _OF_QUANTISED.fullmatch(name.rpartition(".")[2])]
+    if quantised := sorted(name for name in beside if name.rpartition(".")[0] in modules):
+        raise CheckpointError(f"the library is to compute {quantised[0].rpartition('.')[0]}, whose weight is quantised")
     model.eval().requires_grad_(requires_grad=False)
     return model.to(device)
+
+
+_OF_QUANTISED = re.compile(r"qweight|weight_(packed|scale|scale_inv)")
+"""A tensor of a quantised weight, in every form that one has."""
 
 
 def _without(whole: Any, strip: Callable[[Any], None]) -> Any:
@@ -448,9 +461,6 @@ def check(config: Any) -> None:
         raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
     if getattr(config, f"{apart[0]}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        raise CheckpointError(f"quantised weights ({method}) are for models of our families alone, and {kind} is none")
 
 
 _LONGEST = 32768

@@ -17,7 +17,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 GATED_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
 ALL = (*ATTENTION, *MLP, *GATED_DELTA_NET)
 
-_WHERE = re.compile(r"^model\.language_model\.layers\.\d+\.")
+_WHERE = re.compile(r"^model\.(language|text)_model\.layers\.\d+\.")
 
 
 def make_adapter(

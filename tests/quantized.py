@@ -174,8 +174,9 @@ _LINEAR = re.compile(
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
-def quantize_checkpoint(source: Path, made: Format, root: Path) -> tuple[Path, Path]:
-    """Two checkpoints: one whose text layers are quantised, experts one by one; one with the weights that they are."""
+def quantize_checkpoint(source: Path, made: Format, root: Path, prefix: str = "") -> tuple[Path, Path]:
+    """Two checkpoints: one whose text layers are quantised, experts one by one; one with the weights that they are.
+    Names of these layers' tensors begin with `prefix`."""
     torch.manual_seed(11)
     quantized, wide = root / "quantized", root / "wide"
     config: dict[str, Any] = {}
@@ -196,13 +197,14 @@ def quantize_checkpoint(source: Path, made: Format, root: Path) -> tuple[Path, P
                         files[quantized] |= {f"{path}.{part}": each for part, each in tensors.items()}
                     rebuilt.append(torch.cat(alone))
                 files[wide][name] = torch.stack(rebuilt)
-            elif _LINEAR.fullmatch(name):
+            elif _LINEAR.fullmatch(name) and name.startswith(prefix):
                 config, tensors, files[wide][name] = made(tensor)
                 files[quantized] |= {f"{name.removesuffix('weight')}{kind}": each for kind, each in tensors.items()}
             else:
                 files[quantized][name] = files[wide][name] = tensor
     for folder, content in files.items():
-        save_file({name: each.contiguous() for name, each in content.items()}, folder / "model.safetensors")
+        tensors = {name: each.contiguous() for name, each in content.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     path = quantized / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     return quantized, wide

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_models import load
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.generic import LibraryDecoder, text_alone
+from llm_service.models.quantized import quantization_of
 from llm_service.models.trial import try_out
 
 
@@ -21,6 +22,8 @@ def load_library_decoder(
 ) -> LibraryDecoder:
     """Reads the text's weights alone, and keeps this rank's share of them. Raises CheckpointError where the library
     cannot, or we cannot serve it so."""
+    if method := quantization_of(checkpoint.config):
+        raise CheckpointError(f"quantised weights ({method}) are not for a model that the library computes")
     found = try_out(checkpoint.folder, group.on_hosts())
     # What is to be cut may be more than a device holds.
     model = load(checkpoint.folder, text_alone, dtype, device if group.size == 1 else torch.device("cpu"))

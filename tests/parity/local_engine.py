@@ -28,7 +28,6 @@ from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.models.adapter_folder import Adaptable, read
-from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
@@ -183,7 +182,7 @@ class LocalEngine:
             self.runner.proposer = layer.proposer(arena, blocks, block_size, "auto")
         self.adapters: dict[int, Adapter] = {}
         if adapters:
-            shapes = shapes_of(TextConfig.of(checkpoint.config))
+            shapes = shapes_of(decoder.config)
             self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
             for number, folder in enumerate(adapters, 1):
                 adapter = read(str(folder.parent), folder.name, Adaptable(shapes, 8))

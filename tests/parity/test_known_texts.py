@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families import registry
 from llm_service.families.family import Family
+from llm_service.layers.group import TensorGroup
 from llm_service.models import trial
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
@@ -110,6 +111,13 @@ def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: 
         assert known_text(Checkpoint(folder), served.found) is None
     why = "rotary scaling dynamic is not supported"
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
+
+
+def test_where_another_rank_cannot_the_library_computes_on_all(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: 0)
+    with capture_logs() as told:
+        assert known_text(Checkpoint(llava), Served.of(llava).found) is None
+    assert [line["why"] for line in told] == ["another rank cannot"]
 
 
 def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

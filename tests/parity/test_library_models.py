@@ -122,11 +122,15 @@ def test_a_prompt_all_of_whose_tokens_see_each_other_is_refused() -> None:
         try_config(config, lambda: drawn_prompt(config))
 
 
-def test_quantised_weights_are_refused_by_name() -> None:
-    config = config_of_recipe("llava_next")
-    config.quantization_config = {"quant_method": "awq", "bits": 4}
-    with pytest.raises(CheckpointError, match=r"quantised weights \(awq\) are for models of our families alone"):
-        library_models.check(config)
+def test_quantised_weights_are_refused_by_name_where_the_library_computes(windowed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(windowed, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"quantised weights \(awq\) are not for a model that the library computes"
+    ):
+        Served.of(folder).engine()
 
 
 def test_layers_with_states_are_refused() -> None:

@@ -85,6 +85,7 @@ VIDEO = "a video"
 SOUND = "a sound"
 TWO = "two of different sizes"
 RANKS = "two ranks"
+OURS = "our decoder"
 _COMPANY: dict[str, Prompt] = {
     "a map": ["Who was the first to draw a map of the moon, and with what?"],
     "a clock": ["How does a clock know how long a second is?"],
@@ -207,8 +208,8 @@ def _known(part: Part, found: LibraryModel) -> bool:
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     """Has both services answer prompts: in short steps each alone, and all beside each other, twice, when their prompts
     are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
-    and `RANKS` where there were two. Raises Differs where an answer is not the library's, and NotStartedError, with the
-    last that was said, where a service does not start."""
+    `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not the
+    library's, and NotStartedError, with the last that was said, where a service does not start."""
     reference = Reference(folder)
     prompts = prompts_for(describe(folder), reference)
     inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
@@ -228,7 +229,14 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
                     _check(what, answer, expected[name], counts[name])
                     if answer.started.cached_tokens < (counts[name] - 1) // _BLOCK * _BLOCK:
                         raise Differs(f"{what}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
-    return {*prompts, RANKS} if ranks > 1 else set(prompts)
+    logs = [(folder / f"{name}.log").read_text("utf-8") for name in ("llm", "ranks" if ranks > 1 else "whole")]
+    if len({_OURS in text for text in logs}) > 1:
+        raise Differs("our decoder computes on one rank, and the library on two")
+    return {*prompts, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
+
+
+_OURS = "our decoder computes the text"
+"""What the LLM service's log says."""
 
 
 def _check(what: str, answer: Answer, expected: Sequence[int], count: int) -> None:

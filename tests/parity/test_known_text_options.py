@@ -1,0 +1,185 @@
+"""What is for families of ours alone is for every model whose text our decoder computes: quantised weights, ranks,
+adapters, drafts, graphs, and kernels for CPUs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.library_models import describe
+from llm_service.layers.cpu import selection
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models import trial
+from llm_service.models.decoder import Decoder
+from llm_service.models.known_text import known_text
+from llm_service.models.loader import load_decoder
+from llm_service.models.trial import drawn_prompt
+from llm_service.worker.weights import describe as weights_of
+from tests.adapters import ATTENTION
+from tests.parity.library_side import GREEDY, Served
+from tests.parity.local_engine import Prompt
+from tests.parity.test_library_ranks import on_ranks
+from tests.parity.test_llm_graphs import PEOPLE, graphed
+from tests.peft_reference import PeftReference
+from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.compare import PROMPTS, TOKENS, Reference
+from tools.models.tiny import config_of_recipe, make
+
+CPU = torch.device("cpu")
+TEXT = "language_model.model."
+"""How names of the text's tensors begin, as checkpoints are saved."""
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("internvl", tmp_path_factory.mktemp("internvl"))
+
+
+@pytest.fixture(scope="module")
+def served(internvl: Path) -> Served:
+    return Served.of(internvl)
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Served) -> list[Prompt]:
+    return [served.prompt(parts) for parts in PROMPTS.values()]
+
+
+@pytest.fixture(scope="module")
+def said(internvl: Path) -> list[list[int]]:
+    """By the library."""
+    library = Reference(internvl)
+    return [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "awq", "gptq", "pack-quantized, with zeros"])
+def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
+    internvl: Path, form: str, tmp_path: Path
+) -> None:
+    """Pictures as well: the tower, which is not quantised, is read from the same checkpoint."""
+    quantized, wide = quantize_checkpoint(internvl, FORMATS[form], tmp_path, TEXT)
+    served, library = Served.of(quantized), Reference(wide)
+    asked = [PROMPTS["text"], PROMPTS["one picture"]]
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    engine = served.engine(step_tokens=48)
+    assert isinstance(engine.decoder, Decoder)
+    method = json.loads((quantized / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert weights_of(engine.decoder, method).bits in (4, 8)
+    outcomes = engine.run([served.prompt(parts) for parts in asked], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "gptq"])
+def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(internvl, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.startswith("vision_tower.") and "attention.q_proj.weight" in name)
+    _, made, _ = FORMATS[form](tensors.pop(name))
+    named = {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
+    save_file(tensors | named, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"the library is to compute model\.vision_tower\..*, whose weight is quan"
+    ):
+        Served.of(folder)
+
+
+def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, prompts: list[Prompt]) -> None:
+    plain, engine = served.engine(), served.engine(weight_dtype="int8")
+    assert weights_of(engine.decoder, "int8").bits == 8
+    whole, rounded = _logits(plain.decoder), _logits(engine.decoder)
+    assert 0 < (whole - rounded).norm() / whole.norm() < 0.06
+    assert all(outcome.ended for outcome in engine.run(prompts, GREEDY))
+
+
+def _logits(decoder: Decoder) -> Tensor:
+    """Of a prompt with rows in it, in two chunks."""
+    prompt = drawn_prompt(config_of_recipe("internvl"))
+    positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
+    with torch.inference_mode():
+        return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], [])
+
+
+def test_logits_of_two_ranks_are_those_of_one(internvl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
+    checkpoint = Checkpoint(internvl)
+    text = known_text(checkpoint, describe(internvl))
+    assert text is not None
+
+    def logits(group: TensorGroup) -> tuple[Tensor, int]:
+        decoder = load_decoder(checkpoint, torch.float32, CPU, group, text=text)
+        return _logits(decoder), weights_of(decoder, "").bytes
+
+    expected, all_weights = logits(ALONE)
+    for found, weights in on_ranks(2, logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert weights < 0.7 * all_weights
+
+
+@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    directory = make(kind, tmp_path / "model")
+    path = "text_model" if kind == "idefics3" else "language_model"
+    peft = PeftReference(
+        directory,
+        tmp_path,
+        [
+            {"r": 4, "lora_alpha": 16, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(ATTENTION)})"},
+            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.(gate|up|down)_proj"},
+        ],
+    )
+    served, library = Served.of(directory), Reference(directory)
+    prompt, inputs = served.prompt(PROMPTS["one picture"]), library.inputs(PROMPTS["one picture"])
+    expected = [peft.generate(number, inputs, TOKENS) for number in range(3)]
+    assert len(set(map(tuple, expected))) == 3, "the adapters prove nothing"
+    numbers = [1, 0, 2, 1]
+    outcomes = served.engine(adapters=peft.folders, step_tokens=32).run([prompt] * 4, GREEDY, numbers)
+    assert [outcome.tokens for outcome in outcomes] == [expected[number] for number in numbers]
+
+
+def test_drafts_change_no_token(served: Served, prompts: list[Prompt], said: list[list[int]]) -> None:
+    """Those of prompt look-up; and the text alone, as a model of its own, proposes what it would say."""
+    engine = served.engine(speculative_tokens=4)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
+    assert engine.scheduler.counters.draft_tokens > 0
+
+
+def test_the_text_as_a_model_of_its_own_proposes_what_it_says(
+    internvl: Path, served: Served, prompts: list[Prompt], said: list[list[int]], tmp_path: Path
+) -> None:
+    config = json.loads((internvl / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(internvl / "model.safetensors").items()
+    text = {name.removeprefix("language_model."): each for name, each in tensors if name.startswith(TEXT)}
+    save_file(text, tmp_path / "model.safetensors", {"format": "pt"})
+    engine = served.engine(speculative_tokens=4, draft_model=tmp_path)
+    assert [outcome.tokens for outcome in engine.run(prompts[:1], GREEDY)] == said[:1]
+    counters = engine.scheduler.counters
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 0
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
+
+
+def test_tokens_are_the_same_with_graphs(
+    internvl: Path, served: Served, prompts: list[Prompt], said: list[list[int]]
+) -> None:
+    engine, _ = graphed(internvl, library=served.found)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+def test_the_library_s_decoder_cannot_be_captured(internvl: Path, served: Served) -> None:
+    engine = served.engine(by_library=True, max_running=PEOPLE)
+    assert engine.runner.not_capturable() == "--attention general launches other kernels for other lengths"
+
+
+def test_kernels_for_cpus_compute(served: Served) -> None:
+    engine = served.engine()
+    assert bool(engine.decoder.kernels()) == selection.allows_panels()
