@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.quantized import awq, fp8
 from common.cpu.jit import use_threads
 from common.linear import BlockedWeight, LaidOut, Linear
-from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
+from llm_service.layers.cpu.selection import computes_bfloat16, fused_vectors
 from llm_service.layers.linear import PackedLinear, quantized
 from llm_service.layers.weight_dtype import Rounded
 
@@ -96,7 +96,7 @@ def main() -> None:
     names = (
         *("torch", "oneDNN"),
         *(("oneDNN bf16",) if bf16 else ()),
-        *(("float32", "bfloat16") if wide_vectors() else ()),
+        *(("float32", "bfloat16") if fused_vectors() else ()),
         *("int8", "fp8", "awq"),
         *(("pairs",) if computes_bfloat16() else ()),
     )
@@ -115,7 +115,7 @@ def main() -> None:
         ]
         if bf16:
             sides.append(partial(_in_bfloat16, weights=[_blocked(weight) for weight in weights]))
-        if wide_vectors():
+        if fused_vectors():
             kinds = (weights, rounded)
             sides += [partial(_through, layers=[_finalized(each) for each in kind]) for kind in kinds]
         sides.append(partial(_through, layers=[_finalized(weight, rounded="int8") for weight in weights]))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -56,6 +57,10 @@ _TOGETHER = 8
 """Keys or values that are worked at side by side."""
 _LEAST = -200.0
 """An exponent of two that gives 0 in float32."""
+_BIAS, _INFINITE = 127.0, 128.0
+"""Of the exponents of float32: what is added to them, and the first that is none of a number."""
+_SCALES = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+"""Whether one instruction multiplies with powers of two, as AVX-512's does."""
 _POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
 """2^x between -½ and ½, interpolated at Chebyshev's points: less than 2 · 10⁻⁷ off."""
 
@@ -563,9 +568,15 @@ def _power(builder: Any, x: Value) -> Value:
     *coefficients, value = (_constant(float(coefficient)) for coefficient in _POWERS.coef)
     for coefficient in reversed(coefficients):
         value = _multiply_add(builder, value, part, coefficient)
-    mask, as_set = ir.IntType(LANES), _FLAG
-    scale = _declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", _VECTOR, [_VECTOR] * 3 + [mask, as_set])
-    return builder.call(scale, [value, whole, value, mask(-1), as_set(4)])
+    if _SCALES:
+        mask, as_set = ir.IntType(LANES), _FLAG
+        scale = _declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", _VECTOR, [_VECTOR] * 3 + [mask, as_set])
+        return builder.call(scale, [value, whole, value, mask(-1), as_set(4)])
+    # The whole part becomes an exponent: the highest stands for infinity, and what is below the least gives 0.
+    bounded = builder.select(builder.fcmp_ordered("<", whole, _constant(_INFINITE)), whole, _constant(_INFINITE))
+    exponent = builder.fptosi(builder.fadd(bounded, _constant(_BIAS)), _WHOLE)
+    moved = builder.fmul(value, builder.bitcast(builder.shl(exponent, _flags(23)), _VECTOR))
+    return builder.select(builder.fcmp_ordered("<", whole, _constant(1.0 - _BIAS)), _constant(0.0), moved)
 
 
 def _at(builder: Any, base: Value, index: Value, step: Value, more: int = 0) -> Value:

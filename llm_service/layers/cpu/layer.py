@@ -14,7 +14,7 @@ from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
-from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
@@ -59,7 +59,7 @@ class FewRows:
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
-        if layer.ranks > 1 or not wide_vectors():
+        if layer.ranks > 1 or not fused_vectors():
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]

@@ -12,7 +12,7 @@ import numpy as np
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.llvm import FLOAT, LANES, LINE, ROWS
-from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, WIDTH, add_rows, task_rows
+from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, VECTORS, WIDTH, add_rows, task_rows
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
@@ -54,12 +54,12 @@ def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: 
         numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, weights + _STRETCH * size, size)
         if rows <= TOGETHER:
-            add_rows(1, panels, (0, rows), places, count)
+            add_rows(VECTORS, VECTORS, 1, panels, (0, rows), places, count)
         elif rows <= 3 * TOGETHER:
-            add_rows(2, panels, (0, rows), places, count)
+            add_rows(VECTORS, VECTORS, 2, panels, (0, rows), places, count)
         else:
-            add_rows(4, panels, (0, min(FEW, rows)), places, count)
-            add_rows(ROWS, panels, (FEW, rows), places, count)
+            add_rows(VECTORS, VECTORS, 4, panels, (0, min(FEW, rows)), places, count)
+            add_rows(VECTORS, VECTORS, ROWS, panels, (FEW, rows), places, count)
     first = panel * WIDTH
     for row in range(rows):
         for place in range(min(WIDTH, out.shape[1] - first)):

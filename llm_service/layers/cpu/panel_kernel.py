@@ -11,27 +11,33 @@ import numpy as np
 
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, LINE, ROWS, add_products, widened_stretch
+from common.cpu.llvm import FLOAT, LANES, LINE, NOTHING, ROWS, add_products, widened_stretch
+from llm_service.layers.cpu.selection import wide_vectors
 
 WIDTH = 64
 """Outputs of a panel, whose weights for one input lie side by side."""
-_VECTORS = WIDTH // LANES
+VECTORS = WIDTH // LANES
+_HALF = VECTORS // 2
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
 TOGETHER = 6
-"""Rows whose sums are kept in registers, with a panel's weights for one input."""
-FEW = 4 * TOGETHER
-"""Rows up to which weights are made float32 anew for every six of them."""
-_MOST = 84 * TOGETHER
-"""Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
+"""Rows whose sums are kept in registers, with a tile of a panel's outputs."""
+TILE = VECTORS if wide_vectors() else 1
+"""Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
+AT_A_TIME = TOGETHER if wide_vectors() else 3
+"""Rows that are multiplied with weights as they are stored, before the next rows are."""
+FEW = 4 * AT_A_TIME
+"""Rows that are multiplied so."""
+_LEAST, _MOST = 4 * TOGETHER, 84 * TOGETHER
+"""Rows of a task: the sums of the most are 126 KiB, in a second-level cache."""
 AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
 
 @numba.njit(inline="always")
-def add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` for the rows from one on up to another, six at a time; where 5 are left it computes 6, for 3 it
-    computes 4.
+def add_rows(tile: Any, across: Any, ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of a tile of weights, `across` vectors for an input, for the rows from one on up to another, six
+    at a time; where 5 are left it computes 6, for 3 it computes 4.
 
     The last of `places` are the address of the weights that come next, as they are stored, and bytes for each input.
     """
@@ -42,13 +48,72 @@ def add_rows(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> Non
         here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, asked, share)
         left = rows[1] - row
         if left >= TOGETHER - 1:
-            add_products(TOGETHER, _VECTORS, _VECTORS, ahead, stored, here, count)
+            add_products(TOGETHER, tile, across, ahead, stored, here, count)
         elif left >= 3:
-            add_products(4, _VECTORS, _VECTORS, ahead, stored, here, count)
+            add_products(4, tile, across, ahead, stored, here, count)
         elif left == 2:
-            add_products(2, _VECTORS, _VECTORS, ahead, stored, here, count)
+            add_products(2, tile, across, ahead, stored, here, count)
         else:
-            add_products(1, _VECTORS, _VECTORS, ahead, stored, here, count)
+            add_products(1, tile, across, ahead, stored, here, count)
+
+
+@numba.njit(inline="always")
+def _add_few_wide(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of a panel as it is stored, for up to `AT_A_TIME` rows; `places` as in `add_rows`."""
+    add_rows(VECTORS, VECTORS, ahead, stored, (0, rows), places, count)
+
+
+@numba.njit(inline="always")
+def _add_few_narrow(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """The same without AVX-512: half a panel at a time where there are several rows."""
+    if rows == 1:
+        add_products(1, VECTORS, VECTORS, ahead, stored, places, count)
+        return
+    out, out_step, x, x_step, weights, coming, size = places
+    half = size // 2
+    for part in range(2):
+        to, asked = out + part * (WIDTH * FLOAT // 2), coming + part * half * count
+        here = (to, out_step, x, x_step, weights + part * half, asked, half)
+        if rows == 2:
+            add_products(2, _HALF, VECTORS, ahead, stored, here, count)
+        else:
+            add_products(3, _HALF, VECTORS, ahead, stored, here, count)
+
+
+add_few = _add_few_wide if wide_vectors() else _add_few_narrow
+
+
+@numba.njit(inline="always")
+def _add_panel_wide(stored: Any, room: Any, rows: Any, places: Any, count: Any) -> None:
+    """A panel's products of all rows. `places` as in `add_rows`; the weights are float32 where rows are more than
+    `FEW`, and as they are stored where not."""
+    if rows <= TOGETHER:
+        add_rows(VECTORS, VECTORS, 1, stored, (0, rows), places, count)
+    elif rows <= 3 * TOGETHER:
+        add_rows(VECTORS, VECTORS, 2, stored, (0, rows), places, count)
+    elif rows <= FEW:
+        add_rows(VECTORS, VECTORS, 4, stored, (0, rows), places, count)
+    else:
+        add_rows(VECTORS, VECTORS, 4, room, (0, FEW), places, count)
+        add_rows(VECTORS, VECTORS, ROWS, room, (FEW, rows), places, count)
+
+
+@numba.njit(inline="always")
+def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any) -> None:
+    """The same without AVX-512."""
+    out, out_step, x, x_step, weights, coming, size = places
+    if rows > FEW:
+        for tile in range(VECTORS):
+            here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
+            add_rows(TILE, VECTORS, NOTHING, room, (0, rows), here, count)
+        return
+    add_few(1, stored, min(AT_A_TIME, rows), places, count)
+    for row in range(AT_A_TIME, rows, AT_A_TIME):
+        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, coming, size)
+        add_few(NOTHING, stored, min(AT_A_TIME, rows - row), here, count)
+
+
+_add_panel = _add_panel_wide if wide_vectors() else _add_panel_narrow
 
 
 @inner
@@ -76,17 +141,9 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
         coming = weights + _STRETCH * size
         numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
         if rows > FEW:
-            weights = widened_stretch(_VECTORS, panels, wide, weights, count)
+            weights = widened_stretch(VECTORS, panels, wide, weights, count)
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
-        if rows <= TOGETHER:
-            add_rows(1, panels, (0, rows), places, count)
-        elif rows <= 3 * TOGETHER:
-            add_rows(2, panels, (0, rows), places, count)
-        elif rows <= FEW:
-            add_rows(4, panels, (0, rows), places, count)
-        else:
-            add_rows(4, room, (0, FEW), places, count)
-            add_rows(ROWS, room, (FEW, rows), places, count)
+        _add_panel(panels, room, rows, places, count)
     first = panel * WIDTH
     for row in range(rows):
         for place in range(min(WIDTH, out.shape[1] - first)):
@@ -145,4 +202,4 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
 def task_rows(rows: int, panels: int, threads: int) -> int:
     """Rows of a task: so many that each thread has two tasks or more, in full sets of what is computed together."""
     shared = -(-rows * panels // (2 * threads * TOGETHER)) * TOGETHER
-    return min(_MOST, max(FEW, shared))
+    return min(_MOST, max(_LEAST, shared))

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.cpu.jit import Array
 from llm_service.layers.cpu import panel_kernel, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
-from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.cpu.selection import fused_vectors, wide_vectors
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from llm_service.layers.weight_dtype import narrowed
 
@@ -44,14 +44,15 @@ class PanelWeight:
     def of(cls, weight: Tensor) -> PanelWeight | None:
         """Lays out a weight [outputs, inputs] that is final, without loss; None where the kernel does not compute what
         this weight's type or device does."""
-        if weight.dtype != torch.float32 or not _fits(weight):
+        if weight.dtype != torch.float32 or not (_fits(weight) and fused_vectors()):
             return None
         return cls(weight.shape[0], _panels(narrowed(weight)))
 
     @classmethod
     def rounded(cls, weight: Tensor) -> PanelWeight | None:
-        """The same in 8 bits, with their loss, and for any type of floats."""
-        if not _fits(weight):
+        """The same in 8 bits, with their loss, and for any type of floats. Processors without AVX-512 have these in
+        `QuantizedPanels`."""
+        if not (_fits(weight) and wide_vectors()):
             return None
         rounded = QuantizedWeight.rounded(weight)
         return cls(weight.shape[0], _panels(rounded.codes.view(torch.int8)), rounded.scale[:, 0].numpy())
@@ -96,8 +97,8 @@ class PanelWeight:
 
 
 def _fits(weight: Tensor) -> bool:
-    """Whether there is a kernel for panels of a weight, here."""
-    return weight.device.type == "cpu" and weight.numel() > 0 and wide_vectors() and selection.allows_panels()
+    """Whether a kernel may have this weight in panels."""
+    return weight.device.type == "cpu" and weight.numel() > 0 and selection.allows_panels()
 
 
 def _panels(weight: Tensor) -> Array:

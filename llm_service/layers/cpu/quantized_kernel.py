@@ -18,28 +18,28 @@ from common.cpu.llvm import (
     LANES,
     LINE,
     NOTHING,
-    add_products,
     add_scaled,
     scaled_stretch,
     widened_stretch,
 )
-from llm_service.layers.cpu.panel_kernel import task_rows
+from llm_service.layers.cpu import panel_kernel
+from llm_service.layers.cpu.panel_kernel import (
+    AT_A_TIME,
+    TILE,
+    TOGETHER,
+    VECTORS,
+    WIDTH,
+    add_few,
+    add_rows,
+    task_rows,
+)
 from llm_service.layers.cpu.selection import wide_vectors
 
-WIDTH = 64
-"""Outputs of a panel, whose numbers for one input lie side by side."""
-_VECTORS = WIDTH // LANES
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
-_TOGETHER = 6
-"""Rows whose sums are kept in registers, with as many outputs as go with them."""
-_TILE = _VECTORS if wide_vectors() else 1
-"""Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
-_AT_A_TIME = _TOGETHER if wide_vectors() else 3
-"""Rows that are multiplied with numbers as they are stored, before the next rows are."""
-FEW = 4 * _TOGETHER if wide_vectors() else 3
-"""Rows that are multiplied so."""
-_MOST = 84 * _TOGETHER
+FEW = panel_kernel.FEW if wide_vectors() else AT_A_TIME
+"""Rows that are multiplied with numbers as they are stored."""
+_MOST = 84 * TOGETHER
 """Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
 _AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
@@ -51,79 +51,29 @@ _INT8, _NIBBLES, _E2M1 = np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0
 
 
 @numba.njit(inline="always")
-def _add_few_wide(stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` of a panel for up to six rows, with AVX-512."""
-    if rows == 1:
-        add_products(1, _VECTORS, _VECTORS, NOTHING, stored, places, count)
-    elif rows == 2:
-        add_products(2, _VECTORS, _VECTORS, NOTHING, stored, places, count)
-    elif rows <= 4:
-        add_products(4, _VECTORS, _VECTORS, NOTHING, stored, places, count)
-    else:
-        add_products(6, _VECTORS, _VECTORS, NOTHING, stored, places, count)
-
-
-@numba.njit(inline="always")
-def _add_few_narrow(stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """The same for up to three rows without, half a panel at a time where there are several. The last of `places` are
-    the bytes of half of a panel's numbers for an input."""
-    if rows == 1:
-        add_products(1, _VECTORS, _VECTORS, NOTHING, stored, places, count)
-        return
-    out, out_step, x, x_step, numbers, coming, size = places
-    for half in range(2):
-        here = (out + half * (WIDTH * FLOAT // 2), out_step, x, x_step, numbers + half * size, coming, size)
-        if rows == 2:
-            add_products(2, 2, _VECTORS, NOTHING, stored, here, count)
-        else:
-            add_products(3, 2, _VECTORS, NOTHING, stored, here, count)
-
-
-_add_few_of = _add_few_wide if wide_vectors() else _add_few_narrow
-
-
-@numba.njit(inline="always")
 def _add_few(form: Any, rows: Any, places: Any, count: Any) -> None:
     """The same of numbers in any form."""
     if form == E4M3:
-        _add_few_of(_E4M3, rows, places, count)
+        add_few(NOTHING, _E4M3, rows, places, count)
     elif form == INT8:
-        _add_few_of(_INT8, rows, places, count)
+        add_few(NOTHING, _INT8, rows, places, count)
     elif form == NIBBLES:
-        _add_few_of(_NIBBLES, rows, places, count)
+        add_few(NOTHING, _NIBBLES, rows, places, count)
     else:
-        _add_few_of(_E2M1, rows, places, count)
+        add_few(NOTHING, _E2M1, rows, places, count)
 
 
 @numba.njit(inline="always")
 def _scale_stretch(form: Any, places: Any, constants: Any, count: Any) -> None:
     """`scaled_stretch` of numbers in any form."""
     if form == E4M3:
-        scaled_stretch(_VECTORS, _TILE, _E4M3, places, constants, count)
+        scaled_stretch(VECTORS, TILE, _E4M3, places, constants, count)
     elif form == INT8:
-        scaled_stretch(_VECTORS, _TILE, _INT8, places, constants, count)
+        scaled_stretch(VECTORS, TILE, _INT8, places, constants, count)
     elif form == NIBBLES:
-        scaled_stretch(_VECTORS, _TILE, _NIBBLES, places, constants, count)
+        scaled_stretch(VECTORS, TILE, _NIBBLES, places, constants, count)
     else:
-        scaled_stretch(_VECTORS, _TILE, _E2M1, places, constants, count)
-
-
-@numba.njit(inline="always")
-def _add_many(room: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` of some outputs of weights in float32, six rows at a time; where 5 are left it computes 6, for 3
-    it computes 4."""
-    out, out_step, x, x_step, weights, coming, coming_step = places
-    for row in range(0, rows, _TOGETHER):
-        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, coming, coming_step)
-        left = rows - row
-        if left >= _TOGETHER - 1:
-            add_products(_TOGETHER, _TILE, _TILE, NOTHING, room, here, count)
-        elif left >= 3:
-            add_products(4, _TILE, _TILE, NOTHING, room, here, count)
-        elif left == 2:
-            add_products(2, _TILE, _TILE, NOTHING, room, here, count)
-        else:
-            add_products(1, _TILE, _TILE, NOTHING, room, here, count)
+        scaled_stretch(VECTORS, TILE, _E2M1, places, constants, count)
 
 
 @inner
@@ -132,15 +82,15 @@ def _constants(both: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: A
     the address `both`; zeros stay as they are there where no group has any."""
     place = scale.ctypes.data + group * scale.shape[1] + panel * (scale.shape[1] // panels)
     if kind == FLOAT16:
-        place = widened_stretch(_VECTORS, _FLOAT16, both, place, 1)
+        place = widened_stretch(VECTORS, _FLOAT16, both, place, 1)
     elif kind == BFLOAT16:
-        place = widened_stretch(_VECTORS, _BFLOAT16, both, place, 1)
+        place = widened_stretch(VECTORS, _BFLOAT16, both, place, 1)
     elif kind == E4M3:
-        place = widened_stretch(_VECTORS, _E4M3, both, place, 1)
+        place = widened_stretch(VECTORS, _E4M3, both, place, 1)
     if zero.shape[0]:
         row = group if zero.shape[0] > 1 else 0
         zeros = zero.ctypes.data + row * zero.shape[1] + panel * WIDTH
-        widened_stretch(_VECTORS, zero, both + WIDTH * FLOAT, zeros, 1)
+        widened_stretch(VECTORS, zero, both + WIDTH * FLOAT, zeros, 1)
     return place, both + WIDTH * FLOAT
 
 
@@ -161,26 +111,26 @@ def _few(
 ) -> None:
     """Fills one panel's outputs of out [rows, outputs]; sums float32 [rows, groups] are those of x."""
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
-    room = np.zeros(2 * (rows + _TOGETHER + 1) * WIDTH + LANES, np.float32)
+    room = np.zeros(2 * (rows + TOGETHER + 1) * WIDTH + LANES, np.float32)
     skipped = (-room.ctypes.data % LINE) // FLOAT
     totals = room.ctypes.data + skipped * FLOAT
-    parts = totals + (rows + _TOGETHER) * WIDTH * FLOAT
-    both = parts + (rows + _TOGETHER) * WIDTH * FLOAT
+    parts = totals + (rows + TOGETHER) * WIDTH * FLOAT
+    both = parts + (rows + TOGETHER) * WIDTH * FLOAT
     numbers = codes.ctypes.data + panel * inputs * size
     group = begin = 0
     while begin < inputs:
         stretch = begin // _STRETCH
         end = min(ends[group], (stretch + 1) * _STRETCH)
         x = packed.ctypes.data + (stretch * packed.shape[1] * _STRETCH + begin - stretch * _STRETCH) * FLOAT
-        for row in range(0, rows, _AT_A_TIME):
+        for row in range(0, rows, AT_A_TIME):
             out_at, x_at = parts + row * WIDTH * FLOAT, x + row * _STRETCH * FLOAT
-            places = (out_at, WIDTH * FLOAT, x_at, _STRETCH * FLOAT, numbers + begin * size, numbers, size // 2)
-            _add_few(form, min(_AT_A_TIME, rows - row), places, end - begin)
+            places = (out_at, WIDTH * FLOAT, x_at, _STRETCH * FLOAT, numbers + begin * size, numbers, size)
+            _add_few(form, min(AT_A_TIME, rows - row), places, end - begin)
         if end == ends[group]:
             scales, zeros = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
             for row in range(rows):
                 of_x = sums[row, group] if zero.shape[0] else np.float32(0.0)
-                add_scaled(_VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
+                add_scaled(VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
             group += 1
         begin = end
     _finish(out, room, skipped, unit, bias, panel)
@@ -209,24 +159,24 @@ def _many(
     wide = totals + (rows + 1) * WIDTH * FLOAT
     both = wide + _STRETCH * WIDTH * FLOAT
     numbers = codes.ctypes.data + panel * inputs * size
-    apart = _STRETCH * _TILE * LINE
+    apart = _STRETCH * TILE * LINE
     group = 0
     constants = _constants(both, scale, kind, zero, 0, panel, codes.shape[0])
     for stretch in range(packed.shape[0]):
         begin, last = stretch * _STRETCH, min(inputs, (stretch + 1) * _STRETCH)
         while begin < last:
             end = min(ends[group], last)
-            to = wide + (begin - stretch * _STRETCH) * _TILE * LINE
+            to = wide + (begin - stretch * _STRETCH) * TILE * LINE
             _scale_stretch(form, (to, apart, numbers + begin * size), constants, end - begin)
             if end == ends[group] and end < inputs:
                 group += 1
                 constants = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
             begin = end
         x = packed.ctypes.data + (stretch * packed.shape[1] + first) * _STRETCH * FLOAT
-        for tile in range(_VECTORS // _TILE):
-            to = totals + tile * _TILE * LINE
+        for tile in range(VECTORS // TILE):
+            to = totals + tile * TILE * LINE
             places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers, 0)
-            _add_many(room, rows, places, last - stretch * _STRETCH)
+            add_rows(TILE, TILE, NOTHING, room, (0, rows), places, last - stretch * _STRETCH)
     _finish(out, room, skipped, unit, bias, panel)
 
 
@@ -280,7 +230,7 @@ def _product(
     rows of a panel's outputs."""
     rows, inputs = x.shape
     stretches = (inputs + _STRETCH - 1) // _STRETCH
-    packed = np.empty((stretches, rows + _TOGETHER, _STRETCH), np.float32)
+    packed = np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
     if rows <= FEW:
         sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
         for row in range(rows):

@@ -17,7 +17,7 @@ from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.llvm import FLOAT, LANES, gate
 from llm_service.layers.cpu import selection
-from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.ops import Pair, TorchOps
 
 FEW = 32
@@ -105,7 +105,7 @@ TYPED = {
     "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
     "silu_and_mul_many": Typed(_silu_and_mul_many, (_rows, _rows)),
 }
-"""Gates are for processors whose vectors are `llvm`'s."""
+"""Gates are for processors that multiply and add in one go."""
 
 
 def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
@@ -126,7 +126,7 @@ def qk_norm_rotary_rows(
 
 
 def silu_and_mul_rows(x: Array) -> Array:
-    """See `RowOps.silu_and_mul`; for processors whose vectors are `llvm`'s."""
+    """See `RowOps.silu_and_mul`; for processors that multiply and add in one go."""
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
     (_silu_and_mul_few if len(x) <= FEW else _silu_and_mul_many)(out, np.ascontiguousarray(x))
     return out
@@ -135,7 +135,7 @@ def silu_and_mul_rows(x: Array) -> Array:
 class NumbaOps(TorchOps):
     """These kernels, while they are selected; else torch's operators."""
 
-    kernels = frozenset(f"{__name__}:{name}" for name in TYPED if wide_vectors() or not name.startswith("silu_and_mul"))
+    kernels = frozenset(f"{__name__}:{name}" for name in TYPED if fused_vectors() or not name.startswith("silu"))
     """See `NumbaCompiled`."""
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -156,7 +156,7 @@ class NumbaOps(TorchOps):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""
-        if not (wide_vectors() and selection.is_numba()):
+        if not (fused_vectors() and selection.is_numba()):
             return super().silu_and_mul(x)
         return torch.from_numpy(silu_and_mul_rows(x.numpy()))
 

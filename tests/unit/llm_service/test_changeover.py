@@ -17,7 +17,6 @@ from common.cpu import compiling
 from common.cpu.compiling import CompilingProcess, Readiness
 from common.cpu.jit import find
 from llm_service.layers.cpu import panels, selection
-from llm_service.layers.cpu.layer import FewRows
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
@@ -34,7 +33,7 @@ from tests.waiting import until
 FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE
 NOTHING = StepPlan(b"", b"", [], [], [])
 WIDE = selection.wide_vectors()
-"""Panels are right on any processor; packed chunks and gates, which go with them, on those with wide vectors alone."""
+"""Panels are right on any processor; packed chunks on those with wide vectors alone."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -209,8 +208,7 @@ def test_tokens_are_the_same_before_after_and_across_the_change(
     family: Family, weights: str, *, wide: bool, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: wide)
-    if wide and not WIDE:
-        monkeypatch.setattr(FewRows, "of", lambda _: None)
+    monkeypatch.setattr(panels, "fused_vectors", lambda: wide)
     folder = checkpoints(family)
     ours = spoken(folder, lambda _: True, weights)
     assert spoken(folder, lambda _: False, weights) == ours
@@ -231,6 +229,7 @@ def test_what_is_compiled_ahead_is_what_steps_call(checkpoint: Path, weights: st
 
 def test_torch_for_good_has_weights_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: True)
+    monkeypatch.setattr(panels, "fused_vectors", lambda: True)
     monkeypatch.setattr(selection, "_state", selection._State())
     selection.leave_to_torch()
     assert PanelWeight.of(torch.ones(64, 64)) is None
@@ -241,6 +240,7 @@ def test_torch_for_good_has_weights_as_it_wants_them(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
 def test_torch_multiplies_with_panels(dtype: torch.dtype, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "wide_vectors", lambda: True)
+    monkeypatch.setattr(panels, "fused_vectors", lambda: True)
     drawn = torch.Generator().manual_seed(0)
     weight, x = torch.randn(outputs, 33, generator=drawn), torch.randn(2, 5, 33, generator=drawn)
     bias = torch.randn(outputs, generator=drawn)

@@ -91,6 +91,7 @@ def test_decoders_give_the_same_tokens_on_processors_without_panels(
     folder = checkpoints(family, dtype=torch.bfloat16)
     with_them = row_cases.greedy_tokens(folder, weights)
     monkeypatch.setattr(panels, "wide_vectors", lambda: False)
+    monkeypatch.setattr(panels, "fused_vectors", lambda: False)
     decoder = loaded(folder, weight_dtype=weights)
     assert not any(isinstance(part.laid_out, PanelWeight) for part in decoder.modules() if isinstance(part, Linear))
     assert row_cases.greedy_tokens(folder, weights) == with_them

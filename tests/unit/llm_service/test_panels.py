@@ -17,8 +17,9 @@ from llm_service.layers.weight_dtype import narrowed
 
 @pytest.fixture(autouse=True)
 def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is right on each, though it is fast on those with wide vectors alone."""
+    """The kernel is right on each, though it is fast on some alone."""
     monkeypatch.setattr(panels, "wide_vectors", lambda: True)
+    monkeypatch.setattr(panels, "fused_vectors", lambda: True)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -150,6 +151,8 @@ def test_what_the_kernel_does_not_compute_is_not_laid_out(monkeypatch: pytest.Mo
         assert PanelWeight.of(weight) is None
     monkeypatch.undo()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert PanelWeight.rounded(noise(64, 64)) is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert PanelWeight.of(noise(64, 64)) is None
     assert PanelWeight.rounded(noise(64, 64)) is None
 

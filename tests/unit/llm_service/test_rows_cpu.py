@@ -42,8 +42,8 @@ def test_a_gate_is_torch_s(inner: int) -> None:
     row_cases.check_silu_and_mul(NUMBA, inner, torch.float32, "cpu")
 
 
-def test_a_processor_without_wide_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_cpu, "wide_vectors", lambda: False)
+def test_a_processor_without_fused_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_cpu, "fused_vectors", lambda: False)
     monkeypatch.setattr(rows_cpu, "silu_and_mul_rows", None)
     row_cases.check_silu_and_mul(NUMBA, 24, torch.float32, "cpu")
 
