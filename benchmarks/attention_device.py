@@ -24,10 +24,13 @@ from llm_service.layers.attention.triton_backend import TritonBackend
 
 _LAYERS = 8
 _BACKENDS = ("flash", "triton")
+_VERIFIED = 5
+"""A token and its drafts."""
 
 
 def backends(shape: CacheShape, here: Machine, stages: Sequence[int]) -> Iterator[tuple[str, AttentionBackend]]:
-    """Those that can be here, by name; our kernel of decodes once more for each number of stages."""
+    """Those that can be here, by name; our kernel of decodes once more for each number of stages, and with the tiles of
+    few rows in which graphs have drafts verified."""
     for name in _BACKENDS:
         try:
             backend = choose(name, shape, here.dtype, here.device)
@@ -41,6 +44,9 @@ def backends(shape: CacheShape, here: Machine, stages: Sequence[int]) -> Iterato
                 if count != usual.decode_stages:
                     backend.compiled = replace(usual, decode_stages=count)
                     yield f"{name}, {count} stages", backend
+            backend.compiled = usual
+            backend.tiling = replace(backend.tiling, tile=_VERIFIED, singles=False)
+            yield f"{name}, tiles of {_VERIFIED}", backend
 
 
 @torch.inference_mode()
@@ -97,7 +103,8 @@ def main() -> None:
     here = machine(parser, given)
     asked = ((1, 3), (20,), (16,)) if given.tiny else (given.sequences, given.context, given.tokens)
     sizes, counts = ((16,), (4, 2, 16)) if given.tiny else (given.block_size, (32, 8, 128))
-    wanted = cases(*asked)
+    drafted = [Case("verify", ((context, _VERIFIED),) * many) for context in asked[1] for many in asked[0]]
+    wanted = [*cases(*asked), *drafted]
     names = ["back end", "block", "step", "sequences", "context", "tokens", "a layer", "of a copy", "of peak"]
     print("\n" + head(names))
     for size in sizes:

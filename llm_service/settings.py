@@ -57,6 +57,12 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     base_names: tuple[str, ...] = ()
     library: LibraryModel | None = None
 
+    @property
+    def draft_rows(self) -> int:
+        """Tokens of a step that verifies drafts, at most: as many as a device computes while it waits for weights of
+        16 bits, those of a GPU by its ratio of arithmetic to memory."""
+        return min(self.max_step_tokens, 16 if self.device == "cpu" else 256)
+
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank of a tensor-parallel group a process is, and where the group meets.

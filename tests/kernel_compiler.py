@@ -141,6 +141,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     return {
         "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
         "decode": compiled(capability, kernel, dtype, sums, **same, **shape.rows(1)),
+        "verify": compiled(capability, kernel, dtype, sums, **same, **shape.rows(5)),
         "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
         "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
     }

@@ -69,11 +69,15 @@ def check_graphs_on_random_steps(device: torch.device, attention: str, rounds: i
     capture: Capture = CudaCapture(device) if device.type == "cuda" else Again()
     here = Machine(device, torch.float32, Peaks(1e9, 1e9), Peaks(1e9, 1e9), runs=1)
     runner = make_runner(config_of(2, experts=False, tiny=True), 64, here, Settings(attention))
-    runner.capture(CaptureBounds(6, 32, 120, 4), capture, max_bytes=1 << 30, agree=lambda number: number)
+    runner.capture(
+        CaptureBounds(6, 32, 120, 4, drafts=3, draft_rows=16), capture, max_bytes=1 << 30, agree=lambda number: number
+    )
     captured, numbers = runner.graphs, random.Random(0)
     assert captured is not None
     for _ in range(rounds):
-        chunks = [(numbers.randrange(1, 80), numbers.choice([1, 1, 1, 7])) for _ in range(numbers.randrange(1, 5))]
+        chunks = [
+            (numbers.randrange(1, 80), numbers.choice([1, 1, 1, 2, 4, 7])) for _ in range(numbers.randrange(1, 5))
+        ]
         plan = step(chunks)
         runner.graphs = None
         _, eager, _ = runner._forward(plan)

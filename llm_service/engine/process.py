@@ -107,6 +107,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.early_prefill_tokens,
             whole_media=loaded.whole_media,
             speculative_tokens=settings.speculative_tokens,
+            draft_rows=settings.draft_rows,
             proposes=settings.speculative_method in ("draft_model", "mtp"),
             decode_slowdown=settings.decode_slowdown,
             max_loras=settings.max_loras,

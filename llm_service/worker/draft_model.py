@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
+from common.gpu import Capture
 from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
+from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.model_runner import Launched, ModelRunner
 
 
@@ -64,6 +66,18 @@ class DraftModel:
         self._takes_rows = takes_rows
         self.warm_up = runner.warm_up
         self.kernels = runner.kernels
+
+    def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int) -> None:
+        """See `Proposer`. It computes a token more of each sequence than the step has right ones of."""
+        if not self._runner.not_capturable():
+            rows = min(bounds.tokens, 2 * bounds.draft_rows)
+            own = replace(bounds, drafts=bounds.drafts + 1, draft_rows=rows)
+            self._runner.capture(own, capture, max_bytes=max_bytes, agree=int)
+
+    @property
+    def graphs(self) -> GraphRunner | None:
+        """Its own."""
+        return self._runner.graphs
 
     def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
         """As `Proposer` has it. One pass takes in the step and the tokens that it chose, and gives the first draft of

@@ -1,4 +1,5 @@
-"""The decoder in CUDA graphs: by number of sequences for decoding, by number of tokens for everything else.
+"""The decoder in CUDA graphs: by number of sequences for decoding, by number of tokens for everything else, for steps
+that verify drafts apart from those with prompts.
 
 A step of few tokens is mostly launches; a graph starts them all at once. A batch that no graph fits runs eagerly.
 """
@@ -6,9 +7,11 @@ A step of few tokens is mostly launches; a graph starts them all at once. A batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -33,12 +36,26 @@ _log = log.get("graphs")
 
 @dataclass(frozen=True, slots=True)
 class CaptureBounds:
-    """The largest batch: sequences, tokens of a step, tokens of a sequence, and levels of deepstack."""
+    """The largest batch: sequences, tokens of a step, tokens of a sequence, and levels of deepstack; where drafts are
+    verified, how many of a sequence, and tokens of a step that does so."""
 
     sequences: int
     tokens: int
     context: int
     levels: int
+    drafts: int = 0
+    draft_rows: int = 0
+
+
+class GraphKind(IntEnum):
+    """What a graph is for."""
+
+    PREFILL = 0
+    """Any chunks, and rows of media."""
+    VERIFY = 1
+    """A token of each sequence, with drafts behind it or without."""
+    DECODE = 2
+    """A token of each sequence."""
 
 
 def decode_sizes(largest: int) -> list[int]:
@@ -61,6 +78,15 @@ def prefill_sizes(largest: int) -> list[int]:
     return [size for size in ladder if size <= largest]
 
 
+def verify_sizes(largest: int) -> list[int]:
+    """Numbers of tokens that get a graph for verifying drafts: it takes a draft at least.
+
+    >>> verify_sizes(16)
+    [2, 4, 8, 16]
+    """
+    return decode_sizes(largest)[1:] if largest > 1 else []
+
+
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
@@ -76,7 +102,7 @@ class Buffers:
     @classmethod
     def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor) -> Self:
         """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
-        tokens, width = max(bounds.tokens, bounds.sequences), len(like)
+        tokens, width = max(bounds.tokens, bounds.sequences, bounds.draft_rows), len(like)
         table = bounds.sequences, -(-bounds.context // block_size)
         return cls(
             like.new_zeros(tokens, width),
@@ -104,26 +130,25 @@ class GraphNumbers:
     tiles: Tensor
     decode_work: WorkList
     tile_work: WorkList
-    tile: int
+    tiling: Tiling
 
     @classmethod
     def padding(
         cls, tokens: int, sequences: int, tiles: int, tiling: Tiling, null_slot: int, device: torch.device
     ) -> Self:
         """A step of nobody."""
-        each, wanted = (sequences,), tiling.parts
+        each, wanted, singles = (sequences,), tiling.parts, sequences if tiling.singles else 0
         shapes: list[tuple[int, ...]] = [(3, tokens), each, (tokens,), (sequences + 1,), each, (tiles, 2)]
-        shapes += [(sequences + 2,), each, (wanted,), (tiles + 2,), (tiles,), (wanted if tiles else 0,)]
+        for items in (singles, tiles):
+            shapes += [(items + 2,), (items,), (wanted if items else 0,)]
         sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         rooms = zip(packed.split(sizes), shapes, strict=True)
         views = [room[: math.prod(shape)].view(shape) for room, shape in rooms]
         positions, own, slots, starts, lengths, tile_list, *works = views
-        decode_work = WorkList(works[0], works[1], works[2], sequences + wanted, 2 * wanted)
+        decode_work = WorkList(works[0], works[1], works[2], singles + wanted, 2 * wanted)
         tile_work = WorkList(works[3], works[4], works[5], tiles + wanted, 2 * wanted)
-        made = cls(
-            null_slot, packed, positions, own, slots, starts, lengths, tile_list, decode_work, tile_work, tiling.tile
-        )
+        made = cls(null_slot, packed, positions, own, slots, starts, lengths, tile_list, decode_work, tile_work, tiling)
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)
         for work in (decode_work, tile_work):
@@ -171,7 +196,7 @@ class GraphNumbers:
             tiles=self.tiles,
             decode_work=self.decode_work,
             tile_work=self.tile_work,
-            tile=self.tile,
+            tile=self.tiling.tile,
             longest_query=longest_query,
             longest=longest,
         )
@@ -182,6 +207,7 @@ class Graph:
     """One size. `numbers` are what it reads of a step, `states` what its layers with states read, `adapters` which rows
     go through which slot; without, it is for steps without adapters. `deep` says whether it adds deepstack levels."""
 
+    kind: GraphKind
     tokens: int
     numbers: GraphNumbers
     states: list[StateMetadata]
@@ -190,9 +216,9 @@ class Graph:
     replay: Callable[[], None]
 
     @property
-    def decodes_only(self) -> bool:
-        """It has no place for a chunk of several tokens."""
-        return not len(self.numbers.tiles)
+    def tiling(self) -> Tiling:
+        """How a step is cut that it computes."""
+        return self.numbers.tiling
 
     def of(self, plan: StepPlan, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """What `GraphRunner.replay` needs of a plan on the device."""
@@ -245,33 +271,41 @@ class GraphRunner:
         like = torch.empty(decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._buffers = Buffers.of(bounds, caches.block_size, like)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
-        self._decodes: list[Graph] = []
-        self._prefills: list[Graph] = []
-        kinds = [False] if self._adapters is None else [False, True]
-        wanted = [(size, True, adapted) for size in decode_sizes(bounds.sequences) for adapted in kinds]
-        wanted += [(size, False, adapted) for size in prefill_sizes(bounds.tokens) for adapted in kinds]
-        for size, decodes_only, adapted in sorted(wanted, reverse=True):
-            graph = self._capture(size, capture, decodes_only=decodes_only, adapted=adapted)
+        self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
+        sizes = {
+            GraphKind.DECODE: decode_sizes(bounds.sequences),
+            GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts else [],
+            GraphKind.PREFILL: prefill_sizes(bounds.tokens),
+        }
+        ways = [False] if self._adapters is None else [False, True]
+        wanted = [(size, kind, adapted) for kind in GraphKind for size in sizes[kind] for adapted in ways]
+        for size, kind, adapted in sorted(wanted, reverse=True):
+            graph = self._capture(size, capture, kind, adapted=adapted)
             if agree(int(capture.held <= max_bytes)):
-                (self._decodes if decodes_only else self._prefills).insert(0, graph)
+                self._graphs[kind].insert(0, graph)
             else:
                 _log.warning("a graph is left out: it needs too much memory", tokens=size, max_bytes=max_bytes)
             del graph  # the memory of one that is left out is free before the next is captured
 
     @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Sequences of each decode graph, and tokens of each prefill graph, the smallest first; those for steps without
-        adapters."""
-        decodes, prefills = ([g.tokens for g in each if g.adapters is None] for each in (self._decodes, self._prefills))
-        return decodes, prefills
+    def sizes(self) -> dict[GraphKind, list[int]]:
+        """Tokens of each graph for steps without adapters, the smallest first."""
+        return {kind: [graph.tokens for graph in each if graph.adapters is None] for kind, each in self._graphs.items()}
+
+    def __iter__(self) -> Iterator[Graph]:
+        return chain.from_iterable(self._graphs.values())
 
     def find(self, chunks: Sequence[Chunk], *, deep: bool, adapted: bool = False) -> Graph | None:
         """The graph that fits a batch, which has deepstack rows or adapters, or has not."""
         tokens = sum(chunk.count for chunk in chunks)
         if len(chunks) > self._bounds.sequences:
             return None
-        decodes_only = tokens == len(chunks) and not deep
-        graphs = self._decodes if decodes_only else self._prefills
+        kinds = [GraphKind.PREFILL]
+        if tokens == len(chunks) and not deep:
+            kinds = [GraphKind.DECODE]
+        elif max(chunk.count for chunk in chunks) <= 1 + self._bounds.drafts and not deep:
+            kinds = [GraphKind.VERIFY, GraphKind.PREFILL]
+        graphs = chain.from_iterable(self._graphs[kind] for kind in kinds)
         fit = (graph for graph in graphs if graph.tokens >= tokens and (graph.adapters is not None) == adapted)
         return next(fit, None)
 
@@ -305,20 +339,23 @@ class GraphRunner:
             self._buffers.deep[:, deepstack.index] = deepstack.values
             self._filled = tokens
 
-    def _capture(self, tokens: int, capture: Capture, *, decodes_only: bool, adapted: bool) -> Graph:
+    def _capture(self, tokens: int, capture: Capture, kind: GraphKind, *, adapted: bool) -> Graph:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
         buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
-        tiling = self._caches.tiling
-        most = 0 if decodes_only else -(-tokens // tiling.tile) + sequences
+        longest, tiling = tokens, self._caches.tiling
+        if kind is GraphKind.DECODE:
+            longest = 1
+        elif kind is GraphKind.VERIFY:  # a program for each token and its drafts, with no more rows than these have
+            longest = 1 + self._bounds.drafts
+            tiling = replace(tiling, tile=min(tiling.tile, longest), singles=False)
+        most = 0 if kind is GraphKind.DECODE else tokens // tiling.tile + sequences
         numbers = GraphNumbers.padding(tokens, sequences, most, tiling, self._null_slot, self._decoder.device)
-        metadata = numbers.metadata(
-            buffers.block_table, longest_query=1 if decodes_only else tokens, longest=self._bounds.context
-        )
+        metadata = numbers.metadata(buffers.block_table, longest_query=longest, longest=self._bounds.context)
         hidden, out = buffers.hidden[:tokens], buffers.out[:tokens]
-        deep = not decodes_only and len(buffers.deep) > 0
+        deep = kind is GraphKind.PREFILL and len(buffers.deep) > 0
         levels = Deepstack(None, buffers.deep[:, :tokens]) if deep else None
-        states = self._caches.state_metadata(tokens, sequences, decodes_only=decodes_only)
+        states = self._caches.state_metadata(tokens, sequences, decodes_only=kind is GraphKind.DECODE)
         batches = self._caches.batches_over(metadata, states)
         adapters = self._adapters
         tiles = adapters.tiles(tokens) if adapters is not None and adapted else None
@@ -327,4 +364,4 @@ class GraphRunner:
             with nullcontext() if adapters is None else adapters.over(tiles):
                 out.copy_(self._decoder(hidden, numbers.positions, self._caches.layers, batches, levels))
 
-        return Graph(tokens, numbers, [*states.values()], tiles, deep, capture(run))
+        return Graph(kind, tokens, numbers, [*states.values()], tiles, deep, capture(run))

@@ -128,8 +128,13 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
             settings.max_step_tokens,
             min(context, blocks * settings.block_size),
             settings.row_levels,
+            settings.speculative_tokens,
+            settings.draft_rows,
         )
-        runner.capture(bounds, CudaCapture(device), max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
+        capture = CudaCapture(device)
+        runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
+        if runner.proposer is not None:
+            runner.proposer.capture(bounds, capture, max_bytes=settings.graph_bytes)
     if settings.core_share and device.type == "cpu" and group.size == 1:
         runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
         if runner.share is not None and isinstance(decoder, Decoder):

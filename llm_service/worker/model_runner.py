@@ -52,6 +52,11 @@ class Proposer(Protocol):
         """As `ModelRunner.kernels`."""
         ...
 
+    def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int) -> None:
+        """Captures graphs of its own for steps of a model within bounds, where nothing is in the way, with which all
+        hold no more than `max_bytes`."""
+        ...
+
 
 class Launched:
     """A step that has begun: on a GPU its tokens are on their way to the host, on a CPU it is over."""
@@ -232,8 +237,8 @@ class ModelRunner:
         read: list[np.ndarray] = []
         if self.caches.follows_metadata:
             contexts, counts, rows = np.array([(each.context, each.count, each.row) for each in plan.chunks]).T
-            sizes = self.caches.block_size, self.caches.tiling
-            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, *sizes)
+            tiling = self.caches.tiling if graph is None else graph.tiling
+            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, self.caches.block_size, tiling)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:

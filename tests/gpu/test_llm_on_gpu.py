@@ -16,6 +16,7 @@ from common.gpu import CudaCapture
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find
+from llm_service.layers.attention.metadata import Tiling
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
 from llm_service.models.loader import load_decoder
@@ -25,7 +26,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker import gpu_sampler, sampler
 from llm_service.worker.caches import Caches
 from llm_service.worker.fusion import fuse
-from llm_service.worker.graphs import CaptureBounds, decode_sizes, prefill_sizes
+from llm_service.worker.graphs import CaptureBounds, GraphKind, decode_sizes, prefill_sizes
 from llm_service.worker.load import load_runner
 from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
@@ -60,10 +61,20 @@ def test_our_kernels_compute_what_plain_torch_does(
 def test_long_contexts_are_split_and_put_together(parts: int) -> None:
     shape = replace(shape_of(head_dim=128, heads=8, kv_heads=2), blocks=1000)
     backend: Any = choose("triton", shape, torch.bfloat16, CUDA)
-    backend.parts = parts
+    backend.tiling = replace(backend.tiling, parts=parts)
     case = Case.random(shape, (1, 1), torch.bfloat16, 1, CUDA)
     case.chunks = [PagedChunk(7000, 1, list(range(500))), PagedChunk(40, 1, [900, 901, 902])]
     case.check(backend)
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(16, 5), (8, 4), (8, 5), (4, 8)])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_tokens_with_their_drafts_are_tiles_of_few_rows(heads: int, tile: int, dtype: torch.dtype) -> None:
+    shape = shape_of(head_dim=128, heads=heads, kv_heads=2)
+    backend: Any = choose("triton", shape, dtype, CUDA)
+    for parts in (1, 60):
+        backend.tiling = Tiling(parts, tile, singles=False)
+        Case.random(shape, (1, tile, 1, 2, tile), dtype, heads, CUDA).check(backend)
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
@@ -74,12 +85,16 @@ def test_flash_attn_computes_the_same_where_it_is_installed(counts: tuple[int, .
     Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose("flash", shape, torch.bfloat16, CUDA))
 
 
+def sizes(decodes: list[int], prefills: list[int]) -> dict[GraphKind, list[int]]:
+    return {GraphKind.PREFILL: prefills, GraphKind.VERIFY: [], GraphKind.DECODE: decodes}
+
+
 def graphed(folder: Path, step_tokens: int) -> LocalEngine:
     engine = LocalEngine(folder, step_tokens=step_tokens, max_running=6, blocks=256, device="cuda:0")
     bounds = CaptureBounds(6, 64, 4096, engine.runner.arena.levels)
     engine.runner.capture(bounds, CudaCapture(CUDA), max_bytes=1 << 30, agree=lambda number: number)
     assert engine.runner.graphs is not None
-    assert engine.runner.graphs.sizes == (decode_sizes(6), prefill_sizes(64))
+    assert engine.runner.graphs.sizes == sizes(decode_sizes(6), prefill_sizes(64))
     return engine
 
 
@@ -214,7 +229,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
     runner = load_runner(settings, CUDA, ALONE, memory.fd)
     assert runner.caches.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
     assert runner.graphs is not None
-    assert runner.graphs.sizes == (decode_sizes(64), prefill_sizes(2048))
+    assert runner.graphs.sizes == sizes(decode_sizes(64), prefill_sizes(2048))
     plan: StepPlan = largest_step(settings)[0]
     assert len(runner.run(plan).tokens) == 64
     left, _ = torch.cuda.mem_get_info()

@@ -7,7 +7,8 @@ exist, so that a padded token, a stale row or the tail of a block table cannot g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm_service.engine.sequence import Sequence
 from llm_service.layers.adapters import AdapterKernel
+from llm_service.plan import Chunk
 from llm_service.request import SamplingParams
-from llm_service.worker.graphs import CaptureBounds, GraphRunner, decode_sizes, prefill_sizes
+from llm_service.worker.draft_model import DraftModel
+from llm_service.worker.graphs import CaptureBounds, Graph, GraphKind, GraphRunner, decode_sizes, prefill_sizes
+from llm_service.worker.model_runner import ModelRunner
 from tests import pictures
 from tests.adapters import make_adapter
 from tests.checkpoints import Family
@@ -56,39 +61,60 @@ class Again:
 
 
 def graphed(
-    folder: Path, attention: str = "", room: int = 1000, step_tokens: int = 64, *, tokens: int = 64, **more: Any
+    folder: Path,
+    attention: str = "",
+    room: int = 1000,
+    step_tokens: int = 64,
+    *,
+    tokens: int = 64,
+    drafts: int = 0,
+    **more: Any,
 ) -> tuple[LocalEngine, Again]:
-    """An engine with graphs of up to `tokens`, whose buffers are poisoned after each replay."""
+    """An engine with graphs of up to `tokens`, and for up to so many `drafts` of a sequence, whose buffers are poisoned
+    after each replay."""
     kinds = {"attention": attention or PlainTables, "states": PlainStates}
-    engine = LocalEngine(folder, step_tokens=step_tokens, max_running=PEOPLE, blocks=256, **kinds, **more)
+    given: dict[str, Any] = {"step_tokens": step_tokens, "speculative_tokens": drafts, **kinds, **more}
+    engine = LocalEngine(folder, max_running=PEOPLE, blocks=256, **given)
     capture = Again(room)
     levels = engine.runner.arena.levels
-    engine.runner.capture(
-        CaptureBounds(PEOPLE, tokens, 4096, levels), capture, max_bytes=0, agree=lambda number: number
-    )
-    graphs = engine.runner.graphs
-    assert graphs is not None
-    places = addresses(graphs)
+    bounds = CaptureBounds(PEOPLE, tokens, 4096, levels, drafts, engine.scheduler.limits.draft_rows)
+    engine.runner.capture(bounds, capture, max_bytes=0, agree=lambda number: number)
+    runners = [engine.runner]
+    if isinstance(proposer := engine.runner.proposer, DraftModel):
+        proposer.capture(bounds, capture, max_bytes=0)
+        runners.append(proposer._runner)
+    places = [addresses(runner.graphs) for runner in runners if runner.graphs]
 
     def poison() -> None:
-        assert addresses(graphs) == places, "a buffer has moved"
-        buffers = graphs._buffers
-        buffers.hidden.fill_(torch.nan)
-        buffers.block_table.fill_(10**6)
-        for graph in (*graphs._decodes, *graphs._prefills):
-            for read in graph.read:
-                read.fill_(10**6)
-        for kind in engine.runner.caches.paged.values():
-            kind.cache[:, :, -1].fill_(torch.nan)
+        assert places == [addresses(runner.graphs) for runner in runners if runner.graphs], "a buffer has moved"
+        for runner in runners:
+            poison_runner(runner)
 
     capture.after = poison
     return engine, capture
 
 
+def poison_runner(runner: ModelRunner) -> None:
+    """What nobody may read any more."""
+    graphs = runner.graphs
+    assert graphs is not None
+    graphs._buffers.hidden.fill_(torch.nan)
+    graphs._buffers.block_table.fill_(10**6)
+    for graph in graphs:
+        for read in graph.read:
+            read.fill_(10**6)
+    for kind in runner.caches.paged.values():
+        kind.cache[:, :, -1].fill_(torch.nan)
+
+
+def sizes(decodes: list[int], prefills: list[int], verifies: Iterable[int] = ()) -> dict[GraphKind, list[int]]:
+    return {GraphKind.PREFILL: prefills, GraphKind.VERIFY: [*verifies], GraphKind.DECODE: decodes}
+
+
 def addresses(graphs: GraphRunner) -> list[int]:
     buffers = graphs._buffers
     tensors = [buffers.hidden, buffers.deep, buffers.out, buffers.block_table]
-    tensors += [read for graph in (*graphs._decodes, *graphs._prefills) for read in graph.read]
+    tensors += [read for graph in graphs for read in graph.read]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -142,6 +168,54 @@ def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
     assert [outcome.tokens for outcome in engine.run(prompts, short)] == expected
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("family", "attention", "method"),
+    [
+        ("qwen3_vl", "", "half"),
+        ("qwen3_vl", "triton", "model"),
+        ("qwen3_5", "", "half"),
+        pytest.param("qwen3_5_moe", "triton", "half", marks=pytest.mark.soak),
+    ],
+)
+def test_steps_that_verify_drafts_have_graphs_of_their_own(
+    family: Family, attention: str, method: str, checkpoints: Callable[..., Path]
+) -> None:
+    folder, many = checkpoints(family), not attention
+    prompts = prompts_of(folder)[: 4 if many else 2]
+    wanted = SamplingParams(max_tokens=24 if many else 6, temperature=0.0, ignore_eos=True)
+    expected = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=64).run(prompts, wanted)]
+    said = {array("i", prompt.layout.ids).tobytes(): each for prompt, each in zip(prompts, expected, strict=True)}
+
+    def half_right(sequence: Sequence, count: int) -> array[int]:
+        answer, begin = said[sequence.tokens[: sequence.prompt_tokens].tobytes()], len(sequence.output)
+        return array("i", [token + (begin % 5 == place == 1) for place, token in enumerate(answer[begin:][:count])])
+
+    engine, _ = graphed(
+        folder, attention, drafts=3, **({"draft": half_right} if method == "half" else {"draft_model": folder})
+    )
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.sizes == sizes(decode_sizes(PEOPLE), prefill_sizes(64), [2, 4, 8, 16])
+    found: list[GraphKind] = []
+    find = graphs.find
+
+    def watched(*given: Any, **named: Any) -> Graph | None:
+        graph = find(*given, **named)
+        found.extend([] if graph is None else [graph.kind])
+        return graph
+
+    graphs.find = watched  # type: ignore[method-assign]
+    assert [outcome.tokens for outcome in engine.run(prompts, wanted)] == expected
+    counters = engine.scheduler.counters
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens or method == "model"
+    assert graphs.replays == counters.steps == len(found)
+    assert GraphKind.VERIFY in found
+    if isinstance(proposer := engine.runner.proposer, DraftModel):
+        assert proposer.graphs is not None
+        assert proposer.graphs.replays >= counters.draft_tokens / 3
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.soak)])
 def test_steps_with_adapters_have_graphs_of_their_own(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder, short = checkpoints(family), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -154,7 +228,9 @@ def test_steps_with_adapters_have_graphs_of_their_own(family: Family, checkpoint
     engine, capture = graphed(folder, adapter_kernel=AdapterKernel.GPU, **given)
     graphs = engine.runner.graphs
     assert graphs is not None
-    assert capture.captured == 2 * sum(map(len, graphs.sizes)), "of each size one with adapters and one without"
+    assert capture.captured == 2 * sum(map(len, graphs.sizes.values())), (
+        "of each size one with adapters and one without"
+    )
     for these in (numbers, [0] * 4, numbers):
         said = [outcome.tokens for outcome in engine.run(prompts, short, these)]
         assert said == (mixed if these is numbers else plain)
@@ -175,18 +251,18 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
     folder = checkpoints("qwen3_vl")
     everything = graphed(folder)[0].runner.graphs
     assert everything is not None
-    assert everything.sizes == (decode_sizes(PEOPLE), prefill_sizes(64))
+    assert everything.sizes == sizes(decode_sizes(PEOPLE), prefill_sizes(64))
     engine, capture = graphed(folder, room=2)
     assert engine.runner.graphs is not None
     assert capture.most == 3, "one that is left out is gone before the next is captured"
-    assert engine.runner.graphs.sizes == ([], [32, 64])
+    assert engine.runner.graphs.sizes == sizes([], [32, 64])
 
     answers = iter([1, 0, 1, 1, 1, 1, 1])  # another rank has no room for the second one
 
     engine.runner.capture(
         CaptureBounds(PEOPLE, 64, 4096, 3), Again(), max_bytes=0, agree=lambda mine: mine * next(answers)
     )
-    assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 64])
+    assert engine.runner.graphs.sizes == sizes(decode_sizes(PEOPLE), [16, 64])
 
 
 class Pool(Again):
@@ -226,12 +302,10 @@ def test_one_graph_that_needs_too_much_takes_no_room_from_smaller_ones(checkpoin
     engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
     engine.runner.capture(CaptureBounds(PEOPLE, 64, 4096, 3), Pool(), max_bytes=40, agree=lambda number: number)
     assert engine.runner.graphs is not None
-    assert engine.runner.graphs.sizes == (decode_sizes(PEOPLE), [16, 32])
+    assert engine.runner.graphs.sizes == sizes(decode_sizes(PEOPLE), [16, 32])
 
 
 def test_a_batch_is_padded_to_the_next_size(checkpoints: Callable[..., Path]) -> None:
-    from llm_service.plan import Chunk
-
     graphs = graphed(checkpoints("qwen3_vl"))[0].runner.graphs
     assert graphs is not None
 
@@ -245,3 +319,19 @@ def test_a_batch_is_padded_to_the_next_size(checkpoints: Callable[..., Path]) ->
     assert size([*three, Chunk(0, 20, 3)]) == 32
     assert size([Chunk(0, 65, 0)]) is None
     assert size([Chunk(4, 1, n) for n in range(PEOPLE + 1)]) is None
+
+
+def test_a_step_with_drafts_takes_the_graph_for_it_that_it_fits(checkpoints: Callable[..., Path]) -> None:
+    graphs = graphed(checkpoints("qwen3_vl"), drafts=3)[0].runner.graphs
+    assert graphs is not None
+
+    def chosen(counts: list[int], *, deep: bool = False) -> tuple[GraphKind, int] | None:
+        found = graphs.find([Chunk(20, count, row) for row, count in enumerate(counts)], deep=deep)
+        return found and (found.kind, found.tokens)
+
+    assert chosen([1, 4, 1]) == (GraphKind.VERIFY, 8)
+    assert chosen([4] * 4) == (GraphKind.VERIFY, 16)
+    assert chosen([1, 1, 1]) == (GraphKind.DECODE, 4)
+    assert chosen([1, 5]) == (GraphKind.PREFILL, 16), "more than a token and its drafts"
+    assert chosen([4] * 5) == (GraphKind.PREFILL, 32), "more tokens than a step with drafts has"
+    assert chosen([1, 4], deep=True) == (GraphKind.PREFILL, 16)

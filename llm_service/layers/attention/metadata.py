@@ -19,10 +19,12 @@ _LEAST, _MULTIPLE = 128, 64
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a back end wants a step cut into programs: contexts into so many `parts` in all, and the tokens of chunks of
-    several into tiles of `tile`."""
+    several into tiles of `tile`. With `singles` the first sequences, as far as they have one token each, are no tiles,
+    and computed apart."""
 
     parts: int
     tile: int
+    singles: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,12 @@ class BatchNumbers:
         ([81, 0, 1], [0, 1, 71], [18, 70])
         >>> numbers.decodes, numbers.tiles.tolist()
         (1, [[1, 64], [1, 0]])
+        >>> verified = BatchNumbers.of(*np.array([[17, 30], [1, 3], [1, 0]]), tables, 16, Tiling(1, 4, singles=False))
+        >>> verified.decodes, verified.tiles.tolist()
+        (0, [[0, 0], [1, 0]])
         """
         several = np.flatnonzero(counts != 1)
-        decodes = int(several[0]) if len(several) else len(counts)
+        decodes = 0 if not tiling.singles else int(several[0]) if len(several) else len(counts)
         tile = tiling.tile
         cut = [(n, at) for n in range(decodes, len(counts)) for at in reversed(range(0, int(counts[n]), tile))]
         tiles = np.array(cut, np.int32).reshape(-1, 2)

@@ -16,6 +16,8 @@ from llm_service.layers.attention.triton_kernels import attention_kernel, combin
 
 _WAVES = 4
 """Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
+_FEWEST = 16
+"""Rows of a product at the least."""
 _ROWS = 64
 """Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed."""
 COMBINED = 16
@@ -64,15 +66,18 @@ class KernelShape:
         return max(2, _ROWS // self.group)
 
     def rows(self, tokens: int) -> dict[str, int]:
-        """Constants and options of `attention_kernel` for items of up to so many tokens."""
+        """Constants and options of `attention_kernel` for items of up to so many tokens. With its drafts a token may
+        take no more rows than alone."""
+        rows = max(_FEWEST, triton.next_power_of_2(tokens * self.group))
+        few = rows == _FEWEST
         return {
             "TOKENS": tokens,
             "GROUP": self.group,
-            "ROWS": max(16, triton.next_power_of_2(tokens * self.group)),
+            "ROWS": rows,
             "HEAD_DIM": self.head_dim,
             "DIMS": self.dims,
-            "num_warps": 4 if tokens == 1 else self.prefill_warps,
-            "num_stages": self.decode_stages if tokens == 1 else self.stages,
+            "num_warps": 4 if few else self.prefill_warps,
+            "num_stages": self.decode_stages if few else self.stages,
         }
 
 

@@ -19,7 +19,7 @@ from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.metadata import AttentionMetadata, WorkList, WorkNumbers
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -125,6 +125,28 @@ def test_a_short_chunk_behind_a_long_context_is_computed_in_parts(
     work = backend.batch(case.chunks).metadata.tile_work
     assert work.parts.tolist() == ([310, 0, 1] if parts == 1 else [93, 0, 4])
     assert work.split.tolist() == ([] if parts == 1 else [0])
+    case.check(backend)
+
+
+@pytest.mark.parametrize(("heads", "tile", "parts"), [(4, 2, 1), (4, 5, 6), (8, 4, 6), (8, 5, 1), (2, 9, 6)])
+def test_tokens_with_their_drafts_are_tiles_of_few_rows(
+    heads: int, tile: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token alone among them, at the beginning too, is a tile as well."""
+    monkeypatch.setattr(attention_metadata, "_LEAST", 16)
+    monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
+    shape = shape_of(heads=heads)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.tiling = Tiling(parts, tile, singles=False)
+    case = Case.random(shape, (1, tile, 1, 2, tile), torch.float32, heads + tile)
+    case.chunks[0] = PagedChunk(299, 1, list(range(75, 94)))
+    free = iter(range(75))
+    for n, context in enumerate((160, 16, 0, 31), 1):
+        count = case.chunks[n].count
+        case.chunks[n] = PagedChunk(context, count, [next(free) for _ in range(-(-(context + count) // 16))])
+    metadata = backend.batch(case.chunks).metadata
+    assert (metadata.decodes, len(metadata.tiles)) == (0, 5)
+    assert (len(metadata.tile_work.split) > 0) == (parts > 1)
     case.check(backend)
 
 

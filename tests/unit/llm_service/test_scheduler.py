@@ -74,6 +74,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         spare_slots=st.sampled_from([None, None, 0, 2]),
         state_chunk=st.sampled_from([1, 3, 4]),
         speculative_tokens=st.sampled_from([0, 0, 1, 4]),
+        draft_rows=st.sampled_from([5, 16, 256]),
         decode_slowdown=st.sampled_from([0.0, 2.5]),
         max_loras=st.integers(1, 2),
         proposes=st.booleans(),
@@ -86,6 +87,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         extra: int,
         spare_slots: int | None,
         speculative_tokens: int,
+        draft_rows: int,
         proposes: bool,
         **more: int,
     ) -> None:
@@ -97,6 +99,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             step_tokens=max_running + extra,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
             speculative_tokens=speculative_tokens,
+            draft_rows=draft_rows,
             proposes=proposes and speculative_tokens > 0,
             **more,
         )
